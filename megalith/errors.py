@@ -1,0 +1,45 @@
+"""Errors for people: each message names the field, its value, the reason, and a value that would work.
+
+A `UserError` is something the person at the keyboard can fix, so a command prints its text without a traceback and
+exits with 2. Anything else is a fault of ours and keeps its traceback.
+"""
+
+from collections.abc import Sequence
+
+
+class UserError(Exception):
+    """Something the user can fix. The text is the whole message: what it was, why not, what would work."""
+
+
+class ConfigError(UserError):
+    """A field, flag, recipe or combination of them that cannot work."""
+
+
+class DataError(UserError):
+    """A data file, corpus or tokenizer that is missing, damaged or does not fit the run."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is missing, damaged, in use, or belongs to another model."""
+
+
+class PlanError(UserError):
+    """A layout, schedule or placement that cannot be planned."""
+
+
+class RankError(Exception):
+    """A worker process failed; the text starts with that rank's own traceback."""
+
+
+def raise_all(problems: Sequence[str]) -> None:
+    """Raise one ConfigError listing every problem, so that nothing is found out one at a time.
+
+    Raises:
+        ConfigError: when `problems` is not empty.
+    """
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    raise ConfigError(f"{len(problems)} settings must be changed before this can run:\n{lines}")
