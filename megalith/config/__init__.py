@@ -1,0 +1,1 @@
+"""Every setting of every program, as small frozen dataclasses that import nothing heavy."""

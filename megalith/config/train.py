@@ -1,0 +1,101 @@
+"""The root of a training run: everything that decides what `megalith train` does."""
+
+from dataclasses import dataclass, field
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.optim import OptimConfig, PrecisionConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.tokenizer import TokenizerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopConfig:
+    """The training loop: batch sizes, length, and when it looks at itself."""
+
+    steps: int
+    """Optimizer updates in the whole run."""
+
+    global_batch_size: int
+    """Rows per step over all ranks."""
+
+    micro_batch_size: int = 1
+    """Rows that one rank computes at once; the rest of its share is accumulated."""
+
+    seq_len: int = 1024
+    """Tokens per row."""
+
+    log_every: int = 1
+    """Steps between rows of metrics.jsonl; nothing else waits for the device."""
+
+    eval_every: int | None = None
+    """Steps between evaluations on the validation split; unset: only after the last step."""
+
+    eval_steps: int = 0
+    """Global batches per evaluation; 0 turns evaluation off."""
+
+    compile: bool = False
+    """Compile each layer with torch.compile (needs tp = 1 and a C++ compiler on CPUs)."""
+
+    threads: int | None = None
+    """CPU threads per rank; unset: cores / ranks on this machine."""
+
+    max_minutes: float | None = None
+    """Stop after this many minutes: save, exit with code 75, and go on when the command is run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserveConfig:
+    """What is written down besides metrics.jsonl."""
+
+    tensorboard: bool | None = None
+    """Write TensorBoard events; unset: when the package is installed."""
+
+    plots: bool = True
+    """Draw plots/loss.png when the run ends or is stopped."""
+
+    peak_tflops: float | None = None
+    """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainRun:
+    """One training run."""
+
+    name: str
+    """Its folder is runs/NAME unless --run says otherwise."""
+
+    model: ModelConfig
+    """The network."""
+
+    data: DataConfig
+    """Where tokens come from."""
+
+    train: LoopConfig
+    """Batches and steps."""
+
+    schedule: ScheduleConfig
+    """Learning rate and weight decay over the run."""
+
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """How text becomes tokens; used by evaluation in bits per byte and by generate."""
+
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the ranks divide the work."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer."""
+
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """Number formats."""
+
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """When to save."""
+
+    observe: ObserveConfig = field(default_factory=ObserveConfig)
+    """Plots, TensorBoard, MFU."""
+
+    seed: int = 1234
+    """Decides initial weights, data order and sampling."""
