@@ -1,0 +1,1 @@
+"""One operation per file: a plain reference, which is the definition, and faster versions tested against it."""

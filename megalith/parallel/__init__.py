@@ -1,0 +1,1 @@
+"""Collectives, groups and the layers that cut their weights over them."""

@@ -1,0 +1,99 @@
+"""A `Group`: the ranks one collective runs over; and the in-place collectives that no gradient flows through."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks one collective runs over, and my place among them."""
+
+    axes: tuple[str, ...]
+    """Grid axes it spans, outer first: ("tp",), ("dp", "cp"), ("tp_kv", "tp_copy")."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, in group order."""
+
+    rank: int
+    """My index within `ranks`."""
+
+    handle: dist.ProcessGroup | None = field(default=None, repr=False)
+    """Set whenever there is more than one rank and the ranks are real."""
+
+    name: str = field(default="", repr=False)
+    """What torch's functional collectives know the group by; any text on paper."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def __repr__(self) -> str:
+        return f"{'_'.join(self.axes)}({self.rank} of {self.size})"
+
+
+def alone(*axes: str) -> Group:
+    """A group of one rank: every collective over it is free."""
+    return Group(axes=axes, ranks=(0,), rank=0)
+
+
+def all_reduce_(x: Tensor, group: Group) -> Tensor:
+    """Sum `x` over `group`, in place; free when the group is a single rank."""
+    if group.size > 1:
+        dist.all_reduce(x, group=group.handle)
+    return x
+
+
+def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
+    """Start summing `x` over `group` in place; the result may be read after `.wait()`. None: already done."""
+    if group.size == 1:
+        return None
+    return dist.all_reduce(x, group=group.handle, async_op=True)
+
+
+def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
+    """Largest `x` over `group`, element by element, in place."""
+    if group.size > 1:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
+    return x
+
+
+def broadcast_(x: Tensor, group: Group, *, source: int = 0) -> Tensor:
+    """Overwrite `x` with that of the group's rank number `source`, in place."""
+    if group.size > 1:
+        dist.broadcast(x, src=group.ranks[source], group=group.handle)
+    return x
+
+
+def gather_objects(value: object, group: Group) -> list[object]:
+    """Every rank's `value`, in group order; for small plain values outside the hot path."""
+    if group.size == 1:
+        return [value]
+    values: list[object] = [None] * group.size
+    dist.all_gather_object(values, value, group=group.handle)
+    return values
+
+
+def barrier(group: Group) -> None:
+    """Wait until every rank of `group` is here."""
+    if group.size > 1:
+        all_reduce_(torch.zeros(1), group)
+
+
+def split_sizes(total: int, parts: int) -> list[int]:
+    """How `total` items divide over `parts` ranks: as evenly as can be, the larger parts first.
+
+    >>> split_sizes(8, 3)
+    [3, 3, 2]
+    """
+    return [total // parts + (part < total % parts) for part in range(parts)]
+
+
+def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
+    """Where rank number `rank`'s part starts and stops, given every rank's size."""
+    start = sum(sizes[:rank])
+    return start, start + sizes[rank]

@@ -1,0 +1,1 @@
+"""Decisions as plain values: pure functions that need no device."""
