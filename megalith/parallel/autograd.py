@@ -1,0 +1,245 @@
+"""Differentiable collectives, each with its conjugate in backward and one typing rule.
+
+A tensor is, along each axis of the grid, one of four types. R: the same on every rank, each rank uses it for other work
+(its gradients are parts of a sum). I: the same on every rank, used the same way (its gradients are equal). V: every rank
+has its own. P: parts of a sum that is still to be taken. Backward exchanges R with P and keeps I and V; every function
+below states its pair in `moves`, from which a layout's types are checked without running it.
+
+Functional ops only: they run under torch.compile and, on meta tensors, without any process group. A group of one rank
+returns its input.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from megalith.parallel.group import Group, my_range, split_sizes
+
+_ops = torch.ops._c10d_functional
+Moves = tuple[str, str]
+
+
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.name))
+
+
+def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """Every rank's part, joined along `dim`."""
+    x = x.movedim(dim, 0).contiguous()
+    if len(set(sizes)) == 1:
+        out = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
+    else:  # gloo cannot gather uneven parts: send my part to everyone
+        out = _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), group, [sizes[group.rank]] * group.size, sizes)
+    return out.movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    """My part, along `dim`, of the sum over ranks."""
+    x = x.movedim(dim, 0).contiguous()
+    if len(set(sizes)) == 1:
+        out = _ops.wait_tensor(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+    else:
+        mine = sizes[group.rank]
+        parts = _exchange(x, group, sizes, [mine] * group.size)
+        out = parts.reshape(group.size, mine, *x.shape[1:]).sum(0)
+    return out.movedim(0, dim)
+
+
+def _exchange(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name))
+
+
+def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+    start, stop = my_range(sizes, group.rank)
+    return x.narrow(dim, start, stop - start).contiguous()
+
+
+class Enter(torch.autograd.Function):
+    """I -> R: nothing forward, sum backward."""
+
+    moves: ClassVar[Moves] = ("I", "R")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sum(dy, ctx.group), None
+
+
+class Leave(torch.autograd.Function):
+    """P -> I: sum forward, nothing backward."""
+
+    moves: ClassVar[Moves] = ("P", "I")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class AllReduce(torch.autograd.Function):
+    """P -> R: sum forward, sum backward."""
+
+    moves: ClassVar[Moves] = ("P", "R")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return _sum(dy, ctx.group), None
+
+
+class Gather(torch.autograd.Function):
+    """V -> R: all-gather forward, reduce-scatter backward."""
+
+    moves: ClassVar[Moves] = ("V", "R")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _gather(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _reduce_scatter(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """P -> V: reduce-scatter forward, all-gather backward."""
+
+    moves: ClassVar[Moves] = ("P", "V")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _reduce_scatter(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class GatherSame(torch.autograd.Function):
+    """V -> I: all-gather forward, my slice backward."""
+
+    moves: ClassVar[Moves] = ("V", "I")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _gather(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _slice(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class Split(torch.autograd.Function):
+    """I -> V: my slice forward, all-gather backward."""
+
+    moves: ClassVar[Moves] = ("I", "V")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _slice(x, group, dim, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _gather(dy, ctx.group, ctx.dim, ctx.sizes), None, None, None
+
+
+class AllToAll(torch.autograd.Function):
+    """V -> V: exchange forward, exchange back backward."""
+
+    moves: ClassVar[Moves] = ("V", "V")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        return _exchange(x, group, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(dy, ctx.group, ctx.receive, ctx.send), None, None, None
+
+
+class Partial(torch.autograd.Function):
+    """V -> P: a declaration that a sum is pending; the numbers stay."""
+
+    moves: ClassVar[Moves] = ("V", "P")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def enter(x: Tensor, group: Group) -> Tensor:
+    """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its gradients."""
+    return x if group.size == 1 else Enter.apply(x, group)
+
+
+def leave(x: Tensor, group: Group) -> Tensor:
+    """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same gradient."""
+    return x if group.size == 1 else Leave.apply(x, group)
+
+
+def all_reduce(x: Tensor, group: Group) -> Tensor:
+    """Sum parts that the ranks then use differently: P -> R; backward sums too."""
+    return x if group.size == 1 else AllReduce.apply(x, group)
+
+
+def gather(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Join the ranks' parts along `dim`: V -> R. `sizes`: each rank's length, when they differ."""
+    if group.size == 1:
+        return x
+    return Gather.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+
+
+def reduce_scatter(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length; default: even."""
+    if group.size == 1:
+        return x
+    return ReduceScatter.apply(x, group, dim, sizes or split_sizes(x.shape[dim], group.size))
+
+
+def gather_same(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Join the ranks' parts for work that every rank repeats: V -> I; backward keeps my slice."""
+    if group.size == 1:
+        return x
+    return GatherSame.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+
+
+def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
+    """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the slices."""
+    if group.size == 1:
+        return x
+    return Split.apply(x, group, dim, sizes or split_sizes(x.shape[dim], group.size))
+
+
+def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+    """Send `send[r]` rows to each rank r and receive `receive[r]` from it: V -> V."""
+    return x if group.size == 1 else AllToAll.apply(x, group, send, receive)
+
+
+def partial(x: Tensor, group: Group) -> Tensor:
+    """State that `x` is my part of a sum over `group`: V -> P. Written where a cut dimension is contracted.
+
+    Free: only on meta tensors, where types are checked, does it leave a trace.
+    """
+    return Partial.apply(x, group) if group.size > 1 and x.is_meta else x

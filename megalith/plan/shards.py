@@ -1,0 +1,118 @@
+"""`Shard`: which slice of which named parameter a rank owns, written once and read by everything else.
+
+Initial weights, gradient sums, clipping, the optimizer, checkpoints and conversion all read the same record.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Box = tuple[tuple[int, int], ...]
+"""(start, stop) along every dim of a tensor."""
+
+DENSE_AXES = ("dp", "cp", "tp_kv", "tp_copy")
+"""Axes of the dense grid that hold the same layers. tp is tp_kv x tp_copy: tp_copy > 1 when several tensor-parallel
+ranks share a key/value head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """My slice of one parameter: a box of its global tensor, and which other ranks hold the same box."""
+
+    name: str
+    """Canonical name, e.g. `layers.17.attention.q`: a file format, and the key of its initial weights."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter, the same under every layout."""
+
+    box: Box
+    """My part of it."""
+
+    cut: tuple[str, ...] = ()
+    """Axes along which the box differs from rank to rank."""
+
+    invariant: frozenset[str] = frozenset()
+    """Axes over which every rank already has the whole gradient (each did the same work with it)."""
+
+    grid: Literal["dense", "expert"] = "dense"
+    """Which factorisation of the world the axes belong to."""
+
+    flat: tuple[int, int] | None = None
+    """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
+
+    @property
+    def box_shape(self) -> tuple[int, ...]:
+        """Lengths of the box."""
+        return tuple(stop - start for start, stop in self.box)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box."""
+        return math.prod(self.box_shape)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int]:
+        """How the box lies in memory: two-dimensional, the last dims of `shape` that belong to the inputs as columns.
+
+        A vector is one column, so that cutting rows cuts every parameter.
+        """
+        shape = self.box_shape
+        if len(shape) == 1:
+            return shape[0], 1
+        if len(shape) == 3 and self.name.endswith(".o"):
+            return shape[0], shape[1] * shape[2]
+        return math.prod(shape[:-1]), shape[-1]
+
+
+def whole(name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset()) -> Shard:
+    """A parameter that every rank holds in full."""
+    return Shard(name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant)
+
+
+def cut_dim(shard: Shard, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> Shard:
+    """`shard` with its `dim` divided into parts of `sizes` over `axes`, of which this is part number `rank`."""
+    assert sum(sizes) == shard.shape[dim], (shard.name, shard.shape, sizes)
+    start = sum(sizes[:rank])
+    box = tuple((start, start + sizes[rank]) if d == dim else span for d, span in enumerate(shard.box))
+    return replace(shard, box=box, cut=(*shard.cut, *axes))
+
+
+def copies(shard: Shard) -> tuple[str, ...]:
+    """Axes along which other ranks hold the same box."""
+    return tuple(axis for axis in DENSE_AXES if axis not in shard.cut)
+
+
+def summed_over(shard: Shard) -> tuple[str, ...]:
+    """The gradient rule: a gradient is summed over all ranks that hold the same box, except where it is Invariant."""
+    return tuple(axis for axis in copies(shard) if axis not in shard.invariant)
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a row-major tensor as at most 2 * dims - 1 boxes, in order.
+
+    >>> boxes_of_range((5, 4), 3, 17)
+    [((0, 1), (3, 4)), ((1, 4), (0, 4)), ((4, 5), (0, 1))]
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [((start, stop),)] if shape else [()]
+    inner = math.prod(shape[1:])
+    first, head = divmod(start, inner)
+    last, tail = divmod(stop, inner)
+    if first == last:
+        return [((first, first + 1), *box) for box in boxes_of_range(shape[1:], head, tail)]
+    boxes: list[Box] = []
+    if head:
+        boxes += [((first, first + 1), *box) for box in boxes_of_range(shape[1:], head, inner)]
+        first += 1
+    if first < last:
+        boxes.append(((first, last), *((0, n) for n in shape[1:])))
+    boxes += [((last, last + 1), *box) for box in boxes_of_range(shape[1:], 0, tail)]
+    return boxes
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The box that `a` and `b` share, or None."""
+    both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
+    return both if all(start < stop for start, stop in both) else None
