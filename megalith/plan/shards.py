@@ -40,6 +40,9 @@ class Shard:
     flat: tuple[int, int] | None = None
     """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
 
+    inputs: int = 1
+    """How many of the last dims are inputs, the columns of the matrix as it lies in memory."""
+
     @property
     def box_shape(self) -> tuple[int, ...]:
         """Lengths of the box."""
@@ -52,21 +55,15 @@ class Shard:
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """How the box lies in memory: two-dimensional, the last dims of `shape` that belong to the inputs as columns.
-
-        A vector is one column, so that cutting rows cuts every parameter.
-        """
+        """How the box lies in memory: outputs as rows, inputs as columns; a vector is one column."""
         shape = self.box_shape
-        if len(shape) == 1:
-            return shape[0], 1
-        if len(shape) == 3 and self.name.endswith(".o"):
-            return shape[0], shape[1] * shape[2]
-        return math.prod(shape[:-1]), shape[-1]
+        rows = len(shape) - self.inputs if len(shape) > 1 else 1
+        return math.prod(shape[:rows]), math.prod(shape[rows:])
 
 
-def whole(name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset()) -> Shard:
+def whole(name: str, shape: tuple[int, ...], *, invariant: frozenset[str] = frozenset(), inputs: int = 1) -> Shard:
     """A parameter that every rank holds in full."""
-    return Shard(name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant)
+    return Shard(name=name, shape=shape, box=tuple((0, n) for n in shape), invariant=invariant, inputs=inputs)
 
 
 def cut_dim(shard: Shard, dim: int, sizes: list[int], rank: int, axes: tuple[str, ...]) -> Shard:
