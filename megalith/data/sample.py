@@ -1,0 +1,65 @@
+"""What a loader reads: one sample of a dataset, and the store of tokens beneath it."""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One row of a batch: seq_len input tokens and the label of the last of them.
+
+    Inputs are `ids[:-1]`, labels `ids[1:]`.
+    """
+
+    ids: NDArray[np.int64]  # [seq_len + 1]; zeros from num_valid on
+    num_valid: int  # ids from here on are padding: neither read nor predicted
+    dataset_id: int = 0  # which member of a blend it came from
+
+    @property
+    def valid(self) -> NDArray[np.bool_]:
+        """[seq_len + 1], False for padding."""
+        return np.arange(len(self.ids)) < self.num_valid
+
+
+class Dataset(Protocol):
+    """Samples in a fixed order. `sample(k)` depends on k alone, so a count of samples read is all the state there is."""
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples there are."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes when the tokens or their order do; kept in checkpoints."""
+
+    def sample(self, k: int) -> Sample:
+        """Sample k.
+
+        Raises:
+            DataError: there is no sample k, or it holds a token id outside the vocabulary.
+        """
+
+    def __len__(self) -> int:
+        """The same as `num_samples`."""
+
+
+class TokenStore(Protocol):
+    """Sequences of token ids that can be read in any order: an indexed file pair, or made-up ones."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it: its prefix."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes when the stored tokens do."""
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int32]:
+        """[n], tokens per sequence."""
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
+        """`length` tokens of one sequence from `offset` on; all that are left when length is None."""

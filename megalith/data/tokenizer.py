@@ -1,0 +1,138 @@
+"""Text to token ids and back: bytes, a Hugging Face tokenizer.json, or digits for made-up data."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megalith.errors import DataError, raise_all
+
+
+class Tokenizer(Protocol):
+    """What every tokenizer can do. Ids run from 0 to vocab_size - 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids, special tokens included."""
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            DataError: the tokenizer has none.
+        """
+
+    @property
+    def bos(self) -> int | None:
+        """The id that the tokenizer puts before a text; None when it has none."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes when the ids of any text would."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts, in order."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
+
+
+class ByteTokenizer:
+    """The 256 bytes of UTF-8, and id 256 to end documents."""
+
+    vocab_size = 257
+    eod = 256
+    bos = None
+    fingerprint = "byte"
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of the text."""
+        return list(text.encode())
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The UTF-8 bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes; the end token is left out."""
+        return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+
+class NullTokenizer:
+    """Ids written as numbers with spaces between; the last id ends documents. It goes with mock data."""
+
+    bos = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.fingerprint = f"null-{vocab_size}"
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in the text.
+
+        Raises:
+            DataError: a word is not one of the ids.
+        """
+        return [self._id(word) for word in text.split()]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The numbers in each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids as numbers; the end token is left out."""
+        return " ".join(str(token) for token in ids if token != self.eod)
+
+    def _id(self, word: str) -> int:
+        if not word.isascii() or not word.isdigit() or int(word) >= self.vocab_size:
+            raise DataError(
+                f"tokenizer.kind=null: {word!r} is not an id. Use numbers from 0 to {self.vocab_size - 1} with spaces "
+                f"between, or choose tokenizer.kind=byte for text."
+            )
+        return int(word)
+
+
+class StreamDecoder:
+    """Text of ids that arrive one at a time: whole characters come out as soon as they are complete."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []  # ids whose text is out, kept because decoders treat a first token differently
+        self._pending: list[int] = []
+
+    def push(self, token: int) -> str:
+        """Take one id; return the text that is now certain, often empty in the middle of a character."""
+        self._pending.append(token)
+        text = self._new_text()
+        return "" if text.endswith("\ufffd") else self._accept(text)
+
+    def finish(self) -> str:
+        """The text still held back, with U+FFFD for a character that never became whole."""
+        return self._accept(self._new_text())
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._context)
+        return self._tokenizer.decode(self._context + self._pending)[len(before) :]
+
+    def _accept(self, text: str) -> str:
+        if text:
+            self._context, self._pending = self._pending, []
+        return text
+
+
+def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
+    """The tokenizer that the config names.
+
+    Raises:
+        ConfigError: the config breaks a rule.
+        DataError: its files are missing or are no tokenizer.
+    """
+    raise_all(tokenizer_problems(config))
+    if config.kind == "null":
+        assert config.vocab_size is not None
+        return NullTokenizer(config.vocab_size)
+    return ByteTokenizer()
