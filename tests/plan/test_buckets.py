@@ -1,0 +1,177 @@
+"""Tests of megalith/plan/buckets.py."""
+
+import random
+from itertools import pairwise
+from math import lcm
+from typing import Any, NamedTuple
+
+import pytest
+
+from megalith.errors import PlanError
+from megalith.plan.buckets import BucketPlan, plan_buckets
+
+# Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives these sizes, so that
+# its shards can be read by position.
+SIZES = [800, 8, 512, 64, 500]
+
+
+def spans(plan: BucketPlan) -> list[tuple[int, int]]:
+    return [(slot.start, slot.stop) for slot in plan.slots]
+
+
+def bounds(plan: BucketPlan) -> list[tuple[int, int]]:
+    return [(bucket.start, bucket.stop) for bucket in plan.buckets]
+
+
+@pytest.mark.parametrize(
+    ("bucket_numel", "dp", "offsets", "expected"),
+    [
+        (None, 2, [(1152, 1952), (1088, 1096), (576, 1088), (512, 576), (0, 500)], [(0, 1152), (1152, 2048)]),
+        (
+            600,
+            2,
+            [(1280, 2080), (1152, 1160), (576, 1088), (512, 576), (0, 500)],
+            [(0, 1152), (1152, 1280), (1280, 2176)],
+        ),
+        (
+            600,
+            3,
+            [(1536, 2336), (1152, 1160), (576, 1088), (512, 576), (0, 500)],
+            [(0, 1152), (1152, 1536), (1536, 2688)],
+        ),
+    ],
+)
+def test_offsets_equal_megatrons(
+    bucket_numel: int | None, dp: int, offsets: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
+    assert spans(plan) == offsets
+    assert bounds(plan) == expected
+    assert plan.numel == expected[-1][1]
+
+
+def test_one_bucket_when_no_size_is_given() -> None:
+    plan = plan_buckets([3, 5, 7], bucket_numel=None, align=1)
+    assert bounds(plan) == [(0, 15)]
+    assert plan.buckets[0].members == (2, 1, 0)
+
+
+def test_a_bucket_closes_with_the_parameter_that_fills_it() -> None:
+    plan = plan_buckets([4, 4, 4, 4], bucket_numel=8, align=1)
+    assert [bucket.members for bucket in plan.buckets] == [(3, 2), (1, 0)]
+    plan = plan_buckets([4, 4, 4, 4], bucket_numel=9, align=1)
+    assert [bucket.members for bucket in plan.buckets] == [(3, 2, 1), (0,)]
+
+
+def test_a_run_lies_without_a_gap_in_registration_order_at_its_last_members_place() -> None:
+    plan = plan_buckets([10, 3, 5, 7, 9], bucket_numel=1, align=8, together=[[1, 3]])
+    assert [bucket.members for bucket in plan.buckets] == [(4,), (1, 3), (2,), (0,)]
+    assert spans(plan) == [(40, 50), (16, 19), (32, 37), (19, 26), (0, 9)]
+
+
+def test_no_parameters_make_no_buckets() -> None:
+    plan = plan_buckets([], bucket_numel=10)
+    assert (plan.slots, plan.buckets, plan.numel) == ((), (), 0)
+
+
+class Case(NamedTuple):
+    sizes: list[int]
+    bucket_numel: int | None
+    align: int
+    end_align: int | None
+    alone: list[int]
+    together: list[list[int]]
+
+
+def random_case(rng: random.Random) -> Case:
+    count = rng.randint(1, 40)
+    numbers = list(range(count))
+    runs = []
+    for _ in range(rng.randint(0, 5)):
+        run = sorted(rng.sample(numbers, min(len(numbers), rng.randint(1, 3))))
+        numbers = [number for number in numbers if number not in run]
+        if run:
+            runs.append(run)
+    return Case(
+        sizes=[rng.choice([0, 1, 3, 64, 100, 1000]) for _ in range(count)],
+        bucket_numel=rng.choice([None, 1, 65, 1000, 10**9]),
+        align=rng.choice([1, 3, 64]),
+        end_align=rng.choice([None, 1, 6, 128, 384]),
+        alone=[number for number in numbers if rng.random() < 0.2],
+        together=runs,
+    )
+
+
+def plan_of(case: Case) -> BucketPlan:
+    return plan_buckets(
+        case.sizes,
+        bucket_numel=case.bucket_numel,
+        align=case.align,
+        end_align=case.end_align,
+        alone=case.alone,
+        together=case.together,
+    )
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) -> None:
+    case = random_case(random.Random(seed))
+    plan = plan_of(case)
+    assert [slot.stop - slot.start for slot in plan.slots] == case.sizes
+    placed = [number for bucket in plan.buckets for number in bucket.members]
+    assert sorted(placed) == list(range(len(case.sizes)))
+    for earlier, later in pairwise(placed):
+        assert plan.slots[earlier].stop <= plan.slots[later].start
+    follows = {later: earlier for run in case.together for earlier, later in pairwise(run)}
+    for number, slot in enumerate(plan.slots):
+        bucket = plan.buckets[slot.bucket]
+        assert number in bucket.members and bucket.start <= slot.start <= slot.stop <= bucket.stop
+        if number in follows:
+            before = plan.slots[follows[number]]
+            assert (slot.bucket, slot.start) == (before.bucket, before.stop)
+        else:
+            assert slot.start % case.align == 0
+    free = [number for number in placed if not any(number in run for run in case.together)]
+    assert free == sorted(free, reverse=True)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
+    case = random_case(random.Random(seed))
+    plan = plan_of(case)
+    quantum = lcm(case.align, case.end_align or case.align)
+    alone = [bucket.members[0] in case.alone for bucket in plan.buckets]
+    assert plan.buckets[0].start == 0
+    assert all(bucket.stop == following.start for bucket, following in pairwise(plan.buckets))
+    for place, bucket in enumerate(plan.buckets):
+        assert (bucket.stop - bucket.start) % quantum == 0
+        if alone[place]:
+            assert len(bucket.members) == 1
+            continue
+        run_of_last = next((run for run in case.together if bucket.members[-1] in run), [bucket.members[-1]])
+        before_last = [number for number in bucket.members if number not in run_of_last]
+        full = case.bucket_numel or 10**12
+        assert all(plan.slots[number].stop - bucket.start < full for number in before_last)
+        if place + 1 < len(plan.buckets) and not alone[place + 1]:
+            assert plan.slots[bucket.members[-1]].stop - bucket.start >= full
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"bucket_numel": 0}, "parallel.bucket_numel=0 must be at least 1"),
+        ({"bucket_numel": 1, "align": 0}, "align=0"),
+        ({"bucket_numel": 1, "alone": [5]}, r"no parameters \[5\]. Use numbers from 0 to 2"),
+        ({"bucket_numel": 1, "together": [[1, 0]]}, "pass ascending runs"),
+        ({"bucket_numel": 1, "together": [[0, 1], [1, 2]]}, "each parameter occurs once"),
+        ({"bucket_numel": 1, "together": [[0, 1]], "alone": [1]}, r"parameters \[1\] are to lie alone and together"),
+    ],
+)
+def test_contradictions_are_refused(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError, match=text):
+        plan_buckets([1, 2, 3], **arguments)
+
+
+def test_negative_sizes_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"parameters \[1\] have a negative size"):
+        plan_buckets([1, -2], bucket_numel=None)
