@@ -1,0 +1,303 @@
+"""The rank grid: which coordinates each rank has, and which ranks form a group along some axes.
+
+The dense grid divides the world into tp · cp · dp · pp; the expert grid divides the same ranks into
+etp · ep · edp · pp, so ep is not one more factor of the first. Everything here is arithmetic on plain numbers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from itertools import product
+from math import prod
+
+from megalith.errors import PlanError
+
+DEFAULT_ORDER = "tp-cp-ep-dp-pp"
+TOKENS = ("tp", "cp", "ep", "dp", "pp")
+
+
+@dataclass(frozen=True, slots=True)
+class Factored:
+    """An axis that was cut into two: neighbours along `inner` are neighbours along `axis`."""
+
+    axis: str
+    outer: str
+    inner: str
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Ranks `offset` to `offset + world - 1` as a box: rank = offset + sum of coordinate * stride over the axes.
+
+    The stride of an axis is the product of the sizes before it, so the first axis joins neighbouring ranks.
+    """
+
+    axes: tuple[str, ...]
+    """Names, fastest first."""
+
+    sizes: tuple[int, ...]
+    """Ranks along each axis."""
+
+    offset: int = 0
+    """First rank of the grid."""
+
+    factored: tuple[Factored, ...] = ()
+    """Axes that are now two; their old names still stand for the two together."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def ranks(self) -> range:
+        """Every rank of the grid."""
+        return range(self.offset, self.offset + self.world)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that may be asked for: the axes, then the axes that were factored."""
+        return self.axes + tuple(entry.axis for entry in self.factored)
+
+    def size(self, axis: str) -> int:
+        """Ranks along one axis."""
+        return self.strides(axis)[0]
+
+    def strides(self, axis: str) -> tuple[int, int]:
+        """(size, stride) of one axis: its ranks are `size` numbers, `stride` apart."""
+        parts = self._parts((axis,))
+        first = self.axes.index(parts[0])  # the parts of a factored axis are neighbours in `axes`
+        return prod(self.sizes[first : first + len(parts)]), prod(self.sizes[:first])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis; factored axes are listed under their old name too.
+
+        Raises:
+            PlanError: the rank is not part of the grid.
+        """
+        if rank not in self.ranks:
+            raise PlanError(f"rank={rank} is not in this grid. Pass one of ranks {self.offset} to {self.ranks[-1]}.")
+        left, found = rank - self.offset, {}
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            left, found[axis] = divmod(left, size)
+        for entry in reversed(self.factored):  # the youngest first, since its axis may be a part of an older one
+            found[entry.axis] = found[entry.outer] * self.size(entry.inner) + found[entry.inner]
+        return found
+
+    def rank_at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at some coordinates; axes of size one may be left out, a factored axis is given whole or in parts.
+
+        Raises:
+            PlanError: an axis is unknown, missing, out of range, or given twice with different values.
+        """
+        given = dict(coordinates)
+        problems = [self._unknown(name) for name in given if name not in self.names]
+        for entry in self.factored:
+            if entry.axis in given:
+                whole, inner = given.pop(entry.axis), self.size(entry.inner)
+                for name, value in ((entry.outer, whole // inner), (entry.inner, whole % inner)):
+                    if given.setdefault(name, value) != value:
+                        problems.append(f"{entry.axis}={whole} means {name}={value}, but {name}={given[name]}")
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if axis not in given and size > 1:
+                problems.append(f"{axis} is missing (0 to {size - 1})")
+            elif not 0 <= given.get(axis, 0) < size:
+                problems.append(f"{axis}={given[axis]} is not in 0 to {size - 1}")
+        if problems:
+            raise PlanError(f"coordinates={dict(coordinates)}: {'; '.join(problems)}. Pass one place on every axis.")
+        return self.offset + sum(given.get(axis, 0) * self.strides(axis)[1] for axis in self.axes)
+
+    def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
+        """Every group of ranks that differ along `axes` only, in ascending order; no axes: each rank by itself.
+
+        The order in which the axes are named does not matter: the grid's own order decides.
+        """
+        inside = self._parts(axes)
+        members = self._offsets(inside)
+        starts = self._offsets([axis for axis in self.axes if axis not in inside])
+        return [tuple(self.offset + start + member for member in members) for start in starts]
+
+    def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
+        """The group along `axes` that a rank belongs to."""
+        inside, mine = self._parts(axes), self.coordinates(rank)
+        start = rank - sum(mine[axis] * self.strides(axis)[1] for axis in inside)
+        return tuple(start + member for member in self._offsets(inside))
+
+    def factor(self, *, axis: str, outer: tuple[str, int], inner: tuple[str, int]) -> "Grid":
+        """The same grid with one axis seen as two; `axis` still names the two together.
+
+        With 2 key/value heads on tp = 4, neighbours hold the same head: outer ("tp_kv", 2) tells the heads apart and
+        inner ("tp_copy", 2) the copies.
+
+        Raises:
+            PlanError: the axis is unknown or factored already, a name is taken, or the parts do not multiply to it.
+        """
+        if axis not in self.axes:
+            raise PlanError(f"axis={axis!r} cannot be factored. Choose one of {list(self.axes)}.")
+        taken = [name for name, _ in (outer, inner) if name in self.names]
+        if taken or outer[0] == inner[0]:
+            raise PlanError(f"axis={axis!r} into {outer} and {inner}: choose two names other than {list(self.names)}.")
+        place, size = self.axes.index(axis), self.size(axis)
+        if outer[1] * inner[1] != size or outer[1] < 1:
+            fits = [part for part in range(1, size + 1) if size % part == 0]
+            raise PlanError(
+                f"{axis}={size} is not {outer[0]} · {inner[0]} = {outer[1]} · {inner[1]}. "
+                f"Choose {outer[0]} from {fits} and set {inner[0]} to {size} / {outer[0]}."
+            )
+        return replace(
+            self,
+            axes=(*self.axes[:place], inner[0], outer[0], *self.axes[place + 1 :]),
+            sizes=(*self.sizes[:place], inner[1], outer[1], *self.sizes[place + 1 :]),
+            factored=(*self.factored, Factored(axis, outer[0], inner[0])),
+        )
+
+    def table(self) -> str:
+        """Sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride 2)`."""
+        return " · ".join(f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes)
+
+    def _parts(self, axes: Sequence[str]) -> list[str]:
+        """The unfactored axes behind some names, in grid order, each once."""
+        unknown = [name for name in axes if name not in self.names]
+        if unknown:
+            raise PlanError(f"axes={list(axes)}: {'; '.join(map(self._unknown, unknown))}. Choose from these names.")
+        wanted = set(axes)
+        for entry in self.factored:
+            if entry.axis in wanted:
+                wanted |= {entry.outer, entry.inner}
+        return [axis for axis in self.axes if axis in wanted]
+
+    def _offsets(self, axes: Sequence[str]) -> list[int]:
+        """Rank numbers, counted from the first, of the box spanned by some axes (given in grid order); ascending."""
+        steps = [range(0, size * stride, stride) for size, stride in map(self.strides, reversed(axes))]
+        return [sum(step) for step in product(*steps)]
+
+    def _unknown(self, name: str) -> str:
+        near = get_close_matches(name, self.names, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        return f"this grid has no axis {name!r}{meant}, only {', '.join(self.names)}"
+
+
+def dense_grid(
+    *,
+    world: int,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    order: str = DEFAULT_ORDER,
+    offset: int = 0,
+) -> Grid:
+    """The grid of everything but experts, with axes tp, cp, dp, pp in `order`; dp unset: world / (tp · cp · pp).
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size, or the order is not one; all problems at once.
+    """
+    _raise_problems(dense_problems(world=world, tp=tp, cp=cp, pp=pp, dp=dp, order=order), world, order)
+    sizes = {"tp": tp, "cp": cp, "dp": world // (tp * cp * pp), "pp": pp}
+    return _ordered(sizes, order, offset)
+
+
+def expert_grid(
+    *, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER, offset: int = 0
+) -> Grid:
+    """The grid of expert weights over the same ranks, with axes etp, ep, edp, pp; edp is world / (etp · ep · pp).
+
+    In `order`, tp stands for etp and dp for edp.
+
+    Raises:
+        PlanError: the degrees do not divide the world size, or the order is not one; all problems at once.
+    """
+    _raise_problems(expert_problems(world=world, etp=etp, ep=ep, pp=pp, order=order), world, order)
+    sizes = {"tp": etp, "ep": ep, "dp": world // (etp * ep * pp), "pp": pp}
+    grid = _ordered(sizes, order, offset)
+    expert_names = {"tp": "etp", "dp": "edp"}
+    return replace(grid, axes=tuple(expert_names.get(axis, axis) for axis in grid.axes))
+
+
+def dense_problems(
+    *, world: int, tp: int = 1, cp: int = 1, pp: int = 1, dp: int | None = None, order: str = DEFAULT_ORDER
+) -> list[str]:
+    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it can be."""
+    problems = _degree_problems(world, {"tp": tp, "cp": cp, "pp": pp})
+    if dp is not None and dp < 1:
+        problems.append(f"parallel.dp={dp} must be at least 1. Leave it unset for world / (tp · cp · pp).")
+    elif dp is not None and not problems and tp * cp * pp * dp != world:
+        model = tp * cp * pp
+        problems.append(
+            f"parallel.dp={dp}: tp · cp · pp · dp = {tp}·{cp}·{pp}·{dp} = {model * dp} is not world_size={world}. "
+            f"Use {model * dp} processes, or leave parallel.dp unset (then it is {world // model})."
+        )
+    return problems + order_problems(order, {"tp": tp, "cp": cp, "dp": dp or world // max(tp * cp * pp, 1), "pp": pp})
+
+
+def expert_problems(*, world: int, etp: int = 1, ep: int = 1, pp: int = 1, order: str = DEFAULT_ORDER) -> list[str]:
+    """Everything that keeps `expert_grid` from being built, as messages for the user; empty when it can be."""
+    problems = _degree_problems(world, {"etp": etp, "ep": ep, "pp": pp})
+    return problems + order_problems(order, {"tp": etp, "ep": ep, "dp": world // max(etp * ep * pp, 1), "pp": pp})
+
+
+def stage_problems(dense: Grid, expert: Grid) -> list[str]:
+    """Whether both grids put the same ranks into the same pipeline; if not, the two stride tables."""
+    if dense.ranks == expert.ranks and set(dense.groups(["pp"])) == set(expert.groups(["pp"])):
+        return []
+    return [
+        "parallel.order: the dense and the expert grid form different pipelines out of the same ranks: "
+        f"dense {dense.table()}; expert {expert.table()}. Put pp last in parallel.order, or choose ep and etp so "
+        "that pp has the same stride in both."
+    ]
+
+
+def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
+    """What is wrong with an order string for axes of these sizes (by token: tp, cp, ep, dp, pp)."""
+    tokens = order.lower().split("-")
+    unknown = sorted({token for token in tokens if token and token not in TOKENS})
+    twice = sorted({token for token in tokens if token in TOKENS and tokens.count(token) > 1})
+    missing = [axis for axis, size in sizes.items() if size > 1 and axis not in tokens]
+    hint = f"Use each of {', '.join(TOKENS)} at most once, fastest first, joined by '-', as in {DEFAULT_ORDER}."
+    problems = []
+    if unknown:
+        problems.append(f"parallel.order={order}: unknown axis {', '.join(map(repr, unknown))}. {hint}")
+    if twice:
+        problems.append(f"parallel.order={order}: {', '.join(twice)} occurs more than once. {hint}")
+    if "" in tokens:
+        problems.append(f"parallel.order={order!r}: an axis name is empty. {hint}")
+    for axis in missing:
+        problems.append(f"parallel.order={order} lacks {axis}, which has {sizes[axis]} ranks. Add {axis} to it.")
+    return problems
+
+
+def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
+    """The grid with the axes of `sizes` in the order of a checked order string; unnamed ones (size one) come last."""
+    named = [token for token in order.lower().split("-") if token in sizes]
+    axes = (*named, *(axis for axis in sizes if axis not in named))
+    return Grid(axes=axes, sizes=tuple(sizes[axis] for axis in axes), offset=offset)
+
+
+def _degree_problems(world: int, degrees: Mapping[str, int]) -> list[str]:
+    """Degrees below one, or a product that does not divide the world; with the numbers that would work."""
+    problems = [f"parallel.{axis}={size} must be at least 1." for axis, size in degrees.items() if size < 1]
+    if world < 1:
+        problems.append(f"world_size={world} must be at least 1. Use as many processes as the degrees multiply to.")
+    if problems:
+        return problems
+    model = prod(degrees.values())
+    if world % model == 0:
+        return []
+    below = world // model * model
+    processes = f"{below} or {below + model}" if below else f"{model}"
+    fixes = [f"use {processes} processes"]
+    for axis, size in degrees.items():
+        rest = model // size
+        if size > 1 and world % rest == 0:
+            fits = [n for n in range(1, world // rest + 1) if world // rest % n == 0]
+            fixes.append(f"set parallel.{axis} to one of {fits}")
+    if len(fixes) == 1:  # no single change is enough
+        fixes.append(f"choose {', '.join(degrees)} so that they multiply to a divisor of {world}")
+    names, values = " · ".join(f"parallel.{axis}" for axis in degrees), "·".join(map(str, degrees.values()))
+    return [f"world_size={world} is not {names} = {values} times an integer: {', or '.join(fixes)}."]
+
+
+def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:
+    if problems:
+        lines = "\n".join(f"  {problem}" for problem in problems)
+        raise PlanError(f"{world} ranks cannot be laid out in order {order}. Change these settings:\n{lines}")
