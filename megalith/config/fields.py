@@ -1,0 +1,191 @@
+"""Which settings a tree of config dataclasses has: dotted names, types in words, defaults and documentation."""
+
+import ast
+import functools
+import inspect
+import textwrap
+import types
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from megalith.config.suggest import did_you_mean
+
+Hint: TypeAlias = Any  # a type as an annotation has it: a class, `int | None`, `Literal[...]`, `tuple[str, ...]`
+Plain: TypeAlias = Any  # what JSON and YAML hold: None, bool, int, float, str, list, dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One leaf of a tree of dataclasses."""
+
+    path: str
+    """Its dotted name."""
+
+    hint: Hint
+    """Its type."""
+
+    required: bool
+    """It has no default."""
+
+    default: Plain
+    """Its default as plain data; None when required."""
+
+    doc: str
+    """What it means, in one line."""
+
+
+def describe(cls: type) -> list[Setting]:
+    """Every leaf of `cls`, in the order of the fields."""
+    return _describe(cls, "")
+
+
+def setting_names(cls: type) -> list[str]:
+    """The dotted name of every leaf of `cls`."""
+    return [setting.path for setting in describe(cls)]
+
+
+def hint_at(cls: type, path: str) -> Hint | None:
+    """The type of the section or leaf at a dotted path; None when there is no such name."""
+    hint: Hint = cls
+    for part in path.split("."):
+        section = section_of(hint)
+        mapping = next((option for option in options_of(hint) if origin_of(option) is dict), None)
+        if section is not None:
+            hint = hints_of(section).get(part)
+        else:
+            hint = get_args(mapping)[1] if mapping is not None else None
+        if hint is None:
+            return None
+    return hint
+
+
+def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
+    """The message about a dotted name that `cls` does not have, with the names it could have been."""
+    advice = did_you_mean(path, [*hints_of(cls), *setting_names(cls)])
+    if not advice:
+        prefix = path.rpartition(".")[0]
+        hint = hint_at(cls, prefix)
+        section = section_of(hint)
+        names = [join_path(prefix, name) for name in hints_of(section)] if section else [*hints_of(cls)]
+        advice = f" Use one of {', '.join(names)}." if section or hint is None else f" {prefix} is one value: set that."
+    return f"{path}{'' if value is None else f'={value}'}: there is no such setting.{advice}"
+
+
+def default_of(field: "Field[Any]") -> tuple[bool, Any]:
+    """(does it have to be given, its default) of a dataclass field."""
+    if field.default is not MISSING:
+        return False, field.default
+    if field.default_factory is not MISSING:
+        return False, field.default_factory()
+    return True, None
+
+
+@functools.cache
+def hints_of(cls: type) -> Mapping[str, Hint]:
+    """The type of every field of a dataclass."""
+    return get_type_hints(cls)
+
+
+@functools.cache
+def docs_of(cls: type) -> Mapping[str, str]:
+    """The string under each field of a dataclass, in one line."""
+    try:
+        (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    except OSError:  # a frozen application carries no source: its help goes without these texts
+        return {}
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for field, text in zip(tree.body, tree.body[1:]):
+        match field, text:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                docs[name] = " ".join(doc.split())
+    return docs
+
+
+def plain(value: object) -> Plain:
+    """Nested dataclasses, mappings and tuples as dicts and lists."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def join_path(prefix: str, name: str) -> str:
+    """A dotted name; the root has none."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def _describe(cls: type, prefix: str) -> list[Setting]:
+    settings = []
+    for field in fields(cls):
+        path, hint = join_path(prefix, field.name), hints_of(cls)[field.name]
+        section = section_of(hint)
+        if section is not None:
+            settings += _describe(section, path)
+            continue
+        required, default = default_of(field)
+        doc = docs_of(cls).get(field.name, "")
+        settings.append(Setting(path=path, hint=hint, required=required, default=plain(default), doc=doc))
+    return settings
+
+
+def type_name(hint: Hint) -> str:
+    """A type in words: `a whole number`, `true or false`, `one of a, b`, `a list of text`, `a number or null`."""
+    options = options_of(hint)
+    if len(options) > 1:
+        return " or ".join(type_name(option) for option in options)
+    (option,) = options
+    if origin_of(option) is Literal:
+        return f"one of {', '.join(str(value) for value in get_args(option))}"
+    if is_many(option):
+        arguments = get_args(option)
+        if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
+            return f"a list of {type_name(arguments[0])}"
+        return f"a list of {len(arguments)}: {', '.join(type_name(argument) for argument in arguments)}"
+    if origin_of(option) is dict or is_section(option):
+        return "a mapping"
+    words = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
+    words |= {dict: "a mapping", list: "a list"}
+    return words.get(option, str(option))
+
+
+def options_of(hint: Hint) -> tuple[Hint, ...]:
+    """The alternatives of a union; any other type is its only alternative."""
+    return get_args(hint) if origin_of(hint) in (Union, types.UnionType) else (hint,)
+
+
+def literal_values(hint: Hint) -> list[Plain]:
+    """The values that a `Literal` among the alternatives allows."""
+    return [value for option in options_of(hint) if origin_of(option) is Literal for value in get_args(option)]
+
+
+def section_of(hint: Hint) -> type | None:
+    """The dataclass of a section, also of one that may be unset; None for a leaf."""
+    return next((option for option in options_of(hint) if is_section(option)), None)
+
+
+def is_section(option: Hint) -> bool:
+    """Is this type a dataclass?"""
+    return isinstance(option, type) and is_dataclass(option)
+
+
+def is_many(option: Hint) -> bool:
+    """Is this type a list or a tuple?"""
+    return origin_of(option) in (list, tuple)
+
+
+def item_hints(option: Hint, count: int) -> list[Hint]:
+    """The type of each of `count` items of a list or tuple; a tuple of fixed length keeps its own length."""
+    arguments = get_args(option)
+    if origin_of(option) is list or arguments[-1:] == (Ellipsis,):
+        return [arguments[0]] * count
+    return list(arguments)
+
+
+def origin_of(hint: Hint) -> Any:  # Any: list, tuple, dict, Literal or Union, which share no type
+    """`list` for `list[str]`, `Literal` for `Literal[1]`, None for a plain class."""
+    return get_origin(hint)

@@ -1,0 +1,27 @@
+"""The names closest to one that does not exist: "did you mean"."""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+def nearest(name: str, candidates: Iterable[str], *, limit: int = 3) -> list[str]:
+    """Candidates that look like `name`, best first.
+
+    Dotted names are compared whole and by their last part, so `tp` and `paralel.tp` both find `parallel.tp`.
+    """
+    scored = sorted(((_likeness(name, candidate), candidate) for candidate in candidates), key=lambda s: (-s[0], s[1]))
+    return [candidate for score, candidate in scored[:limit] if score >= 0.6]  # difflib's own cut-off
+
+
+def did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    """`" Did you mean a or b?"`, or nothing when no candidate is close; to be put behind a sentence."""
+    found = nearest(name, candidates)
+    return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+def _likeness(a: str, b: str) -> float:
+    """0 to 1: the mean of how alike the whole names and their last parts are."""
+    a, b = a.lower(), b.lower()
+    whole = SequenceMatcher(None, a, b).ratio()
+    last = SequenceMatcher(None, a.rpartition(".")[2], b.rpartition(".")[2]).ratio()
+    return (whole + last) / 2

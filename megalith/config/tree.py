@@ -1,0 +1,334 @@
+"""Trees of frozen dataclasses to and from plain dicts, YAML files and dotted overrides, checked field by field.
+
+Every function takes any root dataclass made of dataclasses, numbers, text, `Literal`s, `X | None`, lists, tuples and
+dicts. All problems of one input are reported together, each with its dotted path.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
+
+import yaml
+
+from megalith.config.fields import (
+    Hint,
+    Plain,
+    default_of,
+    docs_of,
+    hint_at,
+    hints_of,
+    is_many,
+    is_section,
+    item_hints,
+    join_path,
+    literal_values,
+    options_of,
+    origin_of,
+    plain,
+    section_of,
+    type_name,
+    unknown_setting,
+)
+from megalith.config.suggest import did_you_mean
+from megalith.errors import ConfigError, raise_all
+
+Override: TypeAlias = str | list[str]  # one value as it was typed, or several for a list
+T = TypeVar("T")
+
+# YAML 1.1 takes 3e-4 (no point) for text, where people mean a number.
+_EXPONENT = re.compile(r"[+-]?\d[\d_]*(\.\d*)?[eE][+-]?\d+")
+_BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_NONE_WORDS = ("none", "null", "unset")
+
+
+# --- dict <-> tree
+
+
+def from_dict(cls: type[T], data: Mapping[str, Plain]) -> T:
+    """Build a tree of type `cls` from nested plain data.
+
+    Raises:
+        ConfigError: unknown or missing names and wrong types, all of them together.
+    """
+    return _build(cls, data, [])
+
+
+def to_dict(run: object) -> dict[str, Plain]:
+    """The tree as nested plain data; tuples become lists. `from_dict(type(run), to_dict(run)) == run`."""
+    data = plain(run)
+    assert isinstance(data, dict), f"{type(run).__name__} is not a dataclass"
+    return data
+
+
+def flatten(run: object) -> dict[str, Plain]:
+    """Every leaf of the tree under its dotted path, in the order of the fields; a list is one leaf."""
+    return _flatten(to_dict(run), "")
+
+
+def differences(a: object, b: object) -> list[tuple[str, Plain, Plain]]:
+    """(path, value in a, value in b) of every leaf that differs; a leaf that one side lacks is None there."""
+    left, right = flatten(a), flatten(b)
+    paths = dict.fromkeys([*left, *right])
+    return [(path, left.get(path), right.get(path)) for path in paths if left.get(path) != right.get(path)]
+
+
+def _flatten(data: Mapping[str, Plain], prefix: str) -> dict[str, Plain]:
+    leaves = {}
+    for key, value in data.items():
+        path = join_path(prefix, str(key))
+        leaves.update(_flatten(value, path) if isinstance(value, dict) else {path: value})
+    return leaves
+
+
+# --- YAML
+
+
+def load_yaml(path: str | Path, cls: type[T]) -> T:
+    """Read a tree of type `cls` from a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, writes a name twice, or does not fit `cls`.
+    """
+    text = _read_text(Path(path))
+    try:
+        data = yaml.safe_load(text)
+        repeated = _repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), "")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {error}. The file must be a mapping of settings.") from None
+    if not isinstance(data, Mapping):
+        found = "nothing" if data is None else f"only {data!r:.60}"
+        raise ConfigError(f"{path} holds {found}: expected a mapping of {', '.join(f.name for f in _fields(cls))}.")
+    problems = [f"{name} is written more than once. Remove all but one." for name in repeated]
+    try:
+        return _build(cls, data, problems)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def save_yaml(run: object, path: str | Path) -> None:
+    """Write the whole tree, defaults included, so that the file alone repeats the run; `load_yaml` gives it back."""
+    Path(path).write_text(dump_yaml(run), encoding="utf-8")
+
+
+def dump_yaml(run: object) -> str:
+    """The tree as YAML text, in the order of the fields."""
+    return str(yaml.safe_dump(to_dict(run), sort_keys=False, allow_unicode=True, width=100))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
+        advice = did_you_mean(path.name, beside) or " Pass a YAML file that exists."
+        raise ConfigError(f"{path}: no such file.{advice}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text: byte {error.start} is not UTF-8. Pass a YAML file.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. Pass a readable YAML file.") from None
+
+
+def _repeated_keys(node: yaml.Node | None, path: str) -> list[str]:
+    """Dotted paths that a file writes twice; YAML by itself keeps the last one and says nothing."""
+    if isinstance(node, yaml.SequenceNode):
+        return [name for item in node.value for name in _repeated_keys(item, path)]
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    names = [join_path(path, str(key.value)) for key, _ in node.value]
+    inner = [name for key, (_, value) in zip(names, node.value) for name in _repeated_keys(value, key)]
+    return [name for i, name in enumerate(names) if name in names[:i]] + inner
+
+
+# --- overrides
+
+
+def apply_overrides(run: T, overrides: Mapping[str, Override]) -> T:
+    """A copy of `run` with dotted fields replaced by values given as text: `{"parallel.tp": "2"}`.
+
+    Numbers, `true`/`false`, `none` for a field that may be unset, a list of texts for a list; anything nested may also
+    be YAML in one text (`"[a, b]"`, `"{theta: 500000}"`). A mapping replaces the whole section.
+
+    Raises:
+        ConfigError: unknown names and values of the wrong type, all of them together.
+    """
+    data = to_dict(run)
+    problems = []
+    for path, text in overrides.items():
+        hint = hint_at(type(run), path)
+        if hint is None:
+            problems.append(unknown_setting(type(run), path, _typed(text)))
+        else:
+            _put(data, path, _parse(hint, text))
+    return _build(type(run), data, problems)
+
+
+def _typed(text: Override) -> str:
+    return text if isinstance(text, str) else " ".join(text)
+
+
+def _put(data: dict[str, Plain], path: str, value: Plain) -> None:
+    """Set one leaf. A section that was unset on the way becomes one whose other fields are defaults."""
+    *sections, leaf = path.split(".")
+    for section in sections:
+        if not isinstance(data.get(section), dict):
+            data[section] = {}
+        data = data[section]
+    data[leaf] = value
+
+
+def _parse(hint: Hint, text: Override) -> Plain:
+    """Text as plain data of type `hint`; text that does not fit stays as it is, to be reported with its path."""
+    if isinstance(text, list):
+        many = next((option for option in options_of(hint) if is_many(option)), None)
+        if many is None:
+            return _parse(hint, text[0]) if len(text) == 1 else text
+        hints = item_hints(many, len(text))
+        return [_parse(item, word) for item, word in zip(hints, text)] if len(hints) == len(text) else text
+    if type(None) in options_of(hint) and text.lower() in _NONE_WORDS and text not in literal_values(hint):
+        return None
+    candidates = [_parse_one(option, text) for option in options_of(hint) if option is not type(None)]
+    return next((value for value in candidates if _fits(hint, value)), candidates[0])
+
+
+def _parse_one(option: Hint, text: str) -> Plain:
+    if option is bool:
+        return _BOOL_WORDS.get(text.lower(), text)
+    if origin_of(option) is Literal:
+        return next((value for value in get_args(option) if str(value) == text), text)
+    if option in (int, float):
+        try:
+            return option(text)
+        except ValueError:
+            return text
+    nested = is_many(option) or is_section(option) or origin_of(option) is dict
+    if nested and text[:1] in ("[", "{"):
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError:
+            return text
+    return _parse(option, [text]) if is_many(option) else text
+
+
+# --- checking
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """Where problems go while a tree of type `root` is built; without a root only their number matters."""
+
+    root: type | None
+    problems: list[str]
+
+    def unknown(self, path: str, value: Plain) -> None:
+        """Note a name that the tree does not have."""
+        self.problems.append(unknown_setting(self.root, path, f"{value!r:.60}") if self.root else path)
+
+    def mismatch(self, path: str, hint: Hint, value: Plain) -> None:
+        """Note a value of the wrong type."""
+        self.problems.append(_mismatch(path, hint, value) if self.root else path)
+
+
+def _build(cls: type[T], data: Mapping[str, Plain], problems: list[str]) -> T:
+    """Build a tree, or raise `problems` and all that is wrong with `data`."""
+    run: T = _section(cls, data, "", _Report(cls, problems))
+    raise_all(problems)
+    return run
+
+
+def _section(cls: type, data: Mapping[Any, Plain], path: str, report: _Report) -> Any:  # Any: an instance of `cls`
+    hints, values, before = hints_of(cls), {}, len(report.problems)
+    for key in data:
+        if key not in hints:
+            report.unknown(join_path(path, str(key)), data[key])
+    for field in _fields(cls):
+        hint, at = hints[field.name], join_path(path, field.name)
+        if field.name in data:
+            values[field.name] = _value(hint, data[field.name], at, report)
+        elif default_of(field)[0]:
+            report.problems.append(_missing(cls, field.name, at))
+    return cls(**values) if len(report.problems) == before else None
+
+
+def _missing(cls: type, name: str, path: str) -> str:
+    hint = hints_of(cls)[name]
+    section = section_of(hint)
+    if section is None:
+        return f"{path} is missing. Set it to {type_name(hint)}: {docs_of(cls).get(name, '')}"
+    needed = [join_path(path, field.name) for field in _fields(section) if default_of(field)[0]]
+    return f"{path} is missing: {docs_of(cls).get(name, '')} Set {' and '.join(needed) or path + ' to a mapping'}."
+
+
+def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any: as dynamic as `hint`
+    """`value` as the type `hint` asks for. Problems go to `report`; the result then means nothing."""
+    if value is None and type(None) in options_of(hint):
+        return None
+    options = [option for option in options_of(hint) if option is not type(None)]
+    if len(options) > 1:
+        fitting = [option for option in options if _fits(option, value)]
+        exact = [option for option in fitting if option is type(value)]  # 1 stays an int in `float | int`
+        if not fitting:
+            return report.mismatch(path, hint, value)
+        return _value((exact or fitting)[0], value, path, report)
+    (option,) = options
+    if is_section(option) and isinstance(value, Mapping):
+        return _section(option, value, path, report)
+    if is_many(option) and isinstance(value, list | tuple):
+        return _many(option, value, path, report)
+    if origin_of(option) is dict and isinstance(value, Mapping):
+        return {str(k): _value(get_args(option)[1], v, join_path(path, str(k)), report) for k, v in value.items()}
+    scalar = _scalar(option, value)
+    return report.mismatch(path, hint, value) if scalar is None else scalar
+
+
+def _many(option: Hint, items: Sequence[Plain], path: str, report: _Report) -> Any:  # Any: a list or a tuple
+    hints = item_hints(option, len(items))
+    if len(hints) != len(items):
+        return report.mismatch(path, option, list(items))
+    values = [_value(hint, item, f"{path}[{i}]", report) for i, (hint, item) in enumerate(zip(hints, items))]
+    return tuple(values) if origin_of(option) is tuple else values
+
+
+def _scalar(option: Hint, value: Plain) -> Plain:
+    """`value` as a bool, int, float, text or literal; None when it is none of that type."""
+    if origin_of(option) is Literal:
+        return next((word for word in get_args(option) if word == value and type(word) is type(value)), None)
+    if option in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
+        number = float(value)
+        value = int(number) if option is int and number.is_integer() else number
+    if option is float and type(value) is int:
+        return float(value)
+    return value if type(value) is option else None
+
+
+def _fits(hint: Hint, value: Plain) -> bool:
+    report = _Report(None, [])
+    _value(hint, value, "", report)
+    return not report.problems
+
+
+def _mismatch(path: str, hint: Hint, value: Plain) -> str:
+    shown = value if isinstance(value, str) and value.isprintable() and value.strip() else f"{value!r:.60}"
+    return f"{path}={shown}: expected {type_name(hint)}, found {type_name(type(value))}.{_advice(hint, value)}"
+
+
+def _advice(hint: Hint, value: Plain) -> str:
+    """A sentence with a value that would work, where one can be told."""
+    options, words = options_of(hint), [str(word) for word in literal_values(hint)]
+    many = next((option for option in options if is_many(option)), None)
+    if isinstance(value, str) and words:
+        return did_you_mean(value, words)
+    if int in options and isinstance(value, float) and value.is_integer():
+        return f" Use {int(value)}."
+    if isinstance(value, str) and many is not None and _fits(many, [value]):
+        return f" Use [{value}]."
+    if isinstance(value, str) and not isinstance(_parse(hint, value), str):
+        return " Remove the quotes."
+    if str in options and isinstance(value, bool | int | float):
+        return f" Put it in quotes: '{value}'."
+    return ""
+
+
+def _fields(cls: type) -> Any:  # Any: `fields` of a class not known to be a dataclass until now
+    return fields(cls)
