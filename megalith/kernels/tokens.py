@@ -41,6 +41,9 @@ class Tokens:
     lengths: tuple[tuple[int, int], ...]
     """(queries, keys) of each document, on the host."""
 
+    rotary: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine [t, d/2] of each token's rotation, filled in once per forward by the model."""
+
     @property
     def num_tokens(self) -> int:
         """t."""

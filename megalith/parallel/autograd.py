@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megalith.parallel.group import Group, my_range, split_sizes
+from megalith.parallel.group import Group, my_range
+from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
@@ -215,7 +216,7 @@ def reduce_scatter(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int
     """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length; default: even."""
     if group.size == 1:
         return x
-    return ReduceScatter.apply(x, group, dim, sizes or split_sizes(x.shape[dim], group.size))
+    return ReduceScatter.apply(x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
 def gather_same(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
@@ -229,7 +230,7 @@ def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None 
     """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the slices."""
     if group.size == 1:
         return x
-    return Split.apply(x, group, dim, sizes or split_sizes(x.shape[dim], group.size))
+    return Split.apply(x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
 def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:

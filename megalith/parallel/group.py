@@ -84,15 +84,6 @@ def barrier(group: Group) -> None:
         all_reduce_(torch.zeros(1), group)
 
 
-def split_sizes(total: int, parts: int) -> list[int]:
-    """How `total` items divide over `parts` ranks: as evenly as can be, the larger parts first.
-
-    >>> split_sizes(8, 3)
-    [3, 3, 2]
-    """
-    return [total // parts + (part < total % parts) for part in range(parts)]
-
-
 def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:
     """Where rank number `rank`'s part starts and stops, given every rank's size."""
     start = sum(sizes[:rank])

@@ -41,7 +41,7 @@ class Shard:
     """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
 
     inputs: int = 1
-    """How many of the last dims are inputs, the columns of the matrix as it lies in memory."""
+    """How many of the last dims are inputs, the columns of the matrix as it lies in memory; 0 for a vector."""
 
     @property
     def box_shape(self) -> tuple[int, ...]:
@@ -54,10 +54,12 @@ class Shard:
         return math.prod(self.box_shape)
 
     @property
-    def matrix_shape(self) -> tuple[int, int]:
-        """How the box lies in memory: outputs as rows, inputs as columns; a vector is one column."""
+    def matrix_shape(self) -> tuple[int, ...]:
+        """How the box lies in memory: a matrix with outputs as rows and inputs as columns, or a vector."""
         shape = self.box_shape
-        rows = len(shape) - self.inputs if len(shape) > 1 else 1
+        if self.inputs == 0:
+            return (math.prod(shape),)
+        rows = len(shape) - self.inputs
         return math.prod(shape[:rows]), math.prod(shape[rows:])
 
 
@@ -113,3 +115,48 @@ def intersect(a: Box, b: Box) -> Box | None:
     """The box that `a` and `b` share, or None."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
+
+
+def key_value_ranks(num_kv_heads: int, tp: int) -> int:
+    """Tensor-parallel ranks that hold different key/value heads (tp_kv); tp / tp_kv of them share each part.
+
+    >>> key_value_ranks(8, 4), key_value_ranks(2, 4)
+    (4, 2)
+    """
+    return min(num_kv_heads, tp)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """How attention heads divide over tensor-parallel ranks: a rank's query heads use only its key/value heads."""
+
+    queries: list[int]
+    """Query heads of each tp rank."""
+
+    keys: list[int]
+    """Key/value heads of each tp_kv rank."""
+
+
+def split_heads(num_heads: int, num_kv_heads: int, tp: int) -> HeadSplit:
+    """Divide whole key/value heads first; when there are fewer than ranks, several ranks share one and its queries.
+
+    >>> split_heads(8, 4, 3)
+    HeadSplit(queries=[4, 2, 2], keys=[2, 1, 1])
+    >>> split_heads(8, 2, 4)
+    HeadSplit(queries=[2, 2, 2, 2], keys=[1, 1])
+    """
+    per_key = num_heads // num_kv_heads
+    holders = key_value_ranks(num_kv_heads, tp)
+    keys = split_evenly(num_kv_heads, holders)
+    if holders == tp:
+        return HeadSplit([count * per_key for count in keys], keys)
+    return HeadSplit(split_evenly(per_key, tp // holders) * holders, keys)
+
+
+def split_evenly(total: int, parts: int) -> list[int]:
+    """How `total` items divide over `parts` ranks: as evenly as can be, the larger parts first.
+
+    >>> split_evenly(8, 3)
+    [3, 3, 2]
+    """
+    return [total // parts + (part < total % parts) for part in range(parts)]

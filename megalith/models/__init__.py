@@ -1,0 +1,1 @@
+"""Whole models, and the families that people know them by."""

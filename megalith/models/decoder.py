@@ -1,0 +1,83 @@
+"""The decoder-only transformer: tokens in, loss or scores out."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.kernels.rope import rope_frequencies, rope_tables
+from megalith.kernels.tokens import Tokens
+from megalith.nn.attention import LayerCache, with_rotary
+from megalith.nn.block import Block
+from megalith.nn.init import fill
+from megalith.nn.norm import RMSNorm
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Declared, Init, Region, SplitTokens, VocabEmbedding, VocabHead, WholeTokens
+from megalith.plan.shards import cut_dim, split_evenly, whole
+
+
+class Decoder(nn.Module):
+    """A Llama-class language model, built without memory: `allocate` and `initialise` (or a checkpoint) give it weights.
+
+    ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h] with `sp`.
+    """
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        region: Region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
+        self.config, self.dtype = config, dtype
+        self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
+        self.layers = nn.ModuleList(
+            Block(f"layers.{index}", config, mesh, region, dtype=dtype) for index in range(config.num_layers)
+        )
+        self.norm = RMSNorm(
+            "norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype
+        )
+        self.head = VocabHead(
+            _table("head.weight", config, mesh), region, vocab_size=config.vocab_size,
+            tied=self.embed.weight if config.tied_embeddings else None, dtype=dtype,
+        )  # fmt: skip
+        self.frequencies = rope_frequencies(config.rope, config.head_size())
+
+    def forward(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None) -> Tensor:
+        """ids [t] -> hidden states after the last norm, as the region has tokens."""
+        tokens = with_rotary(tokens, *rope_tables(tokens.positions, self.frequencies.to(ids.device), self.dtype))
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, tokens, None if caches is None else caches[index])
+        return self.norm(x)
+
+    def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens) -> Tensor:
+        """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
+        return self.head.loss(self(ids, tokens), labels)
+
+    def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
+        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; needs whole tokens on every rank (no sp)."""
+        return self.head.logits(self(ids, tokens, caches)[wanted])
+
+
+def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module, str]]:
+    """Every parameter once, in the order of the forward pass: what its layer declared, the layer, its name there."""
+    for module in model.modules():
+        for name, declared in module.__dict__.get("declared", {}).items():
+            yield declared, module, name
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter memory on `device`, with undefined values; a tied head keeps sharing its parameter."""
+    model.to_empty(device=device)
+
+
+def initialise(model: nn.Module, *, seed: int) -> None:
+    """Write the first weights, the same for a seed under every layout."""
+    for declared, module, name in declared_parameters(model):
+        fill(getattr(module, name), declared.shard, declared.init, seed=seed)
+
+
+def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
+    """My rows of a vocabulary table [v, h]; rows that only pad it are zero."""
+    rows = config.padded_vocab_size()
+    shard = whole(name, (rows, config.hidden_size))
+    shard = cut_dim(shard, 0, split_evenly(rows, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
+    return Declared(shard, Init(config.init_std, rows=config.vocab_size))

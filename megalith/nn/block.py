@@ -1,0 +1,29 @@
+"""One transformer layer."""
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.kernels.tokens import Tokens
+from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.mlp import SwiGLU
+from megalith.nn.norm import RMSNorm
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Region
+
+
+class Block(nn.Module):
+    """Pre-norm transformer layer: x [t, h] -> x [t, h]."""
+
+    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, eps, same = config.hidden_size, config.norm_eps, region.invariant
+        self.attention_norm = RMSNorm(f"{name}.attention_norm", size, eps=eps, invariant=same, dtype=dtype)
+        self.attention = Attention(f"{name}.attention", config, mesh, region, dtype=dtype)
+        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", size, eps=eps, invariant=same, dtype=dtype)
+        self.mlp = SwiGLU(f"{name}.mlp", config, mesh, region, dtype=dtype)
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        x = x + self.attention(self.attention_norm(x), tokens, cache)
+        return x + self.mlp(self.mlp_norm(x))

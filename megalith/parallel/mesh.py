@@ -1,0 +1,121 @@
+"""The mesh: every group of ranks a run needs, made once from the grid and handed out as explicit `Group`s."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.parallel.group import Group
+from megalith.plan.grid import Grid, dense_grid
+from megalith.plan.shards import DENSE_AXES, key_value_ranks
+
+SPANS = (("tp_kv", "tp_copy"), ("tp_kv",), ("tp_copy",), ("dp",), ("cp",), ("dp", "cp"), DENSE_AXES)
+"""Combinations of axes that something sums, gathers or waits over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """My place in the grid, and my group along every span of axes."""
+
+    grid: Grid
+    rank: int
+    groups: Mapping[tuple[str, ...], Group]
+
+    def over(self, *axes: str) -> Group:
+        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`."""
+        wanted = {part for axis in axes for part in (("tp_kv", "tp_copy") if axis == "tp" else (axis,))}
+        return self.groups[tuple(axis for axis in DENSE_AXES if axis in wanted)]
+
+    @property
+    def tp(self) -> Group:
+        """Ranks that split my weight matrices."""
+        return self.over("tp")
+
+    @property
+    def dp(self) -> Group:
+        """Ranks that read other rows with the same slices of the weights."""
+        return self.over("dp")
+
+    @property
+    def dp_cp(self) -> Group:
+        """Ranks that compute other tokens with the same slices of the weights."""
+        return self.over("dp", "cp")
+
+    @property
+    def world(self) -> Group:
+        """Every rank of this grid."""
+        return self.over(*DENSE_AXES)
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """Where I stand on every axis."""
+        return self.grid.coordinates(self.rank)
+
+
+def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
+    """The dense grid of a run, its tp axis cut in two where several ranks share a key/value head.
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size.
+    """
+    grid = dense_grid(world=world, tp=parallel.tp, dp=parallel.dp, order=parallel.order, offset=offset)
+    heads = key_value_ranks(model.num_kv_heads, parallel.tp)
+    return grid.factor(axis="tp", outer=("tp_kv", heads), inner=("tp_copy", parallel.tp // heads))
+
+
+def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0) -> Mesh:
+    """Make every group of `grid`. All ranks of the process group call this together, those outside the grid too.
+
+    A grid may be built several times in one world, and at any offset.
+    """
+    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    groups = {}
+    for span in SPANS:
+        every = tuple(grid.groups(span))
+        if every not in made:
+            made[every] = _new_groups(every, rank, "_".join(span), timeout_seconds)
+        if rank in grid.ranks:
+            groups[span] = _group(span, grid.group_of(rank, span), rank, made[every])
+    return Mesh(grid, rank, groups)
+
+
+def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
+    """The same groups without processes, at any place of a world of any size: enough to build on meta tensors."""
+    groups = {}
+    for span in SPANS:
+        ranks = grid.group_of(rank, span)
+        groups[span] = Group(axes=span, ranks=ranks, rank=ranks.index(rank), name="paper-" + "-".join(span))
+    return Mesh(grid, rank, groups)
+
+
+def mesh_of_one() -> Mesh:
+    """One process, no process group: every axis has one rank."""
+    grid = dense_grid(world=1).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1))
+    return mesh_on_paper(grid, rank=0)
+
+
+def destroy_mesh(mesh: Mesh) -> None:
+    """Release the process groups of a mesh; gloo may abort an exit that leaves them."""
+    for handle in {group.handle for group in mesh.groups.values() if group.handle is not None}:
+        dist.destroy_process_group(handle)
+
+
+def _new_groups(
+    every: Sequence[tuple[int, ...]], rank: int, name: str, timeout_seconds: float
+) -> dist.ProcessGroup | None:
+    """Make each group of more than one rank, in the same order on every rank; give back mine."""
+    mine = None
+    for ranks in every:
+        if len(ranks) > 1:
+            handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name)
+            if rank in ranks:
+                mine = handle
+    return mine
+
+
+def _group(span: tuple[str, ...], ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> Group:
+    name = handle.group_name if handle is not None else ""
+    return Group(axes=span, ranks=ranks, rank=ranks.index(rank), handle=handle, name=name)

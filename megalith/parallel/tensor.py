@@ -1,0 +1,232 @@
+"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the two ways in and out of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.cross_entropy import linear_cross_entropy, token_losses
+from megalith.kernels.embedding import embedding
+from megalith.kernels.linear import Sink, linear
+from megalith.parallel.autograd import enter, gather, leave, partial, reduce_scatter
+from megalith.parallel.group import Group
+from megalith.plan.shards import Shard, split_evenly
+
+
+@dataclass(frozen=True, slots=True)
+class Init:
+    """How a parameter starts: normal with standard deviation `std`, plus `offset`; rows beyond `rows` are zero."""
+
+    std: float
+    offset: float = 0.0
+    rows: int | None = None
+
+
+ZEROS, ONES = Init(std=0.0), Init(std=0.0, offset=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What a layer says of one parameter: its slice and its first value."""
+
+    shard: Shard
+    init: Init
+
+
+class Region(Protocol):
+    """How tokens come into work that tensor parallelism divides, and leave it."""
+
+    group: Group
+    invariant: frozenset[str]
+    """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """My tokens -> all tokens [t, h], for work that each rank does differently (R)."""
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Partial sums [t, h] (P) -> the sum, for my tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTokens:
+    """Outside divided work every rank has all tokens, and does the same with them (I)."""
+
+    group: Group
+
+    @property
+    def invariant(self) -> frozenset[str]:
+        """Every rank repeats the same work, so gradients there are whole already."""
+        return frozenset(self.group.axes)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Nothing forward; backward sums."""
+        return enter(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum forward; nothing backward."""
+        return leave(x, self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitTokens:
+    """Sequence parallel: outside divided work each rank has its own part of the tokens (V), t / tp of them.
+
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+    """
+
+    group: Group
+
+    @property
+    def invariant(self) -> frozenset[str]:
+        """Ranks see different tokens, so their gradients are parts of a sum."""
+        return frozenset()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All-gather forward; reduce-scatter backward."""
+        return gather(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Reduce-scatter forward; all-gather backward."""
+        return reduce_scatter(x, self.group)
+
+
+def declare(module: nn.Module, name: str, declared: Declared, *, dtype: torch.dtype) -> None:
+    """Give `module` the parameter `name`, without memory yet, and note its slice in `module.declared`."""
+    notes: dict[str, Declared] = module.__dict__.setdefault("declared", {})
+    notes[name] = declared
+    module.register_parameter(name, nn.Parameter(torch.empty(declared.shard.matrix_shape, dtype=dtype, device="meta")))
+
+
+class ColumnLinear(nn.Module):
+    """`y = x @ W.T` with the output features of `W` split over the region's group; W may be several matrices.
+
+    x [t, i], as the region has it -> y [t, f_tp], my slice of every matrix's features, one matrix after the other.
+    Backward sums dx over the group, because every rank used the same x.
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    """
+
+    def __init__(
+        self, weights: Sequence[Declared], biases: Sequence[Declared], region: Region, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.sink: Sink | None = None
+        self.weight_names = [_attribute(weight) for weight in weights]
+        self.bias_names = [_attribute(bias) for bias in biases]
+        for declared in (*weights, *biases):
+            declare(self, _attribute(declared), declared, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [t, i] -> [t, f_tp]."""
+        y = linear(self.region.enter(x), self.sunk(), sink=self.sink)
+        if self.bias_names:
+            y = y + torch.cat([getattr(self, name) for name in self.bias_names])
+        return y
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameters whose gradient goes to `sink`, as the rows of one matrix."""
+        return [getattr(self, name) for name in self.weight_names]
+
+
+class RowLinear(nn.Module):
+    """`y = x @ W.T + b` with the input features of `W` split over the region's group.
+
+    x [t, i_tp], my slice of the features -> y [t, o] as the region has tokens; the bias is added once, after the sum.
+    """
+
+    def __init__(self, weight: Declared, bias: Declared | None, region: Region, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.region = region
+        self.sink: Sink | None = None
+        self.weight_name, self.bias_name = _attribute(weight), None if bias is None else _attribute(bias)
+        for declared in (weight, bias):
+            if declared is not None:
+                declare(self, _attribute(declared), declared, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [t, i_tp] -> [t, o]."""
+        y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
+        return y if self.bias_name is None else y + getattr(self, self.bias_name)
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameter whose gradient goes to `sink`."""
+        return [getattr(self, self.weight_name)]
+
+
+class VocabEmbedding(nn.Module):
+    """Token numbers to vectors, with the table's rows split over the region's group.
+
+    ids [t], the same on every rank of the group -> [t, h] as the region has tokens.
+    """
+
+    def __init__(self, weight: Declared, region: Region, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.region = region
+        self.sink: Sink | None = None
+        self.first_row = weight.shard.box[0][0]
+        declare(self, "weight", weight, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [t] -> [t, h]."""
+        rows = embedding(ids, self.weight, first_row=self.first_row, sink=self.sink)
+        return self.region.leave(partial(rows, self.region.group))
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameter whose gradient goes to `sink`."""
+        return [self.weight]
+
+
+class VocabHead(nn.Module):
+    """Scores of every token of the vocabulary, with the vocabulary split over the region's group; ends in the loss.
+
+    Full logits are never gathered in training. A tied head is given the embedding's parameter.
+    """
+
+    def __init__(
+        self, weight: Declared, region: Region, *, vocab_size: int, tied: nn.Parameter | None, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.sink: Sink | None = None
+        self.vocab_size = vocab_size
+        self.first_row = weight.shard.box[0][0]
+        self.row_sizes = split_evenly(weight.shard.shape[0], region.group.size)
+        if tied is None:
+            declare(self, "weight", weight, dtype=dtype)
+        else:
+            self.register_parameter("weight", tied)
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it, labels [t] -> scalar.
+
+        The same on every rank of the group (I).
+        """
+        return linear_cross_entropy(
+            self.region.enter(x), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
+            vocab_size=self.vocab_size, sink=self.sink,
+        )  # fmt: skip
+
+    def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits in backward."""
+        return token_losses(
+            self.region.enter(x), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
+            vocab_size=self.vocab_size, sink=self.sink,
+        )  # fmt: skip
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [t, h] on every rank -> [t, vocab_size] on every rank; for sampling, without gradient."""
+        part = linear(x, self.sunk()).T.contiguous()
+        return gather(part, self.region.group, sizes=self.row_sizes).T[:, : self.vocab_size]
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameter whose gradient goes to `sink`."""
+        return [self.weight]
+
+
+TensorParallel = ColumnLinear | RowLinear | VocabEmbedding | VocabHead
+
+
+def _attribute(declared: Declared) -> str:
+    return declared.shard.name.rsplit(".", 1)[1]
