@@ -1,0 +1,85 @@
+# Everything a newcomer needs:
+#
+#   make quickstart   install, then train a small GPT on text that is already on this machine
+#   make test         install, then the tests (6 minutes on two idle cores)
+#   make test-all     the same and the slow ones
+#   make lint         formatter, linter, type checker, project rules, links, map of the code
+#   make bench        every benchmark; each prints a ratio
+#
+# Settings: PYTHON=python3.12 (which Python makes the environment), JOBS=4 (test processes),
+# PIP_FLAGS="--extra-index-url URL" (for pip), CI_SKIP_INSTALL=1 (use PYTHON as it is, install nothing).
+
+SHELL := /bin/sh
+PYTHON ?= python3
+JOBS ?= 2
+PIP_FLAGS ?=
+
+ifdef CI_SKIP_INSTALL
+PY := $(PYTHON)
+MEGALITH := megalith
+RUNTIME :=
+DEV :=
+else
+PY := .venv/bin/python
+MEGALITH := .venv/bin/megalith
+RUNTIME := .venv/.runtime-installed
+DEV := .venv/.dev-installed
+endif
+
+PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_FLAGS)
+PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help quickstart test test-all lint fmt bench install install-dev clean
+
+help:
+	@sed -n '3,7s/^# *//p' Makefile
+
+quickstart: $(RUNTIME)
+	$(MEGALITH) quickstart
+
+test: $(DEV)
+	$(PYTEST) -m "not slow"
+
+test-all: $(DEV)
+	$(PYTEST)
+
+lint: $(DEV)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy --strict megalith tools
+	$(PY) tools/lint_project.py
+	$(PY) tools/check_links.py
+	$(PY) tools/file_map.py --check
+
+fmt: $(DEV)
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(PY) tools/file_map.py --write
+
+bench: $(DEV)
+	@for file in benchmarks/*.py; do echo "== $$file"; $(PY) "$$file" || exit 1; done
+
+install: $(RUNTIME)
+
+install-dev: $(DEV)
+
+# Torch goes first and alone: asked for together with the rest, an unpinned dependency of the rest could bring another
+# build of it. A stamp is newer than what it was made from, so an install happens once per change of the pins.
+.venv/.runtime-installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is missing or older than Python 3.11. Install one and run: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv || { \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu, run: apt install python3-venv" >&2; exit 2; }
+	$(PIP_INSTALL) "$$(grep '^torch==' constraints.txt)"
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+.venv/.dev-installed: .venv/.runtime-installed
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find megalith tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

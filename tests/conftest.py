@@ -1,0 +1,45 @@
+"""What every test runs under: one thread, no network, no GPU-dependent default, a fixed environment."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before anything imports torch
+os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["MPLBACKEND"] = "Agg"
+
+
+def is_local(address: Any) -> bool:  # whatever a socket takes: (host, port, ...), or a path
+    """Whether connecting to `address` stays on this machine."""
+    if not isinstance(address, tuple):
+        return True
+    host = str(address[0])
+    if host in ("", "localhost", socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        return ipaddress.ip_address(host.split("%")[0]).is_loopback
+    except ValueError:
+        return False
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_network() -> Iterator[None]:
+    """Refuse connections to other machines, so that no test can need one."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("connect", "connect_ex"):
+            patch.setattr(socket.socket, name, _guarded(getattr(socket.socket, name)))
+        yield
+
+
+def _guarded(connect: Any) -> Any:  # a slot of a C type, with no written signature
+    def guarded(self: socket.socket, address: Any) -> Any:
+        if self.type == socket.SOCK_STREAM and not is_local(address):
+            raise ConnectionRefusedError(f"a test connects to {address}: tests run offline. Use data made by the test.")
+        return connect(self, address)
+
+    return guarded

@@ -1,0 +1,424 @@
+"""The project's own rules, for what ruff and mypy cannot know: who may start collectives, load pickles, or grow long.
+
+usage: lint_project.py [FILE_OR_FOLDER ...]   (default: the folders of the repository that hold Python)
+
+Files are parsed, never run. A finding is waived, in its line, by a comment with the rule's name and a reason:
+
+    exec(code, scope)  # lint: allow eval-exec: the snippets are our own README
+
+What the rules do not try: telling an `assert` about user input from one about our own bugs, and finding network access
+at import. Reviews look for those.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+FOLDERS = ("megalith", "tools", "benchmarks", "examples", "tests")
+MAX_FUNCTION_LINES = 100
+MAX_FILE_LINES = 800
+
+COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verify/")
+"""Where collectives may be started: the groups live in parallel/, the other two build and check worlds of ranks."""
+
+CUDA_FILES: tuple[str, ...] = ()
+"""Files that may name the device "cuda"; all others take the device they are given."""
+
+CHECKER_FILE = "megalith/verify/types.py"
+"""The one file that knows the type checker of layouts."""
+
+VAGUE_NAMES = ("utils.py", "util.py", "helpers.py", "common.py", "misc.py")
+OPTIONAL_PACKAGES = (
+    "fastapi",
+    "flash_attn",
+    "huggingface_hub",
+    "pyarrow",
+    "sentencepiece",
+    "tensorboard",
+    "tiktoken",
+    "torch.utils.tensorboard",
+    "transformers",
+    "triton",
+    "uvicorn",
+    "wandb",
+)
+
+JOINED_COLLECTIVES = frozenset(
+    {
+        *("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
+        *("barrier", "monitored_barrier", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
+        *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    }
+)
+"""Every rank of the group has to call these."""
+PAIRED = frozenset({"send", "recv", "isend", "irecv", "send_object_list", "recv_object_list", "P2POp"})
+COLLECTIVES = JOINED_COLLECTIVES | PAIRED
+STARTERS = COLLECTIVES | {"batch_isend_irecv", "new_group", "init_process_group"}
+OUR_COLLECTIVE_MODULES = ("megalith.parallel.group", "megalith.parallel.autograd")
+OUR_COLLECTIVES = frozenset(
+    {
+        *("all_reduce_", "start_all_reduce_", "all_reduce_max_", "broadcast_", "gather_objects", "barrier"),
+        *("enter", "leave", "all_reduce", "gather", "reduce_scatter", "gather_same", "split", "all_to_all"),
+    }
+)
+SYNCHRONISING = ("item", "cpu", "tolist", "synchronize")
+
+Places = Iterator[tuple[int, str]]
+"""Line number and what is wrong there."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One parsed file and the names its imports give to things."""
+
+    path: str
+    """Relative to the repository, with forward slashes."""
+    text: str
+    tree: ast.Module = field(repr=False)
+
+    @property
+    def in_package(self) -> bool:
+        """Whether users run this file."""
+        return self.path.startswith("megalith/")
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The text, line by line."""
+        return self.text.splitlines()
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
+    def imported(self) -> dict[str, str]:
+        """Local name -> what it stands for: {"dist": "torch.distributed"}."""
+        names: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        return names
+
+    def name(self, node: ast.AST) -> str:
+        """The full dotted name of an expression, "" for anything that is not a name."""
+        if isinstance(node, ast.Name):
+            return self.imported.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.name(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def calls(self) -> Iterator[tuple[ast.Call, str]]:
+        """Every call, with the full name of what is called."""
+        for node in self.nodes:
+            if isinstance(node, ast.Call):
+                yield node, self.name(node.func)
+
+
+def parse(path: str, text: str) -> Source:
+    """The file `text`, to be judged as if it lay at `path`."""
+    return Source(path, text, ast.parse(text))
+
+
+def _keyword(call: ast.Call, name: str) -> ast.expr | None:
+    return next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+
+
+def _is_constant(node: ast.expr | None, value: object) -> bool:
+    return isinstance(node, ast.Constant) and node.value is value
+
+
+def _line(node: ast.AST) -> int:
+    return int(getattr(node, "lineno", 1))
+
+
+def _imports(source: Source, nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.lineno, node.module
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def bare_except(source: Source) -> Places:
+    """An `except:` also swallows Ctrl-C and our own bugs."""
+    for node in source.nodes:
+        if isinstance(node, ast.ExceptHandler) and node.type is None:
+            yield node.lineno, "bare except. Name the errors that are expected here."
+
+
+def eval_exec(source: Source) -> Places:
+    """Text from outside must never run as code."""
+    for call, name in source.calls():
+        if name in ("eval", "exec", "builtins.eval", "builtins.exec"):
+            yield call.lineno, f"{name}() runs text as code. Use a parser, such as ast.literal_eval or json."
+
+
+def shell(source: Source) -> Places:
+    """A shell reads file names as commands."""
+    for call, name in source.calls():
+        if _is_constant(_keyword(call, "shell"), True) or name in ("os.system", "os.popen"):
+            yield call.lineno, "this runs through a shell. Pass a list of arguments to subprocess.run."
+
+
+def yaml_load(source: Source) -> Places:
+    """Only the safe loader builds plain values and nothing else."""
+    for call, name in source.calls():
+        if name not in ("yaml.load", "yaml.load_all", "yaml.unsafe_load", "yaml.full_load"):
+            continue
+        loader = _keyword(call, "Loader") or (call.args[1] if len(call.args) > 1 else None)
+        if name.endswith((".unsafe_load", ".full_load")) or loader is None or "Safe" not in source.name(loader):
+            yield call.lineno, f"{name} can build any object. Use yaml.safe_load, or a loader named ...Safe...."
+
+
+def torch_load(source: Source) -> Places:
+    """A pickled checkpoint is a program."""
+    for call, name in source.calls():
+        if name == "torch.load" and not _is_constant(_keyword(call, "weights_only"), True):
+            yield call.lineno, "torch.load unpickles. Pass weights_only=True."
+
+
+def pickle_load(source: Source) -> Places:
+    """As above, without torch."""
+    for call, name in source.calls():
+        if re.fullmatch(r"(c?pickle|dill|cloudpickle|marshal)\.(load|loads|Unpickler)", name, re.IGNORECASE):
+            yield call.lineno, f"{name} runs code from the file. Use JSON or safetensors."
+
+
+def cuda_literal(source: Source) -> Places:
+    """The device is an argument; CPU runs the same code."""
+    if not source.in_package or source.path in CUDA_FILES:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"cuda(:\d+)?", node.value):
+            yield node.lineno, f'device literal "{node.value}". Use the device of a tensor or of the configuration.'
+
+
+def collectives(source: Source) -> Places:
+    """Only parallel/ talks to other ranks."""
+    if not source.in_package or source.path.startswith(COLLECTIVE_FOLDERS):
+        return
+    for node in source.nodes:
+        name = source.name(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+        module, _, last = name.rpartition(".")
+        if (module == "torch.distributed" and last in STARTERS) or name == "torch.ops._c10d_functional":
+            yield _line(node), f"{name} outside megalith/parallel. Use the functions of parallel/group or autograd."
+    for line, name in _imports(source, source.nodes):
+        if name.startswith("torch.distributed._functional_collectives"):
+            yield line, f"{name} outside megalith/parallel. Use the functions of parallel/autograd."
+
+
+def explicit_group(source: Source) -> Places:
+    """To torch.distributed, no group means everyone."""
+    if not source.in_package:
+        return
+    for call, name in source.calls():
+        module, _, last = name.rpartition(".")
+        if module == "torch.distributed" and last in COLLECTIVES:
+            group = _keyword(call, "group")
+            if group is None or _is_constant(group, None):
+                yield call.lineno, f"{last} without a group. Pass group=group.handle."
+
+
+def rank_branch(source: Source) -> Places:
+    """A collective that some ranks skip hangs the others."""
+    if not source.in_package:
+        return
+    for branch in source.nodes:
+        if not isinstance(branch, ast.If) or not _asks_for_rank(branch.test):
+            continue
+        for node in [inner for statement in [*branch.body, *branch.orelse] for inner in ast.walk(statement)]:
+            name = source.name(node.func) if isinstance(node, ast.Call) else ""
+            if _joins_all(name):
+                yield _line(node), f"{name} under a test of the rank: every rank of a group must reach it. Move it out."
+
+
+def _asks_for_rank(test: ast.expr) -> bool:
+    words = [node.id for node in ast.walk(test) if isinstance(node, ast.Name)]
+    words += [node.attr for node in ast.walk(test) if isinstance(node, ast.Attribute)]
+    return any(word == "rank" or word.endswith(("_rank", "is_first", "is_last")) for word in words)
+
+
+def _joins_all(name: str) -> bool:
+    module, _, last = name.rpartition(".")
+    if module == "torch.distributed":
+        return last in JOINED_COLLECTIVES
+    return module in OUR_COLLECTIVE_MODULES and last in OUR_COLLECTIVES
+
+
+def checker_import(source: Source) -> Places:
+    """Training never loads the checker; one file is all that an upgrade of it can break."""
+    if not source.in_package or source.path == CHECKER_FILE:
+        return
+    for line, name in _imports(source, source.nodes):
+        if name.split(".")[0] == "spmd_types":
+            yield line, f"{name} is imported outside {CHECKER_FILE}. Use the functions of that file."
+
+
+def untyped_function(source: Source) -> Places:
+    """An autograd function without a typing rule is a hole in the proof of a layout.
+
+    The rule is `moves` (a collective), `reference` (the plain composition it stands for) or a decorator `typed_by`.
+    """
+    if not source.in_package:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.ClassDef) and any(_is_autograd(source.name(base)) for base in node.bases):
+            targets = [target for line in node.body for target in _targets(line)]
+            decorators = [source.name(d.func if isinstance(d, ast.Call) else d) for d in node.decorator_list]
+            typed = "moves" in targets or "reference" in targets
+            if not typed and not any(name.rpartition(".")[2] == "typed_by" for name in decorators):
+                yield (
+                    node.lineno,
+                    f"autograd function {node.name} has no typing rule. Add `moves = ...` or @typed_by(...).",
+                )
+
+
+def _is_autograd(name: str) -> bool:
+    return name in ("torch.autograd.Function", "torch.autograd.function.Function")
+
+
+def _targets(statement: ast.stmt) -> list[str]:
+    if isinstance(statement, ast.AnnAssign):
+        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
+    if isinstance(statement, ast.Assign):
+        return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    return []
+
+
+def check_left_on(source: Source) -> Places:
+    """Switching the check off is how a wrong layout passes it."""
+    for node in source.nodes:
+        named = isinstance(node, ast.Name) and node.id == "no_typecheck"
+        attribute = isinstance(node, ast.Attribute) and node.attr == "no_typecheck"
+        if named or attribute:
+            yield _line(node), "no_typecheck is never used. Give the operation its rule instead."
+    for line, name in _imports(source, source.nodes):
+        if name.rpartition(".")[2] == "no_typecheck":
+            yield line, "no_typecheck is never imported. Give the operation its rule instead."
+
+
+def optional_import(source: Source) -> Places:
+    """Every module imports with the required packages alone."""
+    if not source.in_package:
+        return
+    for line, name in _imports(source, source.tree.body):
+        if any(name == package or name.startswith(f"{package}.") for package in OPTIONAL_PACKAGES):
+            yield line, f"{name} is optional. Import it inside the function that needs it."
+
+
+def module_state(source: Source) -> Places:
+    """Importing a module only defines things."""
+    if not source.in_package:
+        return
+    for node in source.nodes:
+        if isinstance(node, ast.Global | ast.Nonlocal):
+            yield node.lineno, f"{type(node).__name__.lower()} {', '.join(node.names)}. Pass the value, or use a class."
+    for statement in source.tree.body:
+        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign) else None
+        if value is not None and _is_empty_container(source, value):
+            yield statement.lineno, "an empty container at module level is hidden state. Make it an argument."
+
+
+def _is_empty_container(source: Source, value: ast.expr) -> bool:
+    if isinstance(value, ast.List):
+        return not value.elts
+    if isinstance(value, ast.Dict):
+        return not value.keys
+    return isinstance(value, ast.Call) and source.name(value.func).rpartition(".")[2] in (
+        "list",
+        "dict",
+        "set",
+        "defaultdict",
+        "deque",
+        "OrderedDict",
+    )
+
+
+def hot_path(source: Source) -> Places:
+    """Files with a line `# hot-path` never make the host wait, unless a line says `# sync-ok: reason`."""
+    if "# hot-path" not in (line.strip() for line in source.lines):
+        return
+    for call, name in source.calls():
+        last = call.func.attr if isinstance(call.func, ast.Attribute) else name
+        if last in (*SYNCHRONISING, "print") and not re.search(r"# sync-ok: \S", source.lines[call.lineno - 1]):
+            yield call.lineno, f"{last}() on the hot path waits for the device. Remove it, or add `# sync-ok: reason`."
+
+
+def vague_name(source: Source) -> Places:
+    """A name that says nothing collects everything."""
+    if source.in_package and Path(source.path).name in VAGUE_NAMES:
+        yield 1, f"{Path(source.path).name} does not say what it is about. Name the idea, or move it to its owner."
+
+
+def long_function(source: Source) -> Places:
+    """A function fits on two screens; one is better."""
+    for node in source.nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MAX_FUNCTION_LINES:
+                yield node.lineno, f"{node.name} has {lines} lines, the limit is {MAX_FUNCTION_LINES}. Split it."
+
+
+def long_file(source: Source) -> Places:
+    """A file holds one idea."""
+    if len(source.lines) > MAX_FILE_LINES:
+        yield 1, f"{len(source.lines)} lines, the limit is {MAX_FILE_LINES}. Split it by idea."
+
+
+RULES: dict[str, Callable[[Source], Places]] = {
+    "bare-except": bare_except,
+    "eval-exec": eval_exec,
+    "shell": shell,
+    "yaml-load": yaml_load,
+    "torch-load": torch_load,
+    "pickle-load": pickle_load,
+    "cuda-literal": cuda_literal,
+    "collectives": collectives,
+    "explicit-group": explicit_group,
+    "rank-branch": rank_branch,
+    "checker-import": checker_import,
+    "untyped-function": untyped_function,
+    "no-typecheck": check_left_on,
+    "optional-import": optional_import,
+    "module-state": module_state,
+    "hot-path": hot_path,
+    "vague-name": vague_name,
+    "long-function": long_function,
+    "long-file": long_file,
+}
+
+
+def findings(source: Source) -> list[str]:
+    """Everything wrong with one file, as `path:line: rule: what to do`, in order of lines."""
+    found: set[tuple[int, str, str]] = set()
+    for rule, check in RULES.items():
+        for line, message in check(source):
+            if not re.search(rf"# lint: allow {rule}: \S", source.lines[line - 1] if source.lines else ""):
+                found.add((line, rule, message))
+    return [f"{source.path}:{line}: {rule}: {message}" for line, rule, message in sorted(found)]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check the named files and folders; 1 when anything was found."""
+    root = Path(__file__).resolve().parent.parent
+    targets = [Path(name).resolve() for name in arguments] or [root / name for name in FOLDERS]
+    files = sorted({file for target in targets for file in ([target] if target.is_file() else target.rglob("*.py"))})
+    found: list[str] = []
+    for file in files:
+        path = file.relative_to(root).as_posix() if file.is_relative_to(root) else file.as_posix()
+        found += findings(parse(path, file.read_text()))
+    print("\n".join([*found, f"lint_project: {len(files)} files, {len(RULES)} rules, {len(found)} findings"]))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
