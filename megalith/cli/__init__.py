@@ -1,0 +1,1 @@
+"""The commands: each file is one, with `main(argv)` returning its exit code."""

@@ -1,0 +1,100 @@
+"""The `megalith` command: finds the subcommand, runs it, and turns errors for people into text and an exit code.
+
+Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answer "no" of a command that compares;
+75 stopped after a save, run the same command again; 130 interrupted.
+"""
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from megalith import __version__
+from megalith.config.suggest import did_you_mean
+from megalith.errors import ConfigError, RankError, UserError
+
+# In the order of a newcomer's day. The file of a command is its name with underscores; one without a file is not shown.
+SUMMARIES = {
+    "quickstart": "train a small GPT on text that is already on this machine, and sample from it",
+    "prepare": "turn text into the .bin/.idx pair that training reads",
+    "data": "look into .bin/.idx pairs, check, join and blend them",
+    "train": "train a recipe; the same command resumes",
+    "evaluate": "loss and bits per byte of a checkpoint on held-out text",
+    "generate": "write text with a checkpoint or a Hugging Face folder",
+    "recipes": "list, show and compare ready-made runs, with parameters and memory",
+    "plan": "what a layout costs, before anything starts",
+    "verify": "prove on this machine that a layout computes what one process computes",
+    "convert": "Hugging Face models to Megalith checkpoints and back",
+    "checkpoint": "look into checkpoints, check and compare them",
+    "from-megatron": "turn Megatron arguments or a launch script into a run",
+    "bench": "measure this machine against its own limits",
+    "doctor": "what this machine offers, and what is missing for what",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line (default: that of this process) and return the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:2], "--help"]
+    if not words or words[0] in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"megalith {__version__}")
+        return 0
+    return _guarded(words[0], words[1:])
+
+
+def run_command(name: str, argv: list[str]) -> int:
+    """Import the command's file and run it.
+
+    Raises:
+        ConfigError: there is no such command.
+    """
+    if name not in available():
+        advice = did_you_mean(name, available()) or f" Use one of {', '.join(available())}."
+        raise ConfigError(f"{name} is not a command.{advice}")
+    code = importlib.import_module(_module(name)).main(argv)
+    assert isinstance(code, int), f"{name} returned {code!r} instead of an exit code"
+    return code
+
+
+def available() -> list[str]:
+    """The commands that exist, in the order of the help."""
+    return [name for name in SUMMARIES if find_spec(_module(name)) is not None]
+
+
+def help_text() -> str:
+    """What `megalith --help` prints."""
+    rows = "\n".join(f"  {name:<15}{SUMMARIES[name]}" for name in available())
+    return (
+        "Train, tune and serve transformers at any scale, from one laptop CPU to ten thousand GPUs.\n\n"
+        f"usage: megalith COMMAND [...]\n\n{rows}\n\n"
+        "`megalith COMMAND --help` shows the options of one command. `megalith train tiny_cpu` trains something now."
+    )
+
+
+def _module(name: str) -> str:
+    return f"megalith.cli.{name.replace('-', '_')}"
+
+
+def _guarded(name: str, argv: list[str]) -> int:
+    """Run a command; what a person can fix is one text on standard error, a fault keeps its traceback."""
+    try:
+        return run_command(name, argv)
+    except UserError as error:
+        print(f"megalith {name}: {error}", file=sys.stderr)
+        return 2
+    except RankError as error:  # its text is the traceback of the process that failed; ours would only hide it
+        print(f"megalith {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"megalith {name}: interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough; Python must not complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except SystemExit as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
