@@ -1,0 +1,124 @@
+"""Every rule of the project linter finds its fault, and leaves the right form alone."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.lint_project import RULES, findings, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+AUTOGRAD = "from torch.autograd import Function\n"
+DIST = "import torch.distributed as dist\n"
+LONG = "def long() -> None:\n" + "    x = 1\n" * 99
+TOO_LONG = LONG + "    x = 1\n"
+
+FAULTS = [
+    ("bare-except", "megalith/a.py", "try:\n    f()\nexcept:\n    g()"),
+    ("eval-exec", "tools/a.py", "eval(text)"),
+    ("eval-exec", "tests/a.py", "exec('x = 1')"),
+    ("shell", "megalith/a.py", "subprocess.run('ls', shell=True)"),
+    ("shell", "megalith/a.py", "import os\nos.system('ls')"),
+    ("yaml-load", "megalith/a.py", "import yaml\nyaml.load(text)"),
+    ("yaml-load", "megalith/a.py", "import yaml\nyaml.load(text, Loader=yaml.Loader)"),
+    ("yaml-load", "megalith/a.py", "from yaml import unsafe_load\nunsafe_load(text)"),
+    ("torch-load", "megalith/a.py", "import torch\ntorch.load(path)"),
+    ("torch-load", "megalith/a.py", "from torch import load\nload(path, weights_only=False)"),
+    ("pickle-load", "megalith/a.py", "import pickle\npickle.loads(data)"),
+    ("pickle-load", "megalith/a.py", "from pickle import Unpickler as U\nU(file)"),
+    ("cuda-literal", "megalith/nn/a.py", "x.to('cuda:1')"),
+    ("cuda-literal", "megalith/nn/a.py", "if x.device.type == 'cuda':\n    f()"),
+    ("collectives", "megalith/train/a.py", DIST + "dist.all_reduce(x, group=g)"),
+    ("collectives", "megalith/train/a.py", "from torch.distributed import new_group\nnew_group([0])"),
+    ("collectives", "megalith/optim/a.py", "import torch\n_ops = torch.ops._c10d_functional"),
+    ("collectives", "megalith/optim/a.py", "import torch.distributed._functional_collectives as f"),
+    ("explicit-group", "megalith/parallel/a.py", DIST + "dist.all_reduce(x)"),
+    ("explicit-group", "megalith/parallel/a.py", DIST + "dist.barrier(group=None)"),
+    ("rank-branch", "megalith/parallel/a.py", DIST + "if group.rank == 0:\n    dist.barrier(group=g)"),
+    (
+        "rank-branch",
+        "megalith/a.py",
+        "from megalith.parallel.group import barrier\nif rank:\n    pass\nelse:\n    barrier(g)",
+    ),
+    ("checker-import", "megalith/parallel/a.py", "def f():\n    import spmd_types"),
+    ("checker-import", "megalith/verify/report.py", "from spmd_types.types import R"),
+    ("untyped-function", "megalith/nn/a.py", AUTOGRAD + "class F(Function):\n    x = 1"),
+    ("untyped-function", "megalith/nn/a.py", "import torch\nclass F(torch.autograd.Function):\n    pass"),
+    ("no-typecheck", "tests/a.py", "import s\nwith s.no_typecheck():\n    f()"),
+    ("no-typecheck", "megalith/verify/types.py", "from spmd_types import no_typecheck as n"),
+    ("optional-import", "megalith/models/hf.py", "import transformers"),
+    ("optional-import", "megalith/observe/a.py", "from torch.utils.tensorboard import SummaryWriter"),
+    ("module-state", "megalith/a.py", "CACHE: dict[str, int] = {}"),
+    ("module-state", "megalith/a.py", "from collections import defaultdict\nseen = defaultdict(list)"),
+    ("module-state", "megalith/a.py", "def f():\n    global x\n    x = 1"),
+    ("module-state", "megalith/a.py", "def f():\n    n = 0\n    def g():\n        nonlocal n"),
+    ("hot-path", "megalith/a.py", "# hot-path\nloss = x.item()"),
+    ("hot-path", "megalith/a.py", "import torch\n# hot-path\ntorch.cuda.synchronize()"),
+    ("vague-name", "megalith/nn/utils.py", "x = 1"),
+    ("long-function", "benchmarks/a.py", TOO_LONG),
+    ("long-file", "tests/a.py", "x = 1\n" * 801),
+]
+
+CLEAN = [
+    ("megalith/a.py", "try:\n    f()\nexcept ValueError:\n    g()"),
+    ("megalith/a.py", "model.eval()\nast.literal_eval(text)"),
+    ("megalith/a.py", "subprocess.run(['ls'], shell=False)"),
+    ("megalith/a.py", "import yaml\nyaml.safe_load(text)\nyaml.load(text, Loader=OurSafeLoader)"),
+    ("megalith/a.py", "import torch\ntorch.load(path, weights_only=True)"),
+    ("megalith/a.py", "import json\njson.loads(data)"),
+    ("tests/a.py", "x.to('cuda')"),
+    ("megalith/nn/a.py", "x.is_cuda\n'cuda graphs'"),
+    ("megalith/parallel/a.py", DIST + "dist.all_reduce(x, group=group.handle)"),
+    ("megalith/checkpoint/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(state)"),
+    ("megalith/train/a.py", "from megalith.parallel.group import all_reduce_\nall_reduce_(x, group)"),
+    ("megalith/parallel/a.py", DIST + "if group.rank == 0:\n    dist.send(x, 1, group=g)"),
+    ("megalith/verify/types.py", "import spmd_types"),
+    ("megalith/parallel/a.py", AUTOGRAD + "class F(Function):\n    moves: ClassVar = ('R', 'P')"),
+    ("megalith/kernels/a.py", AUTOGRAD + "class F(Function):\n    reference = staticmethod(plain)"),
+    ("megalith/nn/a.py", AUTOGRAD + "@typed_by(plain)\nclass F(Function):\n    pass"),
+    ("megalith/models/hf.py", "def load():\n    import transformers"),
+    ("megalith/a.py", "TABLE = {'a': 1}\nNAMES = ()\ndef f():\n    seen = {}"),
+    ("megalith/a.py", "# hot-path\nloss = x.item()  # sync-ok: once per step, after backward"),
+    ("megalith/a.py", "loss = x.item()"),
+    ("tests/common.py", "x = 1"),
+    ("megalith/a.py", LONG),
+    ("megalith/a.py", "x = 1\n" * 800),
+]
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), FAULTS)
+def test_a_fault_is_found_by_its_rule_and_no_other(rule: str, path: str, text: str) -> None:
+    found = findings(parse(path, text))
+    assert {line.split(": ")[1] for line in found} == {rule}
+    assert found[0].startswith(f"{path}:")
+
+
+@pytest.mark.parametrize(("path", "text"), CLEAN)
+def test_the_right_form_is_left_alone(path: str, text: str) -> None:
+    assert findings(parse(path, text)) == []
+
+
+def test_every_rule_has_a_fault_that_it_finds() -> None:
+    assert {rule for rule, _, _ in FAULTS} == set(RULES)
+
+
+def test_a_finding_is_waived_by_its_rule_and_a_reason_only() -> None:
+    assert findings(parse("a.py", "eval(x)  # lint: allow eval-exec: x is ours")) == []
+    assert len(findings(parse("a.py", "eval(x)  # lint: allow eval-exec:"))) == 1
+    assert len(findings(parse("a.py", "eval(x)  # lint: allow shell: x is ours"))) == 1
+
+
+def test_a_finding_names_file_line_rule_and_what_to_do() -> None:
+    assert findings(parse("megalith/a.py", "import torch\ntorch.load(path)")) == [
+        "megalith/a.py:2: torch-load: torch.load unpickles. Pass weights_only=True."
+    ]
+
+
+def test_the_command_counts_its_findings_and_ends_with_one(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("eval(x)\n")
+    command = [sys.executable, "tools/lint_project.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "bad.py:1: eval-exec" in done.stdout
+    assert done.stdout.endswith(f"1 files, {len(RULES)} rules, 1 findings\n")
