@@ -25,7 +25,7 @@ class Sample:
 
 
 class Dataset(Protocol):
-    """Samples in a fixed order. `sample(k)` depends on k alone, so a count of samples read is all the state there is."""
+    """Samples in a fixed order. `sample(k)` depends on k alone, so the count of samples read is all the state."""
 
     @property
     def num_samples(self) -> int:

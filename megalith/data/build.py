@@ -1,0 +1,223 @@
+"""Settings to datasets: opens the stores, cuts them into splits, and joins blends."""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megalith.config.data import (
+    SPLIT_NAMES,
+    Blend,
+    DataConfig,
+    data_problems,
+    parse_blend,
+    parse_split,
+    per_split_paths,
+    split_of,
+)
+from megalith.data.blend import (
+    BlendedDataset,
+    BlendOrder,
+    exhaustive_order,
+    member_sizes,
+    order_arrays,
+    weighted_order,
+)
+from megalith.data.cache import load_or_build
+from megalith.data.indexed import IndexedDataset, missing_store_message
+from megalith.data.mock import MockStore
+from megalith.data.pretrain import PretrainDataset, WindowPlan, check_ids
+from megalith.data.sample import Dataset, TokenStore
+from megalith.errors import ConfigError, DataError, raise_all
+
+_log = logging.getLogger(__name__)
+_PROBES = 64  # sequences looked at before a run starts; every sample is checked again when it is read
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The datasets of a run; None for a split of which no sample was asked for."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+
+
+def build_datasets(
+    data: DataConfig,
+    *,
+    seq_len: int,
+    seed: int,
+    train_samples: int | None,
+    valid_samples: int | None,
+    test_samples: int | None,
+    vocab_size: int,
+    eod: int,
+) -> Splits:
+    """Build the three splits: for so many samples each, one epoch for None, nothing for 0.
+
+    Every process may call this at once: indices are built by one of them and mapped by all. `eod` ends the documents
+    of mock data; stored data has its own.
+
+    Raises:
+        ConfigError: the settings break a rule.
+        DataError: files are missing or damaged, a split is too small, or token ids do not fit the vocabulary.
+    """
+    raise_all([*data_problems(data), *_seed_problems(seed)])
+    missing = _missing_stores(data)
+    if missing:
+        raise DataError("\n".join(f"data: expected a token store at {message}" for message in missing))
+    builder = _Builder(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
+    pinned = data.num_train_samples if train_samples else None
+    train = builder.split("train", pinned or train_samples)
+    if train is not None and train_samples is not None and train.num_samples < train_samples:
+        raise DataError(
+            f"the training data has {train.num_samples} samples, and the run reads {train_samples}. "
+            + (
+                f"Set data.num_train_samples={pinned} higher or remove it."
+                if pinned
+                else "Set weights in front of the prefixes so that they repeat, or set train.steps lower."
+            )
+        )
+    return Splits(train, builder.split("valid", valid_samples), builder.split("test", test_samples))
+
+
+def _seed_problems(seed: int) -> list[str]:
+    if 0 <= seed < 2**32:
+        return []
+    return [f"seed={seed}: the order of samples needs a seed of 0 to {2**32 - 1}. Set seed inside that range."]
+
+
+def _missing_stores(data: DataConfig) -> list[str]:
+    fields = {"path": data.path} | {f"{name}_path": words for name, words in per_split_paths(data).items()}
+    prefixes = [prefix for name, words in fields.items() if words for prefix in parse_blend(name, words).prefixes]
+    return [message for prefix in dict.fromkeys(prefixes) if (message := missing_store_message(prefix))]
+
+
+class _Builder:
+    """Builds the splits of one run, opening each store once."""
+
+    def __init__(self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int) -> None:
+        self._data = data
+        self._seq_len = seq_len
+        self._seed = seed
+        self._vocab_size = vocab_size
+        self._eod = eod
+        self._stores: dict[str, TokenStore] = {}
+
+    def split(self, name: str, num_samples: int | None) -> Dataset | None:
+        """One split, None when no sample of it was asked for."""
+        if num_samples == 0:
+            return None
+        words = per_split_paths(self._data)
+        if words:
+            if name not in words:
+                raise ConfigError(
+                    f"data.{name}_path is not set, but the run reads {num_samples or 'all'} {name} samples. Set it."
+                )
+            return self._blend(name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples)
+        share = parse_split(split_of(self._data))[SPLIT_NAMES.index(name)]
+        if share is None:
+            raise ConfigError(
+                f"data.split={split_of(self._data)} gives {name} nothing, but the run reads {num_samples or 'all'} "
+                f"{name} samples. Set a {name} share above 0."
+            )
+        blend = Blend(("mock",), None) if self._data.mock else parse_blend("data.path", self._data.path)
+        return self._blend(name, blend, share, num_samples)
+
+    def _blend(self, name: str, blend: Blend, share: tuple[float, float], num_samples: int | None) -> Dataset:
+        alone = len(blend.prefixes) == 1 and (blend.weights is None or per_split_paths(self._data))
+        if alone:
+            return self._member(name, blend.prefixes[0], share, num_samples)
+        if blend.weights is None:
+            return self._unweighted(name, blend.prefixes, share, num_samples)
+        if num_samples is None:
+            raise ConfigError(
+                f"data weights {list(blend.weights)} cannot be honoured over the whole {name} split, which reads every "
+                f"sample once. Remove the weights, or set a number of {name} samples."
+            )
+        return self._weighted(name, blend.prefixes, blend.weights, share, num_samples)
+
+    def _weighted(
+        self, name: str, prefixes: Sequence[str], weights: Sequence[float], share: tuple[float, float], num_samples: int
+    ) -> Dataset:
+        used = [place for place, weight in enumerate(weights) if weight > 0]
+        for place in sorted(set(range(len(weights))) - set(used)):
+            _log.info("%s: %s has weight 0 and is not read", name, prefixes[place])
+        kept = [weights[place] for place in used]
+        sizes = member_sizes(kept, num_samples, self._data.mid_level_dataset_surplus)
+        members = [self._member(name, prefixes[p], share, count) for p, count in zip(used, sizes.built_for)]
+        fingerprint = _blend_fingerprint(members, kept)
+        arrays = load_or_build(
+            self._blend_folder(),
+            f"{fingerprint} samples={sizes.total}",
+            lambda: order_arrays(weighted_order(kept, sizes.total)),
+        )
+        order = BlendOrder(arrays["members"], arrays["samples"])
+        return BlendedDataset(members, [prefixes[place] for place in used], used, order, fingerprint)
+
+    def _unweighted(
+        self, name: str, prefixes: Sequence[str], share: tuple[float, float], num_samples: int | None
+    ) -> Dataset:
+        """Every prefix once, in proportion to its size."""
+        members = [self._member(name, prefix, share, None) for prefix in prefixes]
+        sizes = [member.num_samples for member in members]
+        fingerprint = _blend_fingerprint(members, None if num_samples is None else sizes)
+        count = sum(sizes) if num_samples is None else min(num_samples, sum(sizes))
+        arrays = load_or_build(
+            self._blend_folder(),
+            f"{fingerprint} samples={count}",
+            lambda: order_arrays(exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)),
+        )
+        order = BlendOrder(arrays["members"], arrays["samples"])
+        return BlendedDataset(members, prefixes, range(len(members)), order, fingerprint)
+
+    def _member(self, name: str, prefix: str, share: tuple[float, float], num_samples: int | None) -> PretrainDataset:
+        store = self._store(prefix)
+        plan = WindowPlan(
+            seq_len=self._seq_len,
+            num_samples=num_samples,
+            seed=self._seed,
+            keep_partial=name == "valid" and self._data.keep_partial_valid,
+        )
+        folder = self._data.cache_path or (None if self._data.mock else f"{prefix}/cache")
+        return PretrainDataset(
+            store,
+            plan,
+            share=share,
+            split=name,
+            vocab_size=self._vocab_size,
+            cache=None if folder is None else Path(folder),
+        )
+
+    def _store(self, prefix: str) -> TokenStore:
+        if prefix not in self._stores:
+            if self._data.mock:
+                self._stores[prefix] = MockStore(
+                    self._vocab_size, self._eod, self._data.mock_num_documents, self._data.mock_max_tokens
+                )
+            else:
+                self._stores[prefix] = IndexedDataset(prefix, mmap=self._data.mmap)
+                _probe(self._stores[prefix], self._vocab_size)
+        return self._stores[prefix]
+
+    def _blend_folder(self) -> Path | None:
+        return None if self._data.cache_path is None else Path(self._data.cache_path)
+
+
+def _probe(store: TokenStore, vocab_size: int) -> None:
+    """Look at some sequences, so that data of another tokenizer is refused before the run starts."""
+    lengths = store.sequence_lengths
+    for index in np.unique(np.linspace(0, len(lengths) - 1, _PROBES, dtype=np.int64)) if len(lengths) else ():
+        check_ids(store.get(int(index), 0, min(int(lengths[index]), 4096)), vocab_size, store.name)
+
+
+def _blend_fingerprint(members: Sequence[PretrainDataset], weights: Sequence[float] | None) -> str:
+    shares = "all" if weights is None else ",".join(str(weight) for weight in weights)
+    text = "\n".join(member.fingerprint for member in members)
+    return (
+        f"blend of {len(members)} weights={shares} members={hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}"
+    )
