@@ -1,0 +1,131 @@
+"""`linear`: every weight matmul, as three plain functions and the one autograd function that calls them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+Context = Any  # what autograd passes as `ctx`: it takes any attribute
+
+
+def forward(x: Tensor, w: Tensor) -> Tensor:
+    """`y = x @ w.T`: x [t, i], w [o, i] -> y [t, o]."""
+    return torch.mm(x, w.t())
+
+
+def input_grad(dy: Tensor, w: Tensor) -> Tensor:
+    """What x gets: dy [t, o], w [o, i] -> dx [t, i]."""
+    return torch.mm(dy, w)
+
+
+def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
+    """What w gets: dy [t, o], x [t, i] -> dw [o, i]."""
+    return torch.mm(dy.t(), x)
+
+
+class Products(NamedTuple):
+    """The three matmuls of a linear layer; precision recipes and communication rings replace them, never the layer."""
+
+    forward: Callable[[Tensor, Tensor], Tensor] = forward
+    input_grad: Callable[[Tensor, Tensor], Tensor] = input_grad
+    weight_grad: Callable[[Tensor, Tensor], Tensor] = weight_grad
+
+
+PLAIN = Products()
+
+
+class Sink(Protocol):
+    """Where the gradient of one weight matrix goes instead of autograd's `.grad`, now or later.
+
+    A sink may keep what it is given and add it up afterwards, so nobody may write to those tensors again.
+    """
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        """Add `dy.T @ x`: x [t, i], dy [t, o] for a weight [o, i]."""
+
+    def gradient(self, dw: Tensor) -> None:
+        """Add a gradient that is ready: dw [o, i]."""
+
+    def rows(self, rows: Tensor, dy: Tensor) -> None:
+        """Add row i of dy [t, i] to row `rows[i]` of the gradient: rows [t] int64, repeats allowed."""
+
+
+def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """`total += dy.T @ x` in place: total [o, i], of any dtype; what most sinks do with a product.
+
+    When the dtypes agree the matmul adds into `total` itself, which saves a pass over a matrix as large as the weight.
+    """
+    if total.dtype == dy.dtype == x.dtype:
+        return total.addmm_(dy.t(), x)
+    return total.add_(weight_grad(dy, x))
+
+
+def stacked(parameters: Sequence[Tensor]) -> Tensor:
+    """One matrix made of the rows of all `parameters`: a view where they lie one below the other, else a copy."""
+    if len(parameters) == 1:
+        return parameters[0]
+    first = parameters[0]
+    if not _lie_below_one_another(parameters):
+        return torch.cat(list(parameters))
+    rows = sum(p.shape[0] for p in parameters)
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+
+
+def _lie_below_one_another(parameters: Sequence[Tensor]) -> bool:
+    """Whether each contiguous matrix starts where the one before it ends, in one storage."""
+    if torch.compiler.is_compiling():  # a graph sees tensors, not the storage behind them
+        return False
+    first = parameters[0]
+    storage, offset = first.untyped_storage()._cdata, first.storage_offset()
+    for p in parameters:
+        if not p.is_contiguous() or p.untyped_storage()._cdata != storage or p.storage_offset() != offset:
+            return False
+        offset += p.numel()
+    return True
+
+
+def linear(x: Tensor, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN) -> Tensor:
+    """`x @ W.T`, where W is the rows of `parameters` stacked (queries above keys and values, say).
+
+    x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...].
+    Backward computes dx first. With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants
+    a gradient, and autograd sees none; without one, each parameter gets its rows of dw.
+    """
+    y: Tensor = LinearFunction.apply(x, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def reference_linear(x: Tensor, sink: Sink | None, products: Products, *parameters: Tensor) -> Tensor:
+    """The plain composition that `LinearFunction` stands for; defines its value and its distribution types."""
+    return torch.cat([x @ p.t() for p in parameters], dim=-1)
+
+
+class LinearFunction(Function):
+    """`linear` as autograd sees it."""
+
+    reference = staticmethod(reference_linear)
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, sink: Sink | None, products: Products, *parameters: Tensor) -> Tensor:
+        """x [t, i] -> y [t, o]."""
+        ctx.save_for_backward(x, *parameters)
+        ctx.sink, ctx.products = sink, products
+        return products.forward(x, stacked(parameters))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, o] -> dx [t, i], and dw to the sink or to the parameters."""
+        x, *parameters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        dx = ctx.products.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
+        grads: list[Tensor | None] = [None] * len(parameters)
+        if any(wanted) and ctx.sink is not None:
+            ctx.sink.product(x, dy)
+        elif any(wanted):
+            parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
+            grads = [part if want else None for part, want in zip(parts, wanted, strict=True)]
+        return dx, None, None, *grads
