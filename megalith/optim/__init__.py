@@ -1,0 +1,1 @@
+"""Parameter groups, optimizers, clipping, and how their rates move over a run."""
