@@ -1,0 +1,49 @@
+"""Complete runs, ready to train: one file per family, one function per run; a YAML file is as good as a recipe."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megalith.config.suggest import did_you_mean
+from megalith.config.train import TrainRun
+from megalith.config.tree import load_yaml
+from megalith.errors import ConfigError
+from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b
+from megalith.recipes.quickstart import quickstart
+from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
+from megalith.recipes.smollm import smollm_135m
+from megalith.recipes.tiny_cpu import tiny_cpu
+
+_RECIPES = (
+    tiny_cpu,
+    quickstart,
+    llama_6m,
+    llama_29m,
+    llama_125m,
+    smollm_135m,
+    llama_350m,
+    llama3_1b,
+    llama3_8b,
+    llama3_70b,
+)  # smallest first
+
+
+def recipes() -> dict[str, Callable[[], TrainRun]]:
+    """Every recipe under its name, smallest first."""
+    return {recipe.__name__: recipe for recipe in _RECIPES}
+
+
+def resolve(target: str) -> TrainRun:
+    """The run that a command line means: a recipe's name, a YAML file, or the folder of an earlier run.
+
+    Raises:
+        ConfigError: it is none of them, or the file does not describe a run.
+    """
+    if target in recipes():
+        return recipes()[target]()
+    path = Path(target)
+    if path.is_dir():
+        return load_yaml(path / "config.yaml", TrainRun)
+    if path.is_file() or path.suffix in (".yaml", ".yml"):
+        return load_yaml(path, TrainRun)
+    advice = did_you_mean(target, recipes()) or f" Use one of {', '.join(recipes())}, or a path to a YAML file."
+    raise ConfigError(f"{target} is neither a recipe nor a file.{advice}")

@@ -1,0 +1,82 @@
+"""Llama 3.1 and 3.2 in their published sizes, with the learning rates of Grattafiori et al. 2024, arXiv:2407.21783.
+
+They train on made-up tokens until text is given: `--data.mock false --data.path PREFIX` and a tokenizer.
+"""
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.optim import PrecisionConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import LoopConfig, TrainRun
+
+_VOCAB_SIZE = 128_256
+_CONTEXT = 131_072  # reached by the rope scaling; the first training reads 8192 tokens
+
+
+def llama3_1b() -> TrainRun:
+    """Llama 3.2 1B: 1.24B parameters, tied head."""
+    model = ModelConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=8192,
+        max_seq_len=_CONTEXT,
+        rope=_rope(factor=32.0),
+        tied_embeddings=True,
+    )
+    # The published 1B model was distilled; a learning rate of ours, that of the 8B model.
+    return _run("llama3_1b", model, ParallelConfig(), global_batch_size=512, lr=3e-4)
+
+
+def llama3_8b() -> TrainRun:
+    """Llama 3.1 8B: 8.03B parameters, weights split over 2 GPUs."""
+    model = ModelConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        ffn_hidden_size=14_336,
+        max_seq_len=_CONTEXT,
+        rope=_rope(factor=8.0),
+    )
+    return _run("llama3_8b", model, ParallelConfig(tp=2, sp=True), global_batch_size=512, lr=3e-4)
+
+
+def llama3_70b() -> TrainRun:
+    """Llama 3.1 70B: 70.6B parameters, weights split over the 8 GPUs of a node; up to 2048 replicas."""
+    model = ModelConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        ffn_hidden_size=28_672,
+        max_seq_len=_CONTEXT,
+        rope=_rope(factor=8.0),
+    )
+    return _run("llama3_70b", model, ParallelConfig(tp=8, sp=True), global_batch_size=2048, lr=1.5e-4)
+
+
+def _rope(*, factor: float) -> RopeConfig:
+    return RopeConfig(theta=500_000.0, scaling="llama3", factor=factor)
+
+
+def _run(name: str, model: ModelConfig, parallel: ParallelConfig, *, global_batch_size: int, lr: float) -> TrainRun:
+    """8000 steps of warm-up and a cosine to a hundredth, as published; the number of steps is ours."""
+    return TrainRun(
+        name=name,
+        model=model,
+        data=DataConfig(mock=True),
+        tokenizer=TokenizerConfig(kind="null", vocab_size=_VOCAB_SIZE),
+        train=LoopConfig(steps=100_000, global_batch_size=global_batch_size, seq_len=8192),
+        schedule=ScheduleConfig(lr=lr, min_lr=lr / 100, warmup_steps=8000),
+        parallel=parallel,
+        precision=PrecisionConfig(params="bf16"),
+        checkpoint=CheckpointConfig(every=1000),
+    )

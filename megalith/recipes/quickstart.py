@@ -1,0 +1,29 @@
+"""The run of `make quickstart`: a small GPT on real text, minutes on two CPU cores."""
+
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import LoopConfig, TrainRun
+
+
+def quickstart() -> TrainRun:
+    """1.3M parameters, 1.0M tokens. The command puts its own corpus and tokenizer in place of the made-up data."""
+    vocab_size = 4096
+    return TrainRun(
+        name="quickstart",
+        model=ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_hidden_size=384,
+            max_seq_len=512,
+            tied_embeddings=True,
+        ),
+        data=DataConfig(mock=True, mock_num_documents=4000),
+        tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
+        train=LoopConfig(steps=488, global_batch_size=8, micro_batch_size=4, seq_len=256, eval_every=100, eval_steps=8),
+        schedule=ScheduleConfig(lr=3e-3, min_lr=3e-4, warmup_steps=30),
+    )
