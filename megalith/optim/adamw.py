@@ -70,6 +70,9 @@ class AdamW:
                 step.add_(1)
                 update(slot, gradient, c, updates=self.updates, lr=lr, weight_decay=weight_decay, scale=scale)
             return
+        if scale is not None and masters[0].dtype == torch.float64:  # the fused kernel takes its scale in fp32
+            torch._foreach_mul_(gradients, scale)
+            scale = None
         torch._foreach_add_(steps, 1)
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(

@@ -1,0 +1,117 @@
+"""The loader: the microbatches one rank computes in a step, and how many labels the global batch has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megalith.data.sample import Dataset, Sample
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.parallel.group import Group, start_all_reduce_
+from megalith.plan.batches import sample_ids
+from megalith.plan.packing import documents_from_eod, labels_inside_documents
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch: t = rows * seq_len tokens, row after row."""
+
+    ids: Tensor
+    """int64 [t]."""
+
+    labels: Tensor
+    """int64 [t]: the next token; -1 where there is no loss."""
+
+    tokens: Tokens
+    """Which document each token belongs to."""
+
+    num_labels: int
+    """Labels that count, in this microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatches:
+    """What one rank computes in one step."""
+
+    microbatches: list[Batch]
+    num_labels: int
+    """Labels that count in the global batch, over all ranks: what the summed loss is divided by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """Which labels count, and where documents begin."""
+
+    eod: int | None = None
+    """The token that ends a document; None when the data has none."""
+
+    documents: bool = False
+    """Start a new document after each end-of-document token, and drop the label that crosses the border."""
+
+    eod_mask_loss: bool = False
+    """Drop the label of each end-of-document token."""
+
+
+class Loader:
+    """Reads the samples of each step, a step ahead, so that counting the labels of all ranks keeps no one waiting.
+
+    Its whole state is how many samples have been consumed: order is a function of that number.
+    """
+
+    def __init__(
+        self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
+        consumed: int, steps: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.dataset, self.masks, self.dp, self.device = dataset, masks, dp, device
+        self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self._position = consumed
+        self._left = steps
+        self._ahead = self._read()
+
+    def next(self) -> StepBatches:
+        """The next step's microbatches; the step after it is read on the way."""
+        assert self._ahead is not None, "more steps asked for than the loader was made for"
+        microbatches, count, work = self._ahead
+        self._ahead = self._read()
+        if work is not None:
+            work.wait()
+        return StepBatches(microbatches, int(count))
+
+    def _read(self) -> tuple[list[Batch], Tensor, dist.Work | None] | None:
+        """Read a step, and start counting its labels over the data-parallel ranks."""
+        if self._left == 0:
+            return None
+        self._left -= 1
+        rows = sample_ids(
+            consumed=self._position, global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size,
+            dp=self.dp.size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
+        )  # fmt: skip
+        self._position += self.global_batch_size
+        batches = [build_batch([self.dataset.sample(k) for k in ids], self.masks, device=self.device) for ids in rows]
+        count = torch.tensor(sum(batch.num_labels for batch in batches), device=self.device)
+        return batches, count, start_all_reduce_(count, self.dp)
+
+
+def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device) -> Batch:
+    """Rows of one microbatch as packed tokens."""
+    ids = np.stack([sample.ids for sample in samples])
+    valid = np.stack([sample.valid for sample in samples])
+    inputs, labels, counted = ids[:, :-1], ids[:, 1:].copy(), valid[:, 1:]
+    if masks.eod is not None and masks.eod_mask_loss:
+        counted = counted & (inputs != masks.eod)
+    if masks.eod is not None and masks.documents:
+        counted = counted & labels_inside_documents(inputs, masks.eod)
+        lengths = documents_from_eod(inputs, masks.eod).lengths
+        tokens = tokens_of_lengths([int(n) for n in lengths], device=device)
+    else:
+        tokens = tokens_of_rows(*inputs.shape, device=device)
+    labels[~counted] = -1
+    return Batch(_flat(inputs, device), _flat(labels, device), tokens, int(counted.sum()))
+
+
+def _flat(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array).reshape(-1)).to(device)
