@@ -187,7 +187,9 @@ def torch_load(source: Source) -> Places:
 
 
 def pickle_load(source: Source) -> Places:
-    """As above, without torch."""
+    """As above, without torch. Tests may: what they load is their own."""
+    if source.path.startswith("tests/"):
+        return
     for call, name in source.calls():
         if re.fullmatch(r"(c?pickle|dill|cloudpickle|marshal)\.(load|loads|Unpickler)", name, re.IGNORECASE):
             yield call.lineno, f"{name} runs code from the file. Use JSON or safetensors."

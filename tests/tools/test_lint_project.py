@@ -67,6 +67,7 @@ CLEAN = [
     ("megalith/a.py", "import yaml\nyaml.safe_load(text)\nyaml.load(text, Loader=OurSafeLoader)"),
     ("megalith/a.py", "import torch\ntorch.load(path, weights_only=True)"),
     ("megalith/a.py", "import json\njson.loads(data)"),
+    ("tests/a.py", "import pickle\npickle.loads(pickle.dumps(x))"),
     ("tests/a.py", "x.to('cuda')"),
     ("megalith/nn/a.py", "x.is_cuda\n'cuda graphs'"),
     ("megalith/parallel/a.py", DIST + "dist.all_reduce(x, group=group.handle)"),
