@@ -31,7 +31,7 @@ PYTEST := $(PY) -m pytest --numprocesses $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help quickstart test test-all lint fmt bench install install-dev clean
+.PHONY: help quickstart test test-all lint lint-ruff lint-format lint-types lint-rules lint-links lint-map fmt bench install install-dev clean
 
 help:
 	@sed -n '3,7s/^# *//p' Makefile
@@ -45,12 +45,24 @@ test: $(DEV)
 test-all: $(DEV)
 	$(PYTEST)
 
-lint: $(DEV)
+lint: lint-ruff lint-format lint-types lint-rules lint-links lint-map
+
+lint-ruff: $(DEV)
 	$(PY) -m ruff check .
+
+lint-format: $(DEV)
 	$(PY) -m ruff format --check .
+
+lint-types: $(DEV)
 	$(PY) -m mypy --strict megalith tools
+
+lint-rules: $(DEV)
 	$(PY) tools/lint_project.py
+
+lint-links: $(DEV)
 	$(PY) tools/check_links.py
+
+lint-map: $(DEV)
 	$(PY) tools/file_map.py --check
 
 fmt: $(DEV)
