@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,26 @@ def test_planning_configuration_and_the_command_line_load_without_torch() -> Non
     code += f"for name in {wanted!r}:\n    importlib.import_module(name)\n"
     code += "    if 'torch' in sys.modules: print(name); break\n"
     assert run_python(code) == "", "this module is the first that loads torch"
+
+
+def test_the_help_of_every_command_appears_without_torch() -> None:
+    code = (
+        "import contextlib, io, sys\n"
+        "from megalith.cli.main import available, main\n"
+        "for words in [[], *([name] for name in available())]:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main([*words, '--help'])\n"
+        "    if 'torch' in sys.modules: print(words); break\n"
+    )
+    assert run_python(code) == "", "this help is the first that loads torch"
+
+
+def test_the_help_appears_within_a_second() -> None:
+    seconds = []
+    for _ in range(3):  # the best of three: another process may hold the core
+        start = time.perf_counter()
+        run_python("from megalith.cli.main import main; main(['--help'])")
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1.0
 
 
 def test_importing_the_package_opens_no_connection_and_touches_no_device() -> None:
