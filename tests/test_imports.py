@@ -123,7 +123,8 @@ def test_the_help_of_every_command_appears_without_torch() -> None:
         "import contextlib, io, sys\n"
         "from megalith.cli.main import available, main\n"
         "for words in [[], *([name] for name in available())]:\n"
-        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main([*words, '--help'])\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "        main([*words, '--help'])\n"
         "    if 'torch' in sys.modules: print(words); break\n"
     )
     assert run_python(code) == "", "this help is the first that loads torch"
