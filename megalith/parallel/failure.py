@@ -1,0 +1,114 @@
+"""What a failing worker process leaves behind, and how the failures of several ranks read as one text.
+
+One rank's mistake makes every other rank fail: its peers lose their connection. So the failures are put in order, the
+first shown whole and the others in one line each.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_CONSEQUENCES = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was likely closed|"
+    r"failed to recv|remote process exited|Timed out waiting|Wait timeout|wait timeout|aborted",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the stores say on a rank whose peer is gone."""
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+MAX_SUMMARY = 300
+"""Characters of the one line that a rank gets when another failed first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How one rank ended."""
+
+    rank: int
+    summary: str
+    """One line: the exception and its message, or how the process ended."""
+
+    text: str
+    """All there is to say: the traceback, if there was one."""
+
+    when_ns: int
+    """`time.monotonic_ns()` at the failure: one clock for all processes of a machine."""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it only says that another rank is gone."""
+        return _CONSEQUENCES.search(self.summary) is not None
+
+
+def failure_of(rank: int, error: BaseException, *, frames_to_skip: int = 0) -> Failure:
+    """The record of an exception caught on `rank`, without its outermost `frames_to_skip` frames."""
+    frames = error.__traceback__
+    for _ in range(frames_to_skip):
+        frames = frames.tb_next if frames is not None and frames.tb_next is not None else frames
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    summary = " ".join("".join(traceback.format_exception_only(error)).split())
+    return Failure(rank, summary, text, time.monotonic_ns())
+
+
+def failure_of_exit(rank: int, code: int) -> Failure:
+    """The record of a process that ended without leaving its own."""
+    said = explain_exit(code)
+    return Failure(rank, said, said, time.monotonic_ns())
+
+
+def explain_exit(code: int) -> str:
+    """A return code of `subprocess` in words: negative means a signal.
+
+    >>> explain_exit(-9)
+    'was killed by signal 9 (SIGKILL)'
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {number.value: number.name for number in signal.Signals}
+    return f"was killed by signal {-code} ({known.get(-code, 'unknown')})"
+
+
+def in_order(failures: Iterable[Failure]) -> list[Failure]:
+    """The failures, the one that explains the others first: the earliest that is not about a lost peer."""
+    return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
+
+
+def describe(failures: Iterable[Failure]) -> str:
+    """The first failure whole, then one line for each other rank."""
+    first, *others = in_order(failures)
+    lines = [f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)]
+    if others:
+        lines.append("then:")
+        lines += [f"  rank {other.rank}: {other.summary[:MAX_SUMMARY]}" for other in others]
+    return "\n".join(lines)
+
+
+def _with_traceback(failure: Failure) -> str:
+    return f"rank {failure.rank} failed first:\n{failure.text}"
+
+
+def die_with_parent(parent: int) -> None:
+    """Have this process killed when process `parent`, which started it, ends in whatever way.
+
+    Linux does it by itself. Elsewhere a thread looks once a second.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True, name="watch-parent").start()
+    if os.getppid() != parent:  # it was gone before we asked
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)

@@ -1,0 +1,1 @@
+"""Tools for tests and proofs: live ranks, and tolerances that carry their reasons."""

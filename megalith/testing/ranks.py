@@ -1,0 +1,327 @@
+"""A pool of worker processes that tests and proofs borrow as ranks; it stays alive for the whole run.
+
+Importing torch takes seconds and a call tens of milliseconds, so the workers are started once, on first use, and each
+call gives them a fresh gloo process group. A worker that fails, hangs or dies ends its call with a `RankError`.
+"""
+
+import atexit
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megalith.errors import RankError
+from megalith.parallel.failure import Failure, describe, die_with_parent, failure_of, failure_of_exit
+
+Result = TypeVar("Result")
+
+GRACE_SECONDS = 2.0
+"""How long the other ranks may take to notice that one has failed; their own errors are then shown too."""
+
+OUTPUT_SHOWN = 4000
+"""Characters of the failed rank's own output that an error repeats."""
+
+
+def run_ranks(fn: Callable[..., Result], world: int, *args: Any, timeout: float = 60.0) -> list[Result]:
+    """Call `fn(rank, world, *args)` on `world` processes joined by gloo, and return what each rank returned.
+
+    `fn` is a function of a module or test file; it finds the default process group initialised. Arguments and results
+    are pickled; tensors travel by value.
+
+    Raises:
+        RankError: a rank raised, died, or did not finish within `timeout` seconds; the text starts with the rank that
+            failed first and its traceback, or shows where every rank hangs.
+    """
+    return _pool(os.getpid()).run(fn, world, args, timeout=timeout)
+
+
+@functools.cache
+def _pool(owner: int) -> "RankPool":  # by process, since a fork must not talk through its parent's pipes
+    pool = RankPool()
+    atexit.register(pool.close)
+    return pool
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one worker is asked to do."""
+
+    module: str
+    """Name under which the parent knows the function's module."""
+
+    path: str
+    """Its file, since a test file cannot be imported by name."""
+
+    function: str
+    rank: int
+    world: int
+    store: str
+    """File through which the ranks of this call find each other."""
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """The parent's view of one worker process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    folder: Path
+
+    def send(self, *messages: bytes) -> None:
+        try:
+            for message in messages:
+                self.connection.send_bytes(message)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it is dead: waiting for its answer will say how it ended
+
+    def answer(self) -> "Answer | None":
+        """What it sent back; None when it ended without a word."""
+        try:
+            answer: Answer = pickle.loads(  # lint: allow pickle-load: from a process that we started
+                self.connection.recv_bytes()
+            )
+        except (EOFError, ConnectionResetError):
+            return None
+        return answer
+
+    def exit_code(self) -> int:
+        try:
+            return self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            return self.kill()
+
+    def kill(self) -> int:
+        self.process.kill()
+        self.connection.close()
+        return self.process.wait()
+
+    def output(self) -> str:
+        """What it printed, and what the threads of a hanging one were doing."""
+        return (self.folder / "output").read_text(errors="replace")
+
+    def stacks(self) -> str:
+        """Where each of its threads is now; asks it to say so."""
+        file = self.folder / "stacks"
+        before = file.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        deadline = time.monotonic() + 2.0
+        while file.stat().st_size == before and time.monotonic() < deadline and self.process.poll() is None:
+            time.sleep(0.02)
+        time.sleep(0.1)  # the rest of the dump follows the first write at once
+        return file.read_text(errors="replace")[before:].strip() or "no stack: it does not answer signals"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a worker sends back: a result, or how it failed."""
+
+    kind: Literal["result", "failure"]
+    value: Any  # whatever the function returned, or a Failure
+
+
+@dataclass(slots=True)
+class RankPool:
+    """Worker processes kept for many calls; more are started when a call needs more."""
+
+    workers: list[_Worker] = field(default_factory=list)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="megalith-ranks-")))
+    calls: int = 0
+    started: int = 0
+
+    def run(self, fn: Callable[..., Result], world: int, args: Sequence[Any], *, timeout: float) -> list[Result]:
+        """One call of `run_ranks`."""
+        messages = self._messages(fn, world, args)
+        self._grow(world)
+        ranks = dict(enumerate(self.workers[:world]))
+        try:
+            for rank, worker in ranks.items():
+                worker.send(*messages[rank])
+            return self._collect(ranks, timeout)
+        except BaseException:  # KeyboardInterrupt too: whoever has not answered is stuck with peers that are gone
+            self._drop_unfinished(ranks)
+            raise
+
+    def close(self) -> None:
+        """End the workers; the pool may be used again."""
+        for worker in self.workers:
+            worker.connection.close()  # an idle worker ends itself on this
+        for worker in self.workers:
+            try:
+                worker.process.wait(timeout=1.0)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+        self.workers.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _messages(self, fn: Callable[..., Any], world: int, args: Sequence[Any]) -> list[tuple[bytes, bytes]]:
+        name = fn.__qualname__
+        if "<" in name:
+            raise TypeError(f"{name} cannot be sent to ranks by name. Pass a function defined at module level.")
+        self.calls += 1
+        arguments = pickle.dumps(tuple(args))
+        path, store = inspect.getfile(fn), str(self.folder / f"store{self.calls}")
+        calls = [Call(fn.__module__, path, name, rank, world, store) for rank in range(world)]
+        return [(pickle.dumps(call), arguments) for call in calls]
+
+    def _grow(self, world: int) -> None:
+        self.folder.mkdir(exist_ok=True)
+        self.workers = [worker for worker in self.workers if worker.process.poll() is None]
+        while len(self.workers) < world:
+            self.workers.append(_start(self.started, self.folder))
+            self.started += 1
+
+    def _collect(self, ranks: Mapping[int, _Worker], timeout: float) -> list[Any]:
+        deadline = time.monotonic() + timeout
+        waiting, results, failures = dict(ranks), {}, []
+        while waiting:
+            ready = wait([worker.connection for worker in waiting.values()], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank, worker in list(waiting.items()):
+                if worker.connection in ready:
+                    del waiting[rank]
+                    answer = worker.answer()
+                    if answer is not None and answer.kind == "result":
+                        results[rank] = answer.value
+                        continue
+                    failures.append(answer.value if answer is not None else failure_of_exit(rank, worker.exit_code()))
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        if failures:
+            raise RankError(_failure_text(failures, waiting, ranks))
+        if waiting:
+            raise RankError(_hang_text(waiting, len(ranks), timeout))
+        for worker in ranks.values():
+            worker.send(RELEASE)
+        return [results[rank] for rank in range(len(ranks))]
+
+    def _drop_unfinished(self, ranks: Mapping[int, _Worker]) -> None:
+        """After a failure no worker of the call is trusted: one may hold a half-built group, or a changed default."""
+        for worker in ranks.values():
+            worker.kill()
+        self.workers = [worker for worker in self.workers if worker not in ranks.values()]
+
+
+PROGRAM = "import sys; from megalith.testing.ranks import serve; serve(*sys.argv[1:])"
+"""What a worker runs; this file must not be its `__main__`, or its answers would name classes the parent lacks."""
+
+RELEASE = b"release"
+"""Told to the ranks when all have answered, so that none closes its connections while a peer still reads from them."""
+
+
+def _failure_text(failures: Sequence[Failure], waiting: Mapping[int, _Worker], ranks: Mapping[int, _Worker]) -> str:
+    lines = [describe(failures)]
+    lines += [f"  rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in sorted(waiting)]
+    for failure in failures:
+        output = ranks[failure.rank].output().strip()
+        if output:
+            lines.append(f"output of rank {failure.rank}:\n{output[-OUTPUT_SHOWN:]}")
+    return "\n".join(lines)
+
+
+def _hang_text(waiting: Mapping[int, _Worker], world: int, timeout: float) -> str:
+    lines = [f"{len(waiting)} of {world} ranks did not finish within {timeout:g} s; this is where they are:"]
+    lines += [f"rank {rank}:\n{worker.stacks()}" for rank, worker in sorted(waiting.items())]
+    done = sorted(set(range(world)) - set(waiting))
+    lines += [f"ranks {done} had finished."] if done else []
+    return "\n".join(lines)
+
+
+def _start(number: int, folder: Path) -> _Worker:
+    ours, theirs = socket.socketpair()
+    mine = folder / f"worker{number}"
+    mine.mkdir()
+    (mine / "stacks").touch()
+    # One thread each, since ranks share the cores; the loopback device, since a laptop's host name may lead nowhere.
+    loopback = "lo0" if sys.platform == "darwin" else "lo"
+    environment = {"GLOO_SOCKET_IFNAME": loopback} | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    with theirs, (mine / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(mine)],
+            env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()], process_group=0,  # Ctrl-C is the parent's to handle
+        )  # fmt: skip
+    return _Worker(number, process, Connection(ours.detach()), mine)
+
+
+def serve(pipe: str, parent: str, folder: str) -> None:
+    """The life of a worker: obey one call after the other until the parent closes the pipe."""
+    die_with_parent(int(parent))
+    connection, stacks = Connection(int(pipe)), Path(folder) / "stacks"
+    torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
+    environment = dict(os.environ)
+    while True:
+        try:
+            call = pickle.loads(connection.recv_bytes())  # lint: allow pickle-load: from the process that started us
+            arguments = connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
+            return
+        answer = _obey(call, arguments)
+        _send(connection, call.rank, answer)
+        if answer.kind == "failure":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert connection.recv_bytes() == RELEASE
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def _obey(call: Call, arguments: bytes) -> Answer:
+    try:
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        function: Any = _load(call.module, call.path)
+        for word in call.function.split("."):
+            function = getattr(function, word)
+        given = pickle.loads(arguments)  # lint: allow pickle-load: from the process that started us
+        dist.init_process_group(
+            "gloo", init_method=f"file://{call.store}", rank=call.rank, world_size=call.world,
+            timeout=timedelta(minutes=30),  # the parent's clock is the shorter one, and it shows where everyone is
+        )  # fmt: skip
+        return Answer("result", function(call.rank, call.world, *given))
+    except BaseException as error:  # SystemExit and a test's skip too: the parent decides what ends the run
+        return Answer("failure", failure_of(call.rank, error, frames_to_skip=1))
+
+
+def _send(connection: Connection, rank: int, answer: Answer) -> None:
+    try:
+        message = pickle.dumps(answer)
+    except Exception as error:  # whatever the result's own __reduce__ raises
+        message = pickle.dumps(Answer("failure", failure_of(rank, error)))
+    connection.send_bytes(message)
+
+
+def _load(name: str, path: str) -> ModuleType:
+    """The module of a function: by name where that leads to the same file, else from its file, once."""
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == path:
+        return sys.modules[name]
+    if name.partition(".")[0] == "megalith":
+        return importlib.import_module(name)
+    spec = importlib.util.spec_from_file_location("__mp_main__" if name == "__main__" else name, path)
+    assert spec is not None and spec.loader is not None, path
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: a dataclass looks its module up, and so does pickle
+    spec.loader.exec_module(module)
+    return module
