@@ -10,7 +10,7 @@ A command that takes a run looks like this:
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
@@ -88,9 +88,13 @@ def parse_options(cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: 
         _print_help(cls, argv, prog=prog, root=root)
         raise SystemExit(0)
     assert is_dataclass(cls)
-    known = [field.name for field in fields(cls)]
+    known = [field.name for field in fields(cls) if not _is_positional(cls, field.name)]
     raise_all([_unknown_option(word, known, root) for word in argv if _is_unknown(word, known)])
     return tyro.cli(cls, args=list(argv), prog=prog, config=_STYLE)
+
+
+def _is_positional(cls: type, name: str) -> bool:
+    return tyro.conf.Positional in getattr(get_type_hints(cls, include_extras=True)[name], "__metadata__", ())
 
 
 def _is_unknown(word: str, known: Sequence[str]) -> bool:
@@ -114,13 +118,13 @@ def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None)
     if root is None:
         return
     shown = _run_on(argv, root)
-    print("Every setting of the run is an option, too; lists take several words.")
+    print("Every setting of the run is an option, too; the recipe gives the required ones.")
     with suppress(SystemExit):
         tyro.cli(
             root,
             args=["--help"],
             prog=f"{prog} ...",
-            default=tyro.MISSING if shown is None else shown,
+            default=tyro.MISSING_NONPROP if shown is None else shown,
             config=(tyro.conf.FlagConversionOff,),
             use_underscores=True,
         )

@@ -1,0 +1,45 @@
+"""A run on a screen: every setting with its value, the ones that differ from their default marked."""
+
+import json
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from megalith.config.fields import Plain, describe
+from megalith.config.tree import flatten
+
+
+def run_table(run: object) -> Table:
+    """Every leaf of a tree: dotted name, value, meaning. Values other than the default are bold, with the default."""
+    settings = {setting.path: setting for setting in describe(type(run))}
+    table = Table("setting", "value", "meaning", box=box.SIMPLE_HEAD, pad_edge=False)
+    section = ""
+    for path, value in flatten(run).items():
+        setting = settings.get(path)
+        if path.rpartition(".")[0] != section:
+            section = path.rpartition(".")[0]
+            table.add_section()
+        chosen = setting is None or setting.required or setting.default != value
+        shown = Text(shown_value(value), style="bold" if chosen else "dim")
+        if chosen and setting is not None and not setting.required:
+            shown.append(f"  (default {shown_value(setting.default)})", style="dim not bold")
+        table.add_row(path, shown, setting.doc if setting else "")
+    return table
+
+
+def difference_table(rows: list[tuple[str, Plain, Plain]], left: str, right: str) -> Table:
+    """The settings in which two runs differ, one column per run."""
+    table = Table("setting", left, right, box=box.SIMPLE_HEAD, pad_edge=False)
+    for path, a, b in rows:
+        table.add_row(path, Text(shown_value(a)), Text(shown_value(b)))
+    return table
+
+
+def shown_value(value: Plain) -> str:
+    """A value as one would write it in YAML, except that unset values say so."""
+    if value is None:
+        return "unset"
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, ensure_ascii=False)

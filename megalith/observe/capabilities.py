@@ -1,0 +1,85 @@
+"""What this installation can do, probed by attribute: version numbers lie about builds, attributes do not."""
+
+import shutil
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """One thing that is there or not."""
+
+    present: bool
+
+    purpose: str
+    """What it is for."""
+
+    fix: str
+    """How to get it."""
+
+
+def capabilities() -> dict[str, Capability]:
+    """Everything the package asks of torch, of the machine and of optional packages, by name."""
+    return _of_torch() | _of_tools()
+
+
+def cpp_compiler() -> str | None:
+    """Path of the C++ compiler that torch.compile would use on a CPU."""
+    return next((path for name in ("g++", "c++", "clang++") if (path := shutil.which(name))), None)
+
+
+def cpu_features() -> dict[str, object]:
+    """torch's own list of CPU instructions and sizes, by name; empty where this torch has none."""
+    read = getattr(torch.cpu, "get_capabilities", None)
+    return dict(read()) if read is not None else {}
+
+
+def _of_torch() -> dict[str, Capability]:
+    other_torch = "install a torch build that has it"
+    distributed = dist.is_available()
+    return {
+        "gloo": Capability(
+            present=distributed and dist.is_gloo_available(), purpose="several ranks on CPUs", fix=other_torch
+        ),
+        "nccl": Capability(
+            present=distributed and dist.is_nccl_available(), purpose="several ranks on NVIDIA GPUs", fix=other_torch
+        ),
+        "cuda": Capability(
+            present=torch.cuda.is_available(), purpose="training on NVIDIA GPUs", fix="use a machine with one"
+        ),
+        "functional collectives": Capability(
+            present=hasattr(torch.ops, "_c10d_functional")
+            and hasattr(torch.ops._c10d_functional, "all_gather_into_tensor"),
+            purpose="tensor-parallel layers",
+            fix=other_torch,
+        ),
+        "fused AdamW": Capability(
+            present=hasattr(torch, "_fused_adamw_"), purpose="one pass over the weights per step", fix=other_torch
+        ),
+        "bf16 instructions": Capability(
+            present=torch.cuda.is_available() or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
+            purpose="bf16 faster than fp32",
+            fix="use precision.params=fp32 on this machine",
+        ),
+    }
+
+
+def _of_tools() -> dict[str, Capability]:
+    packages = {
+        "spmd_types": ("the type check of `megalith verify`", "run `pip install spmd_types==0.3.1`"),
+        "transformers": ("comparison with Hugging Face models", "run `pip install 'megalith[hf]'`"),
+        "tensorboard": ("TensorBoard events beside metrics.jsonl", "run `pip install 'megalith[tensorboard]'`"),
+    }
+    found = {
+        name: Capability(present=find_spec(name) is not None, purpose=purpose, fix=fix)
+        for name, (purpose, fix) in packages.items()
+    }
+    compiler = Capability(
+        present=cpp_compiler() is not None,
+        purpose="train.compile=true on CPUs",
+        fix="install one, for example `apt install g++`",
+    )
+    return {"C++ compiler": compiler} | found
