@@ -42,8 +42,8 @@ def alone(*axes: str) -> Group:
 
 
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
-    """Sum `x` over `group`, in place; free when the group is a single rank."""
-    if group.size > 1:
+    """Sum `x` over `group`, in place; free when the group is a single rank. A meta tensor has no numbers to sum."""
+    if group.size > 1 and not x.is_meta:
         dist.all_reduce(x, group=group.handle)
     return x
 
@@ -56,8 +56,8 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
 
 
 def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
-    """Largest `x` over `group`, element by element, in place."""
-    if group.size > 1:
+    """Largest `x` over `group`, element by element, in place; nothing to do for a meta tensor."""
+    if group.size > 1 and not x.is_meta:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
     return x
 
