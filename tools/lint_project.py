@@ -25,8 +25,8 @@ MAX_FILE_LINES = 800
 COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verify/")
 """Where collectives may be started: the groups live in parallel/, the other two build and check worlds of ranks."""
 
-CUDA_FILES: tuple[str, ...] = ()
-"""Files that may name the device "cuda"; all others take the device they are given."""
+CUDA_FILES = ("megalith/observe/capabilities.py", "megalith/observe/machine.py", "megalith/parallel/launch.py")
+"""Files that may name the device "cuda": what the machine has, and which device a rank gets. All others are given one."""
 
 CHECKER_FILE = "megalith/verify/types.py"
 """The one file that knows the type checker of layouts."""
@@ -208,11 +208,14 @@ def collectives(source: Source) -> Places:
     """Only parallel/ talks to other ranks."""
     if not source.in_package or source.path.startswith(COLLECTIVE_FOLDERS):
         return
+    probes = [inner for call, name in source.calls() if name == "hasattr" for inner in ast.walk(call)]
     for node in source.nodes:
-        name = source.name(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+        if not isinstance(node, ast.Attribute | ast.Name) or node in probes:
+            continue
+        name = source.name(node)
         module, _, last = name.rpartition(".")
         if (module == "torch.distributed" and last in STARTERS) or name == "torch.ops._c10d_functional":
-            yield _line(node), f"{name} outside megalith/parallel. Use the functions of parallel/group or autograd."
+            yield node.lineno, f"{name} outside megalith/parallel. Use the functions of parallel/group or autograd."
     for line, name in _imports(source, source.nodes):
         if name.startswith("torch.distributed._functional_collectives"):
             yield line, f"{name} outside megalith/parallel. Use the functions of parallel/autograd."

@@ -71,6 +71,8 @@ CLEAN = [
     ("tests/a.py", "x.to('cuda')"),
     ("megalith/nn/a.py", "x.is_cuda\n'cuda graphs'"),
     ("megalith/parallel/a.py", DIST + "dist.all_reduce(x, group=group.handle)"),
+    ("megalith/observe/a.py", "import torch\nhasattr(torch.ops._c10d_functional, 'all_reduce')"),
+    ("megalith/observe/machine.py", "device = 'cuda'"),
     ("megalith/checkpoint/a.py", "import torch.distributed.checkpoint as dcp\ndcp.save(state)"),
     ("megalith/train/a.py", "from megalith.parallel.group import all_reduce_\nall_reduce_(x, group)"),
     ("megalith/parallel/a.py", DIST + "if group.rank == 0:\n    dist.send(x, 1, group=g)"),
