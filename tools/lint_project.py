@@ -26,7 +26,7 @@ COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verif
 """Where collectives may be started: the groups live in parallel/, the other two build and check worlds of ranks."""
 
 CUDA_FILES = ("megalith/observe/capabilities.py", "megalith/observe/machine.py", "megalith/parallel/launch.py")
-"""Files that may name the device "cuda": what the machine has, and which device a rank gets. All others are given one."""
+"""Files that may name the device "cuda": what the machine has, and which device a rank gets. Others are given one."""
 
 CHECKER_FILE = "megalith/verify/types.py"
 """The one file that knows the type checker of layouts."""
