@@ -1,0 +1,1 @@
+"""Checkpoints: named boxes of whole tensors, so that any layout loads what any other saved."""

@@ -1,0 +1,143 @@
+"""What ranks hand to a checkpoint, as boxes of whole tensors; files are not known here."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor a rank saves or wants filled: its part of a parameter in one role."""
+
+    shard: Shard
+    """Whose part it is."""
+
+    role: str
+    """`param`: the weights in their own dtype; `master`, `exp_avg`, `exp_avg_sq`: the optimizer's."""
+
+    tensor: Tensor
+    """The elements of the shard's box (or of its flat range) in row-major order; contiguous, any shape."""
+
+    mine: bool = True
+    """This rank writes it; exactly one of the ranks that hold an element does. Loading fills it either way."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the checkpoint, the same under every layout."""
+        return f"model.{self.shard.name}" if self.role == "param" else f"optimizer.{self.role}.{self.shard.name}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """A box of a whole tensor, and its values."""
+
+    box: Box
+    values: Tensor
+    """Of the box's shape; a view of the entry's tensor."""
+
+
+def lengths(box: Box) -> tuple[int, ...]:
+    """Shape of a box."""
+    return tuple(stop - start for start, stop in box)
+
+
+def numel(box: Box) -> int:
+    """Elements in a box."""
+    return math.prod(lengths(box))
+
+
+def show_box(box: Box) -> str:
+    """As one would index: `[0:4, 2:6]`."""
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in box)}]"
+
+
+def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
+    """The entry as boxes of the whole tensor, in the order of its memory; none above `max_numel` elements.
+
+    A flat range of an N-dim box becomes at most 2N - 1 boxes before they are divided; an empty one gives none.
+    """
+    shard, tensor = entry.shard, entry.tensor.detach()
+    start, stop = shard.flat or (0, shard.numel)
+    assert tensor.is_contiguous() and tensor.numel() == stop - start, (entry.key, tuple(tensor.shape), shard)
+    inside = [
+        part for box in boxes_of_range(shard.box_shape, start, stop) for part in _divide(box, max_numel or stop - start)
+    ]
+    sizes = [numel(box) for box in inside]
+    boxes = [tuple((o + a, o + b) for (o, _), (a, b) in zip(shard.box, box, strict=True)) for box in inside]
+    return [
+        Piece(box, values.view(lengths(box)))
+        for box, values in zip(boxes, tensor.view(-1).split(sizes) if sizes else (), strict=True)
+    ]
+
+
+def inner_view(piece: Piece, box: Box) -> Tensor:
+    """The part of a piece's values at `box`, which lies inside the piece's own."""
+    return piece.values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))]
+
+
+def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
+    """Why `boxes` do not cover each element of a tensor exactly once, naming the first place; None when they do."""
+    for box in boxes:
+        if len(box) != len(shape) or not all(0 <= a < b <= n for (a, b), n in zip(box, shape, strict=True)):
+            return f"{show_box(box)} is not inside its shape {list(shape)}"
+    twice = _first_overlap(boxes)
+    if twice is not None:
+        return f"{show_box(twice)} of {list(shape)} is written twice"
+    if sum(map(numel, boxes)) < math.prod(shape):
+        return f"{show_box(_first_hole(shape, boxes))} of {list(shape)} is written by nobody"
+    return None
+
+
+def _divide(box: Box, max_numel: int) -> Iterator[Box]:
+    """Parts of a box that lies in one run of memory, each one run of memory too, of at most `max_numel` elements."""
+    if numel(box) <= max_numel:
+        yield box
+        return
+    dim = next(d for d, (start, stop) in enumerate(box) if stop - start > 1)
+    rows = max(1, max_numel // numel(box[dim + 1 :]))
+    start, stop = box[dim]
+    for first in range(start, stop, rows):
+        yield from _divide((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), max_numel)
+
+
+def _first_overlap(boxes: Sequence[Box]) -> Box | None:
+    """A box that two of `boxes` share. Sweeps along the dim with the most cuts, so that few are compared."""
+    if len(boxes) < 2:
+        return None
+    if not boxes[0]:
+        return ()
+    dim = max(range(len(boxes[0])), key=lambda d: len({box[d] for box in boxes}))
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box[dim]):
+        open_boxes = [other for other in open_boxes if other[dim][1] > box[dim][0]]
+        for other in open_boxes:
+            both = intersect(box, other)
+            if both is not None:
+                return both
+        open_boxes.append(box)
+    return None
+
+
+def _first_hole(shape: tuple[int, ...], boxes: Sequence[Box]) -> Box:
+    """A box of `shape` that none of `boxes` touches; there must be one."""
+    left: list[Box] = [tuple((0, n) for n in shape)]
+    for box in boxes:
+        left = [rest for part in left for rest in _without(part, box)]
+    return left[0]
+
+
+def _without(part: Box, taken: Box) -> Iterator[Box]:
+    """`part` less what it shares with `taken`, as boxes."""
+    both = intersect(part, taken)
+    if both is None:
+        yield part
+        return
+    for dim, ((start, stop), (first, last)) in enumerate(zip(part, both, strict=True)):
+        if start < first:
+            yield (*both[:dim], (start, first), *part[dim + 1 :])
+        if last < stop:
+            yield (*both[:dim], (last, stop), *part[dim + 1 :])

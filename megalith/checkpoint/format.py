@@ -1,0 +1,253 @@
+"""How a checkpoint lies in its folder: names of the files, and `manifest.json`, which says what is in them.
+
+    checkpoints/
+      latest                  name of the newest one, for people; loading looks at the folders themselves
+      step_0000100/
+        __0_0.distcp          boxes of tensors, one file per rank that wrote any, each box as `torch.save` makes it
+        state.json            everything that is not a tensor
+        config.yaml           the run's settings
+        .metadata             the same boxes for torch.distributed.checkpoint; a pickle, so never read by us
+        manifest.json         every box and every file with its length and SHA-256; written last
+      step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted
+
+A folder without a manifest is not a checkpoint.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith import storage
+from megalith.checkpoint.boxes import tiling_problem
+from megalith.errors import CheckpointError
+from megalith.plan.shards import Box
+
+FORMAT = 1
+"""Goes up when an older build could no longer read what we write."""
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+CONFIG = "config.yaml"
+METADATA = ".metadata"
+LATEST = "latest"
+
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in ("float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+"""What a tensor in a checkpoint may be made of."""
+
+_STEP_NAME = re.compile(r"step_(\d{7,})(\.old-[0-9a-f]{8})?")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*|\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """One file of a checkpoint."""
+
+    nbytes: int
+    sha256: str | None = None
+    """None: it holds boxes, and each has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Where one box of a tensor lies."""
+
+    box: Box
+    file: str
+    offset: int
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One whole tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint holds."""
+
+    step: int
+    world_size: int
+    """Ranks that saved it; any number can load it."""
+
+    tensors: dict[str, StoredTensor]
+    files: dict[str, StoredFile]
+
+
+def folder_name(step: int) -> str:
+    """`step_0000100`."""
+    return f"step_{step:07d}"
+
+
+def step_folders(folder: Path) -> dict[int, Path]:
+    """Every step that has a folder, oldest first, complete or not.
+
+    A save of a step that exists moves the old one aside first. Where that was interrupted, the old one is the step's.
+    """
+    found: dict[int, Path] = {}
+    for name in storage.list_names(folder):  # sorted: step_0000100 comes before step_0000100.old-...
+        match = _STEP_NAME.fullmatch(name)
+        if match:
+            found.setdefault(int(match[1]), folder / name)
+    return dict(sorted(found.items()))
+
+
+def show_bytes(nbytes: float) -> str:
+    """`1.4 GB`, `12 kB`: powers of ten, two digits where it matters."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    power = 1 if nbytes < 1e6 else 2 if nbytes < 1e9 else 3 if nbytes < 1e12 else 4
+    scaled, unit = nbytes / 1000**power, ("kB", "MB", "GB", "TB")[power - 1]
+    return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
+
+
+def sha256(data: bytes) -> str:
+    """Hexadecimal digest."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def merge_tensors(parts: Iterable[Mapping[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The tensors of all ranks as one table; every element must be written by exactly one rank.
+
+    Raises:
+        CheckpointError: ranks disagree about a tensor, or its boxes overlap or leave a hole; every such key is named.
+    """
+    merged: dict[str, StoredTensor] = {}
+    problems: dict[str, str] = {}
+    for part in parts:
+        for key, tensor in part.items():
+            known = merged.setdefault(key, StoredTensor(tensor.shape, tensor.dtype, ()))
+            if (known.shape, known.dtype) != (tensor.shape, tensor.dtype):
+                problems[key] = (
+                    f"{list(known.shape)} {known.dtype} on one rank, {list(tensor.shape)} {tensor.dtype} on another"
+                )
+            merged[key] = StoredTensor(known.shape, known.dtype, known.boxes + tensor.boxes)
+    for key, tensor in merged.items():
+        problem = tiling_problem(tensor.shape, [stored.box for stored in tensor.boxes])
+        if problem and key not in problems:
+            problems[key] = problem
+    if problems:
+        lines = "\n".join(f"  {key}: {problem}" for key, problem in problems.items())
+        raise CheckpointError(
+            f"{len(problems)} tensors are not written exactly once (expected: one writer per element):\n{lines}"
+        )
+    return merged
+
+
+def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
+    """The text of `manifest.json`; one line per box, so that it can be searched and compared."""
+    tensors = {
+        key: {"shape": tensor.shape, "dtype": tensor.dtype, "boxes": [_plain_box(stored) for stored in tensor.boxes]}
+        for key, tensor in sorted(manifest.tensors.items())
+    }
+    files = {
+        name: {"nbytes": file.nbytes} | ({"sha256": file.sha256} if file.sha256 else {})
+        for name, file in sorted(manifest.files.items())
+    }
+    head = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "versions": dict(versions),
+        "files": files,
+    }
+    lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items())
+    return ("{\n" + ",\n".join([*lines, '"tensors": {\n' + entries + "\n}"]) + "\n}\n").encode()
+
+
+def parse_manifest(data: bytes, path: Path) -> Manifest:
+    """The manifest in `data`, which may come from anyone: nothing in it is believed that was not checked.
+
+    Raises:
+        CheckpointError: `path` names the file; the text is not ours, from a newer format, or contradicts itself.
+    """
+    try:
+        raw = json.loads(data)
+        version = _natural(raw["format"])
+        if version <= FORMAT:
+            return _manifest(raw)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: this is not the manifest of a checkpoint ({type(error).__name__}: {error}). "
+            f"Copy the folder again, or use another checkpoint."
+        ) from error
+    raise CheckpointError(
+        f"{path}: written in format {version}, and this build reads formats up to {FORMAT}. "
+        f"Use a newer Megalith to load it."
+    )
+
+
+def _plain_box(stored: StoredBox) -> dict[str, Any]:  # JSON
+    return {
+        "box": stored.box,
+        "file": stored.file,
+        "offset": stored.offset,
+        "nbytes": stored.nbytes,
+        "sha256": stored.sha256,
+    }
+
+
+def _manifest(raw: Any) -> Manifest:  # JSON from a stranger; so are the functions below
+    files = {_file_name(name): _stored_file(file) for name, file in raw["files"].items()}
+    tensors = {str(key): _stored_tensor(str(key), tensor, files) for key, tensor in raw["tensors"].items()}
+    for name in (STATE, CONFIG):
+        if name not in files or files[name].sha256 is None:
+            raise ValueError(f"no hash of {name}")
+    return Manifest(_natural(raw["step"]), _natural(raw["world_size"]), tensors, files)
+
+
+def _stored_file(raw: Any) -> StoredFile:
+    return StoredFile(_natural(raw["nbytes"]), _digest(raw["sha256"]) if "sha256" in raw else None)
+
+
+def _stored_tensor(key: str, raw: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
+    shape = tuple(_natural(n) for n in raw["shape"])
+    if raw["dtype"] not in DTYPES:
+        raise ValueError(f"{key} is of dtype {raw['dtype']!r}")
+    boxes = tuple(_stored_box(box, files) for box in raw["boxes"])
+    problem = tiling_problem(shape, [stored.box for stored in boxes])
+    if problem:
+        raise ValueError(f"{key}: {problem}")
+    return StoredTensor(shape, raw["dtype"], boxes)
+
+
+def _stored_box(raw: Any, files: Mapping[str, StoredFile]) -> StoredBox:
+    box = tuple((_natural(start), _natural(stop)) for start, stop in raw["box"])
+    stored = StoredBox(box, raw["file"], _natural(raw["offset"]), _natural(raw["nbytes"]), _digest(raw["sha256"]))
+    if stored.offset + stored.nbytes > files[stored.file].nbytes:
+        raise ValueError(f"a box ends behind the end of {stored.file}")
+    return stored
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} where a count was expected")
+    return value
+
+
+def _digest(value: Any) -> str:
+    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
+        raise ValueError(f"{value!r} where a SHA-256 was expected")
+    return value
+
+
+def _file_name(name: str) -> str:
+    """Only plain names: a manifest must not lead anywhere outside its folder."""
+    if not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"{name!r} cannot be a file of a checkpoint")
+    return name

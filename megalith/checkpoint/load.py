@@ -1,0 +1,366 @@
+"""Reading a checkpoint under any layout: the boxes that are wanted, out of the boxes that are there.
+
+Nothing a stranger put into the folder is run: the manifest is checked text, tensors are read with `weights_only`, and
+`.metadata`, a pickle, is not opened.
+"""
+
+import io
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith import storage
+from megalith.checkpoint import format as layout
+from megalith.checkpoint.agree import together
+from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, pieces, show_box
+from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
+from megalith.errors import CheckpointError
+from megalith.parallel.group import Group
+from megalith.plan.shards import Box, intersect
+
+_MODEL, _OPTIMIZER = "model.", "optimizer."
+_REPLACE = "Copy the checkpoint again, or use an older one."
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load that was not strict left out; both empty after a strict one."""
+
+    missing: tuple[str, ...]
+    """Wanted, not in the checkpoint: these tensors keep their values."""
+
+    surplus: tuple[str, ...]
+    """In the checkpoint, wanted by nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, opened. Tensors are read, and their hashes compared, when asked for."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]  # JSON
+    """Everything that was saved and is not a tensor."""
+
+    config_text: str
+    """The run's settings, as `config.yaml` has them."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates before it was saved."""
+        return self.manifest.step
+
+    def keys(self) -> list[str]:
+        """Names of the tensors, sorted: `model.NAME` and `optimizer.ROLE.NAME`."""
+        return sorted(self.manifest.tensors)
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Of the whole tensor."""
+        return self._tensor(key).shape
+
+    def dtype(self, key: str) -> torch.dtype:
+        """As stored."""
+        return layout.DTYPES[self._tensor(key).dtype]
+
+    def read(self, key: str, box: Box | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """A box of a tensor (the whole one by default), on the host, in `dtype` (as stored by default).
+
+        Raises:
+            CheckpointError: no such tensor, a box outside it, or a damaged file.
+        """
+        shape = self.shape(key)
+        box = tuple((0, n) for n in shape) if box is None else box
+        if len(box) != len(shape) or not all(0 <= a <= b <= n for (a, b), n in zip(box, shape, strict=True)):
+            raise CheckpointError(
+                f"{self.path}: {key} has shape {list(shape)}, and {show_box(box)} was asked of it. Use a box inside."
+            )
+        values = torch.empty(lengths(box), dtype=self.dtype(key) if dtype is None else dtype)
+        self._fill({key: [Piece(box, values)]})
+        return values
+
+    def load_into(self, entries: Sequence[Entry], world: Group, *, strict: bool = True) -> LoadReport:
+        """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
+
+        Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint lacks is read from
+        the weights, and weights wanted in another dtype than the stored one are read from the master if there is one.
+        Tensors of the optimizer count as surplus only when any rank wants some of them.
+
+        Raises:
+            CheckpointError: on every rank with the same text: shapes differ; with `strict`, tensors are missing or
+                surplus (all are named, before anything is changed); or a file is damaged.
+        """
+        sources = {entry.key: self._source(entry) for entry in entries}
+        asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
+        wanted = {key: (source, shape) for part in asked for key, source, shape in part}
+        differ, report = self._other_shapes(wanted), self._left_out(wanted)
+        if differ or (strict and (report.missing or report.surplus)):
+            raise CheckpointError(_other_model(self.path, differ, report if strict else LoadReport((), ())))
+        parts: dict[str, list[Piece]] = {}
+        for entry in entries:
+            if sources[entry.key] in self.manifest.tensors:
+                parts.setdefault(sources[entry.key], []).extend(pieces(entry))
+        together(lambda: self._fill(parts), world)
+        return report
+
+    def _tensor(self, key: str) -> StoredTensor:
+        if key in self.manifest.tensors:
+            return self.manifest.tensors[key]
+        near = ", ".join(get_close_matches(key, self.manifest.tensors, n=3) or self.keys()[:3])
+        raise CheckpointError(f"{self.path}: it holds no tensor {key}. Use one of its names, such as {near}.")
+
+    def _source(self, entry: Entry) -> str:
+        """The stored tensor that an entry is read from."""
+        weights, master = f"{_MODEL}{entry.shard.name}", f"{_OPTIMIZER}master.{entry.shard.name}"
+        stored = self.manifest.tensors
+        if entry.role == "master" and master not in stored:
+            return weights
+        if (
+            entry.role == "param"
+            and master in stored
+            and weights in stored
+            and entry.tensor.dtype != self.dtype(weights)
+        ):
+            return master
+        return entry.key
+
+    def _other_shapes(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+        """Tensors whose shape is not what is wanted, in words; `wanted` is {key: (stored tensor to read, shape)}."""
+        stored = self.manifest.tensors
+        return [
+            f"{key} is {list(shape)} in this run and {list(stored[source].shape)} in the checkpoint"
+            for key, (source, shape) in sorted(wanted.items())
+            if source in stored and stored[source].shape != shape
+        ]
+
+    def _left_out(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> LoadReport:
+        """What is missing and what is surplus, when all ranks together want `wanted`."""
+        missing = sorted(key for key, (source, _) in wanted.items() if source not in self.manifest.tensors)
+        used = {source for source, _ in wanted.values()} | wanted.keys()
+        used |= {f"{_OPTIMIZER}master.{key.removeprefix(_MODEL)}" for key in wanted if key.startswith(_MODEL)}
+        optimizer = any(key.startswith(_OPTIMIZER) for key in wanted)
+        surplus = [key for key in self.keys() if key not in used and (optimizer or not key.startswith(_OPTIMIZER))]
+        return LoadReport(tuple(missing), tuple(surplus))
+
+    def _fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
+        """Copy what is stored into the pieces, reading each box that any of them needs once, in the order of files."""
+        for key, stored in _in_file_order(self.manifest, wanted):
+            shared = [(piece, intersect(piece.box, stored.box)) for piece in wanted[key]]
+            hits = [(piece, box) for piece, box in shared if box is not None]
+            if hits:
+                values = Piece(stored.box, self._read_box(key, stored))
+                for piece, box in hits:
+                    inner_view(piece, box).copy_(inner_view(values, box))
+
+    def _read_box(self, key: str, stored: StoredBox) -> Tensor:
+        """One stored box, its hash compared.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written, or are something else than that tensor.
+        """
+        path = self.path / stored.file
+        place = f"{path}: the {stored.nbytes:,} bytes from {stored.offset:,} on ({key} {show_box(stored.box)})"
+        data = _checked(path, stored, place)
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:  # foreign bytes may raise anything; what they cannot do is run
+            raise CheckpointError(
+                f"{place} are not a plain tensor, and nothing in them was run ({_first_line(error)}). "
+                f"Use a checkpoint from someone you know."
+            ) from error
+        expected = lengths(stored.box), layout.DTYPES[self.manifest.tensors[key].dtype]
+        if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != expected:
+            found = f"{list(tensor.shape)} {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise CheckpointError(
+                f"{place} hold {found}; expected {list(expected[0])} {expected[1]}. Use another checkpoint."
+            )
+        return tensor
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in a `step_NNNNNNN` folder. File lengths and hashes of texts are compared, those of tensors later.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, incomplete, damaged, or from a newer format.
+    """
+    manifest = _read_manifest(path)
+    wrong = _wrong_lengths(path, manifest)
+    if wrong:
+        raise CheckpointError("\n".join(wrong.values()))
+    state_text, config_text = (
+        _checked(path / name, manifest.files[name], str(path / name)) for name in (layout.STATE, layout.CONFIG)
+    )
+    try:
+        state = json.loads(state_text)
+        if not isinstance(state, dict):
+            raise ValueError(f"expected an object, found {type(state).__name__}")
+        return Checkpoint(path, manifest, state, config_text.decode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: {layout.STATE} or {layout.CONFIG} cannot be read ({error}). Use another checkpoint."
+        ) from error
+
+
+def find_latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint under `folder`, or None when there is none at all; run by one rank.
+
+    A newer one that is incomplete or damaged is passed over with a warning that says why. The pointer file is
+    corrected if it says something else.
+
+    Raises:
+        CheckpointError: there are checkpoints and none of them can be used: better than starting afresh unasked.
+    """
+    problems: list[str] = []
+    for step, path in reversed(layout.step_folders(folder).items()):
+        try:
+            open_checkpoint(path)
+        except CheckpointError as error:
+            _log.warning("passing over checkpoint %s: %s", path.name, error)
+            problems.append(f"  {path.name}: {error}")
+            continue
+        _correct_pointer(folder, layout.folder_name(step))
+        return path
+    if problems:
+        lines = "\n".join(problems)
+        raise CheckpointError(
+            f"{folder}: none of its {len(problems)} checkpoints can be used:\n{lines}\n"
+            f"Copy one of them here again, or choose another folder with --run to start from the beginning."
+        )
+    return None
+
+
+def verify_checkpoint(path: Path) -> list[str]:
+    """Everything that is wrong with a checkpoint: lengths, hashes, and bytes that are not tensors. Empty: sound."""
+    try:
+        manifest = _read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = _wrong_lengths(path, manifest)
+    problems = list(wrong.values())
+    for name, file in sorted(manifest.files.items()):
+        try:
+            if name not in wrong and file.sha256 is not None:
+                _checked(path / name, file, str(path / name))
+        except CheckpointError as error:
+            problems.append(str(error))
+    opened = Checkpoint(path, manifest, {}, "")
+    for key, stored in _in_file_order(manifest, manifest.tensors):
+        try:
+            if stored.file not in wrong:
+                opened._read_box(key, stored)
+        except CheckpointError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint in `path`; where there is none, the error says what the folder looks like."""
+    try:
+        data = storage.read_bytes(path / layout.MANIFEST)
+    except FileNotFoundError:
+        raise CheckpointError(_not_a_checkpoint(path)) from None
+    except OSError as error:
+        raise CheckpointError(f"{path / layout.MANIFEST} cannot be read ({error}). {_REPLACE}") from error
+    return layout.parse_manifest(data, path / layout.MANIFEST)
+
+
+def _not_a_checkpoint(path: Path) -> str:
+    if not path.exists():
+        return f"{path}: no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
+    names = storage.list_names(path)
+    steps = [found for folder in (path, path / "checkpoints") for found in layout.step_folders(folder).values()]
+    if steps:
+        return f"{path} holds checkpoints and is not one itself. Use one of {', '.join(map(str, steps))}."
+    if any(name.endswith(".safetensors") for name in names):
+        return f"{path} looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
+    shown = ", ".join(names[:5]) or "nothing"
+    return f"{path} is not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_REPLACE}"
+
+
+def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
+    """Files that are missing or of another length than the manifest says, each with the sentence that says so."""
+    wrong = {}
+    for name, file in sorted(manifest.files.items()):
+        try:
+            found = storage.file_nbytes(path / name)
+        except OSError as error:
+            tensors = sum(any(box.file == name for box in tensor.boxes) for tensor in manifest.tensors.values())
+            wrong[name] = (
+                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes, "
+                f"parts of {tensors} tensors. {_REPLACE}"
+            )
+            continue
+        if found != file.nbytes:
+            wrong[name] = (
+                f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is incomplete. {_REPLACE}"
+            )
+    return wrong
+
+
+def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> bytes:
+    """The bytes of a file or of a box in it, which must have the hash that was written down; `place` names them."""
+    try:
+        data = storage.read_range(path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes)
+    except OSError as error:
+        raise CheckpointError(f"{place} cannot be read ({error}). {_REPLACE}") from error
+    if len(data) != stored.nbytes:
+        raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {_REPLACE}")
+    found = layout.sha256(data)
+    if found != stored.sha256:
+        raise CheckpointError(f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_REPLACE}")
+    return data
+
+
+def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, StoredBox]]:
+    """The stored boxes of some tensors, in the order in which a disk likes to read them."""
+    found = [(key, stored) for key in keys for stored in manifest.tensors[key].boxes]
+    return sorted(found, key=lambda item: (item[1].file, item[1].offset))
+
+
+def _other_model(path: Path, differ: Sequence[str], left_out: LoadReport) -> str:
+    """What does not fit, all of it; tensors that differ only in numbers of their names share a line."""
+    lines = [
+        *(f"  {text}" for text in differ),
+        *(f"  only in this run: {text}" for text in _by_pattern(left_out.missing)),
+        *(f"  only in the checkpoint: {text}" for text in _by_pattern(left_out.surplus)),
+    ]
+    return (
+        f"{path} is a checkpoint of another model:\n" + "\n".join(lines) + f"\nSet model.* and optim.* to what "
+        f"{path / layout.CONFIG} says, or choose another checkpoint."
+    )
+
+
+def _by_pattern(keys: Sequence[str]) -> list[str]:
+    """`layers.*.attention.q (* = 0, 1, 2)` for the three of them."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(re.sub(r"\d+", "*", key, count=1), []).append(key)
+    return [
+        group[0] if len(group) == 1 else f"{pattern} (* = {', '.join(re.findall(r'[0-9]+', key)[0] for key in group)})"
+        for pattern, group in groups.items()
+    ]
+
+
+def _correct_pointer(folder: Path, name: str) -> None:
+    pointer = folder / layout.LATEST
+    try:
+        said = storage.read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else None
+        if said == name:
+            return
+        _log.warning("%s said %r; the newest complete checkpoint is %s and is used", pointer, said, name)
+        storage.replace_file(pointer, f"{name}\n".encode())
+    except OSError as error:
+        _log.warning("%s could not be corrected (%s); it is for people only", pointer, error)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

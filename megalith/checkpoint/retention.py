@@ -1,0 +1,80 @@
+"""Which checkpoints stay, and what interrupted saves left behind."""
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from megalith import storage
+from megalith.checkpoint import format as layout
+from megalith.checkpoint.load import open_checkpoint
+from megalith.errors import CheckpointError
+
+PIN = ".keep"
+"""A checkpoint with a file of this name in it is never deleted."""
+
+_LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
+
+_log = logging.getLogger(__name__)
+
+
+def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
+    """Delete all complete checkpoints but the newest `keep` (None: all) and the multiples of `keep_every`.
+
+    Pinned checkpoints, links and folders that are not complete stay. Decided from what is there, so what one call
+    could not delete the next one does. Returns what was deleted; a failure to delete is a warning.
+    """
+    assert keep is None or keep >= 1, keep
+    if keep is None:
+        return []
+    complete = {step: path for step, path in layout.step_folders(folder).items() if _is_complete(path)}
+    removed = []
+    for step in _to_delete(complete, keep, keep_every):
+        path = complete[step]
+        if not path.is_symlink() and not (path / PIN).exists() and _delete(path):
+            removed.append(path)
+    return removed
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite had moved aside.
+
+    Only for the holder of the run's lock, before its first save: then whoever made these is dead. Returns the
+    folders dealt with.
+    """
+    found = [(name, match) for name in storage.list_names(folder) if (match := _LEFTOVER.fullmatch(name))]
+    for name, match in found:
+        path, final = folder / name, folder / match[1]
+        if match[2] == "old" and not final.exists():
+            storage.rename(path, final)
+            _log.warning("recovered %s from an interrupted overwrite", final)
+        else:
+            storage.remove_tree(path)
+            _log.warning("removed %s, left by an interrupted save", path)
+    return [folder / name for name, _ in found]
+
+
+def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:
+    steps = sorted(complete)
+    return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _delete(path: Path) -> bool:
+    """Out of sight by one rename, then piece by piece: whoever looks sees all of it or none."""
+    trash = path.with_name(f"{path.name.partition('.')[0]}.trash-{secrets.token_hex(4)}")
+    try:
+        storage.rename(path, trash)
+        storage.remove_tree(trash)
+    except OSError as error:
+        _log.warning("could not delete the old checkpoint %s: %s", path, error)
+        return False
+    return True

@@ -1,0 +1,96 @@
+"""The disk, as far as a run needs it: every call that must survive a power cut, and nothing that knows about tensors.
+
+All paths are local or on a mounted file system. A second kind of storage would offer these same functions.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_new(path: Path) -> BinaryIO:
+    """A new file, open for writing bytes; a file that exists is never written into."""
+    return open(path, "xb")
+
+
+def sync_file(file: BinaryIO) -> None:
+    """Return when everything written to `file` is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Return when the names in `folder` are on the disk: a rename is safe only after this."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """A new file holding `data`, on the disk when this returns."""
+    with open_new(path) as file:
+        file.write(data)
+        sync_file(file)
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Give `path` new contents at once: a reader sees all of the old or all of the new."""
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    aside.unlink(missing_ok=True)  # left by a process that was killed and whose number we now have
+    try:
+        write_new(aside, data)
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Move within one folder or file system, at once; a target that holds anything is not overwritten."""
+    os.rename(source, target)
+
+
+def make_folder(folder: Path) -> None:
+    """A new folder and its parents; a folder that exists is an error."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    os.mkdir(folder)
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder and everything in it; no error when there is none. Links are removed, not followed."""
+    if folder.is_symlink() or folder.exists():
+        shutil.rmtree(folder)
+
+
+def list_names(folder: Path) -> list[str]:
+    """Names in `folder`, sorted; none when there is no such folder."""
+    try:
+        return sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return []
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file."""
+    return path.read_bytes()
+
+
+def read_range(path: Path, start: int, nbytes: int) -> bytes:
+    """Bytes [start, start + nbytes) of a file; fewer when the file ends before."""
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(nbytes)
+
+
+def file_nbytes(path: Path) -> int:
+    """Length of a file."""
+    return path.stat().st_size
+
+
+def free_nbytes(folder: Path) -> int:
+    """Bytes that can still be written under `folder`."""
+    return shutil.disk_usage(folder).free

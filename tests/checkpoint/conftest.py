@@ -1,0 +1,115 @@
+"""Small models cut over made-up ranks, saved rank by rank in one process."""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith import storage
+from megalith.checkpoint import agree
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.format import folder_name
+from megalith.checkpoint.save import commit, save_checkpoint, write_boxes
+from megalith.parallel.group import Group, alone, my_range
+from megalith.plan.shards import cut_dim, split_evenly, whole
+
+SHAPES = {
+    "embed.weight": (7, 6),
+    "layers.0.mlp.gate_up": (2, 5, 6),
+    "layers.1.attention.q": (3, 2, 6),
+    "norm.weight": (6,),
+}
+
+
+def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _model(seed: int = 0) -> dict[tuple[str, str], Tensor]:
+    """Whole tensors by (role, name): bf16 weights, fp32 master and moments."""
+    roles = {"param": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+    return {
+        (role, name): _values(shape, 100 * seed + 10 * r + n, dtype)
+        for r, (role, dtype) in enumerate(roles.items())
+        for n, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def _cut(whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blank: bool = False) -> list[list[Entry]]:
+    """Entries of tp x dp ranks: the longest dim cut over tp (vectors whole), the optimizer's also in ranges over dp."""
+    ranks = []
+    for rank in range(tp * dp):
+        t, d = rank % tp, rank // tp
+        entries = []
+        for (role, name), tensor in whole_tensors.items():
+            shard = whole(name, tuple(tensor.shape))
+            if tensor.dim() > 1:
+                dim = max(range(tensor.dim()), key=lambda i: tensor.shape[i])
+                shard = cut_dim(shard, dim, split_evenly(tensor.shape[dim], tp), t, ("tp",))
+            local = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
+            mine = ((d == 0 and role == "param") or role != "param") and (tensor.dim() > 1 or t == 0)
+            if role != "param":
+                shard = replace(shard, flat=my_range(split_evenly(shard.numel, dp), d))
+                local = local[slice(*shard.flat)]
+            entries.append(Entry(shard, role, torch.zeros_like(local) if blank else local.clone(), mine))
+        ranks.append(entries)
+    return ranks
+
+
+def _save(folder: Path, step: int, ranks: Sequence[Sequence[Entry]], state: dict[str, Any] | None = None) -> Path:
+    """What save_checkpoint does on many ranks, one after the other."""
+    staging = folder / f"{folder_name(step)}.tmp-00000000"
+    storage.make_folder(staging)
+    parts = [write_boxes(staging, rank, entries) for rank, entries in enumerate(ranks)]
+    return commit(staging, step, parts, {"step": step} if state is None else state, "name: tiny\n")[0]
+
+
+def _save_alone(folder: Path, step: int, *, seed: int = 0, **options: Any) -> Any:
+    keep = {"keep": None} | options
+    return save_checkpoint(
+        folder, step, _cut(_model(seed), 1, 1)[0], {"step": step}, alone("world"), config_text="name: tiny\n", **keep
+    )
+
+
+@pytest.fixture
+def tiny() -> SimpleNamespace:
+    """Functions that make, cut and save a tiny model."""
+    return SimpleNamespace(model=_model, cut=_cut, save=_save, save_alone=_save_alone, values=_values, shapes=SHAPES)
+
+
+@pytest.fixture
+def run_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Run one function on several ranks that are threads; returns what each gave or raised."""
+
+    def run(size: int, work: Callable[[Group], Any]) -> list[Any]:
+        meet, table = threading.Barrier(size, timeout=20), [None] * size
+        results: list[Any] = [None] * size
+
+        def gather(value: Any, group: Group) -> list[Any]:
+            table[group.rank] = value
+            meet.wait()
+            values = list(table)
+            meet.wait()
+            return values
+
+        def one(rank: int) -> None:
+            try:
+                results[rank] = work(Group(("world",), tuple(range(size)), rank))
+            except Exception as error:
+                results[rank] = error
+
+        monkeypatch.setattr(agree, "gather_objects", gather)
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    return run
