@@ -3,7 +3,11 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.errors import DataError, raise_all
 
 
@@ -36,6 +40,9 @@ class Tokenizer(Protocol):
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, in order."""
 
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The ids of all texts one after another, and how many each has: the form that files take."""
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
 
@@ -55,6 +62,12 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The UTF-8 bytes of all texts, and how many each has."""
+        parts = [text.encode() for text in texts]
+        ids = np.frombuffer(b"".join(parts), np.uint8).astype(np.int64)
+        return ids, np.array([len(part) for part in parts], np.int32)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; the end token is left out."""
@@ -82,6 +95,13 @@ class NullTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The numbers in all texts, and how many each has."""
+        batch = self.encode_batch(texts)
+        return np.array([token for ids in batch for token in ids], np.int64), np.array(
+            [len(i) for i in batch], np.int32
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as numbers; the end token is left out."""
@@ -135,4 +155,12 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "null":
         assert config.vocab_size is not None
         return NullTokenizer(config.vocab_size)
+    if config.kind == "huggingface":
+        assert config.path is not None
+        return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
     return ByteTokenizer()
+
+
+def ends_texts_itself(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer puts the end token behind every text of its own accord."""
+    return not isinstance(tokenizer, NullTokenizer) and tokenizer.encode("a")[-1:] == [tokenizer.eod]

@@ -1,0 +1,251 @@
+"""Raw text: which files an input names, and their documents, block by block and in order."""
+
+import difflib
+import glob
+import gzip
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+import zstandard
+
+from megalith.errors import DataError
+
+Format = Literal["auto", "jsonl", "text"]
+JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
+_UNREADABLE = (".parquet", ".arrow", ".bin", ".idx")
+_BLOCK_BYTES = 1 << 20  # a worker's piece of work: about a second of tokenizing, a millisecond to send
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+Reason = Literal["not UTF-8", "not JSON", "lacks a key", "not text", "blank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One input file."""
+
+    path: str
+    jsonl: bool
+    nbytes: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place between two documents: files read whole, then lines and unpacked bytes of the next."""
+
+    sources: int = 0
+    lines: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some neighbouring documents: lines of one JSONL file, or whole text files."""
+
+    paths: tuple[str, ...]
+    lines: bytes | None  # None: the documents are the files themselves, and the worker reads them
+    first_line: int
+    end: Position
+    nbytes_done: int  # of all inputs as they lie on disk, for the progress bar
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document: for every key its texts, which become one sequence each."""
+
+    where: str
+    texts: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A line or file that is no document, and why."""
+
+    where: str
+    reason: Reason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}: {self.detail}"
+
+
+def find_sources(inputs: Sequence[str], form: Format = "auto") -> list[Source]:
+    """The files that inputs name, each once: files as given, folders and globs in the order of their names.
+
+    Raises:
+        DataError: an input matches nothing, or is of a kind that cannot be read.
+    """
+    paths = dict.fromkeys(path for pattern in inputs for path in _expand(pattern))
+    return [_source(path, form) for path in paths]
+
+
+def _expand(pattern: str) -> list[str]:
+    path = Path(pattern)
+    if path.is_file():
+        return [pattern]
+    if path.is_dir():
+        found = [
+            str(file)
+            for file in sorted(path.rglob("*"))
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        ]
+    else:
+        found = [file for file in sorted(glob.glob(pattern, recursive=True)) if Path(file).is_file()]
+    if found:
+        return found
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.glob("*")], cutoff=0.5)
+    raise DataError(
+        f"input {pattern}: no file there. Use a file, a folder or a glob" + (f", such as {near}." if near else ".")
+    )
+
+
+def _source(path: str, form: Format) -> Source:
+    ending = Path(path.removesuffix(".gz").removesuffix(".zst")).suffix.lower()
+    if ending in _UNREADABLE:
+        raise DataError(f"input {path}: {ending} files hold no plain text. Use JSONL or text files.")
+    status = Path(path).stat()
+    jsonl = ending in JSONL_ENDINGS if form == "auto" else form == "jsonl"
+    return Source(path, jsonl, status.st_size, status.st_mtime_ns)
+
+
+def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[Block]:
+    """All documents from `start` on, in order, in blocks of about `block_bytes`."""
+    done = sum(source.nbytes for source in sources[: start.sources])
+    number = start.sources
+    while number < len(sources):
+        if sources[number].jsonl:
+            yield from _line_blocks(sources[number], number, start, done, block_bytes)
+            count = 1
+        else:
+            count = _text_files_together(sources[number:], block_bytes)
+            files = sources[number : number + count]
+            nbytes_done = done + sum(file.nbytes for file in files)
+            yield Block(tuple(file.path for file in files), None, 1, Position(number + count), nbytes_done)
+        done += sum(source.nbytes for source in sources[number : number + count])
+        number += count
+        start = Position(number)
+
+
+def _text_files_together(sources: Sequence[Source], block_bytes: int) -> int:
+    """How many text files make one block: at least one."""
+    nbytes = 0
+    for count, source in enumerate(sources):
+        if source.jsonl or (nbytes >= block_bytes and count):
+            return count
+        nbytes += source.nbytes
+    return len(sources)
+
+
+def _line_blocks(source: Source, number: int, start: Position, done: int, block_bytes: int) -> Iterator[Block]:
+    line, nbytes = start.lines, start.nbytes
+    with Path(source.path).open("rb") as raw, open_unpacked(raw, source.path) as file:
+        try:
+            _skip(file, nbytes, packed=file is not raw)
+            while lines := file.read(block_bytes):
+                lines += file.readline()
+                first = line + 1
+                line += lines.count(b"\n") + (not lines.endswith(b"\n"))
+                nbytes += len(lines)
+                end = Position(number, line, nbytes)
+                yield Block((source.path,), lines, first, end, done + min(raw.tell(), source.nbytes))
+        except (OSError, EOFError, zstandard.ZstdError) as error:
+            raise _unpack_error(source.path, error) from error
+
+
+def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
+    """The file itself, or what is packed in a .gz or .zst."""
+    if path.endswith(".gz"):
+        return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]  # it has all that BinaryIO is used for here
+    if path.endswith(".zst"):
+        unpacked = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
+        return io.BufferedReader(unpacked, 1 << 20)
+    return raw
+
+
+def _skip(file: BinaryIO, nbytes: int, *, packed: bool) -> None:
+    if not packed:
+        file.seek(nbytes)
+        return
+    while nbytes > 0:
+        nbytes -= len(file.read(min(nbytes, 16 << 20)) or b"x" * nbytes)
+
+
+def _unpack_error(path: str, error: Exception) -> DataError:
+    return DataError(
+        f"input {path}: cannot be read to its end ({error}). Copy or pack the file again, or run without it."
+    )
+
+
+def block_documents(block: Block, keys: Sequence[str]) -> Iterator[Document | Rejected]:
+    """The documents of a block, in order; in place of one that cannot be used, the reason."""
+    if block.lines is None:
+        for path in block.paths:
+            yield _text_document(path, len(keys))
+        return
+    lines = block.lines
+    if block.first_line == 1:
+        lines = lines.removeprefix(_BYTE_ORDER_MARK)
+    for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), block.first_line):
+        yield _line_document(line, f"{block.paths[0]}:{number}", keys)
+
+
+def _text_document(path: str, num_keys: int) -> Document | Rejected:
+    try:
+        with Path(path).open("rb") as raw, open_unpacked(raw, path) as file:
+            contents = file.read()
+    except (OSError, EOFError, zstandard.ZstdError) as error:
+        raise _unpack_error(path, error) from error
+    try:
+        text = contents.removeprefix(_BYTE_ORDER_MARK).decode()
+    except UnicodeDecodeError as error:
+        return Rejected(path, "not UTF-8", str(error))
+    return Document(path, ((text,),) * num_keys)
+
+
+def _line_document(line: bytes, where: str, keys: Sequence[str]) -> Document | Rejected:
+    shown = line[:80].decode(errors="replace")
+    if not line.strip():
+        return Rejected(where, "blank", "an empty line")
+    try:
+        entry = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return Rejected(where, "not UTF-8", f"{error.reason} at byte {error.start}: {shown}")
+    except (ValueError, RecursionError):
+        return Rejected(where, "not JSON", shown)
+    if not isinstance(entry, dict):
+        return Rejected(where, "not JSON", f"an object is expected, not {type(entry).__name__}: {shown}")
+    texts = []
+    for key in keys:
+        if key not in entry:
+            return Rejected(where, "lacks a key", f"no {key!r} among the keys {list(entry)[:10]}")
+        value = entry[key]
+        sentences = (value,) if isinstance(value, str) else value
+        if not isinstance(sentences, list | tuple) or not all(isinstance(text, str) for text in sentences):
+            return Rejected(where, "not text", f"{key!r} is {type(value).__name__}, not a text or a list of texts")
+        if b"\\u" in line and not all(_encodable(text) for text in sentences):
+            return Rejected(where, "not UTF-8", f"half a surrogate pair in {key!r}: {shown}")
+        texts.append(tuple(sentences))
+    return Document(where, tuple(texts))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def read_texts(sources: Sequence[Source], keys: Sequence[str], *, max_bytes: int) -> Iterator[str]:
+    """Texts to train a tokenizer on: all of them, or of a corpus above `max_bytes` every n-th block."""
+    total = sum(source.nbytes for source in sources)
+    stride = max(1, -(-total // max_bytes))
+    for number, block in enumerate(read_blocks(sources, Position())):
+        if number % stride == 0:
+            for document in block_documents(block, keys):
+                if isinstance(document, Document):
+                    yield from (text for texts in dict.fromkeys(document.texts) for text in texts)

@@ -1,0 +1,192 @@
+"""Tokenizers of the Hugging Face `tokenizers` library: read from tokenizer.json, or trained here."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+
+from megalith.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+# What well-known tokenizers call it, for folders whose tokenizer_config.json does not say.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json. `eod` is the token named, else the end-of-sequence token of its tokenizer_config.json."""
+
+    def __init__(self, path: str, *, eod: str | None = None, add_special_tokens: bool = True) -> None:
+        """`path` is a folder, a tokenizer.json, or a hub name in the local cache.
+
+        Raises:
+            DataError: there is no tokenizer, it cannot be read, or it has no token `eod`.
+        """
+        file = _find_file(path)
+        self.path = path
+        self._add_special_tokens = add_special_tokens
+        self._tokenizer = _read(file)
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        settings = _read_settings(file.with_name("tokenizer_config.json"))
+        self.bos = self._id(_token_text(settings.get("bos_token")))
+        self._eod = self._find_eod(eod, _token_text(settings.get("eos_token")))
+        contents = file.read_bytes() + f"eod={self._eod} special={add_special_tokens}".encode()
+        self.fingerprint = f"huggingface-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        eod = None if self._eod is None else self._tokenizer.id_to_token(self._eod)
+        return _reopen, (self.path, eod, self._add_special_tokens)
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            DataError: the files name none.
+        """
+        if self._eod is None:
+            raise DataError(
+                f"tokenizer.path={self.path}: no end-of-document token is named in it. "
+                f"Set tokenizer.eod to the text of one of its tokens."
+            )
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        return ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts; on several threads unless TOKENIZERS_PARALLELISM=false."""
+        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=self._add_special_tokens)
+        return [encoding.ids for encoding in batch]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The ids of all texts one after another, and how many each has."""
+        batch = self.encode_batch(texts)
+        lengths = np.array([len(ids) for ids in batch], np.int32)
+        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def _id(self, token: str | None) -> int | None:
+        number: int | None = None if token is None else self._tokenizer.token_to_id(token)
+        return number
+
+    def _find_eod(self, wanted: str | None, named: str | None) -> int | None:
+        if wanted is not None and self._id(wanted) is None:
+            raise DataError(
+                f"tokenizer.eod={wanted!r} is not a token of {self.path}. Set it to one of its tokens, "
+                f"such as {[token for token in (named, *_END_NAMES) if self._id(token) is not None]}."
+            )
+        found = (self._id(token) for token in (wanted, named, *_END_NAMES))
+        return next((number for number in found if number is not None), None)
+
+
+def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(path, eod=eod, add_special_tokens=add_special_tokens)
+
+
+def _find_file(path: str) -> Path:
+    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache."""
+    place = Path(path)
+    for file in (place, place / "tokenizer.json"):
+        if file.is_file():
+            return file
+    if place.is_dir():
+        there = sorted(entry.name for entry in place.iterdir())[:8]
+        raise DataError(
+            f"tokenizer.path={path}: the folder has no tokenizer.json, only {there}. Use a folder written by "
+            f"`megalith prepare --train-tokenizer` or by transformers' save_pretrained."
+        )
+    cached = _cached_file(path)
+    if cached is None:
+        raise DataError(
+            f"tokenizer.path={path}: neither a folder nor a model in the local Hugging Face cache. Set it to a folder "
+            f"with tokenizer.json, or run `hf download {path} tokenizer.json tokenizer_config.json` first."
+        )
+    return cached
+
+
+def _cached_file(name: str) -> Path | None:
+    """Where the hub's cache keeps the tokenizer of a model; nothing is downloaded."""
+    from huggingface_hub import try_to_load_from_cache  # only for hub names: a slow import
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        file = try_to_load_from_cache(name, "tokenizer.json")
+    except HFValidationError:
+        return None  # not of the form owner/name
+    return Path(file) if isinstance(file, str) else None
+
+
+def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type information
+    try:
+        return tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(
+            f"tokenizer.path={file}: not a tokenizer that the installed tokenizers {tokenizers.__version__} can read "
+            f"({error}). Use another file, or install a newer version of tokenizers."
+        ) from error
+
+
+def _read_settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _token_text(entry: object) -> str | None:
+    """Files name a token by its text, or by an object that has it under `content`."""
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return text if isinstance(text, str) else None
+
+
+def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFaceTokenizer:
+    """Train byte-level BPE on texts and write the folder `path`; any text survives encoding and decoding.
+
+    `vocab_size` counts the 256 bytes and the end token. Small corpora may give fewer ids.
+
+    Raises:
+        DataError: vocab_size leaves no room for a merge.
+    """
+    if vocab_size < 258:
+        raise DataError(f"vocab_size={vocab_size}: bytes and the end token alone are 257 ids. Use 258 or more.")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    _write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
+    _write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    return HuggingFaceTokenizer(path)
+
+
+def _write_whole(file: Path, text: str) -> None:
+    temporary = file.with_name(f"{file.name}.writing")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(file)
