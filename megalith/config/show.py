@@ -24,7 +24,7 @@ def run_table(run: object) -> Table:
         shown = Text(shown_value(value), style="bold" if chosen else "dim")
         if chosen and setting is not None and not setting.required:
             shown.append(f"  (default {shown_value(setting.default)})", style="dim not bold")
-        table.add_row(path, shown, setting.doc if setting else "")
+        table.add_row(path, shown, Text(setting.doc if setting else ""))
     return table
 
 

@@ -17,7 +17,7 @@ _CONTEXT = 131_072  # reached by the rope scaling; the first training reads 8192
 
 
 def llama3_1b() -> TrainRun:
-    """Llama 3.2 1B: 1.24B parameters, tied head."""
+    """Llama 3.2 1B, with a tied head."""
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=2048,
@@ -30,11 +30,11 @@ def llama3_1b() -> TrainRun:
         tied_embeddings=True,
     )
     # The published 1B model was distilled; a learning rate of ours, that of the 8B model.
-    return _run("llama3_1b", model, ParallelConfig(), global_batch_size=512, lr=3e-4)
+    return _run("llama3_1b", model, ParallelConfig(), global_batch_size=512, lr=3e-4, min_lr=3e-6)
 
 
 def llama3_8b() -> TrainRun:
-    """Llama 3.1 8B: 8.03B parameters, weights split over 2 GPUs."""
+    """Llama 3.1 8B, split over 2 GPUs."""
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=4096,
@@ -45,11 +45,14 @@ def llama3_8b() -> TrainRun:
         max_seq_len=_CONTEXT,
         rope=_rope(factor=8.0),
     )
-    return _run("llama3_8b", model, ParallelConfig(tp=2, sp=True), global_batch_size=512, lr=3e-4)
+    return _run("llama3_8b", model, ParallelConfig(tp=2, sp=True), global_batch_size=512, lr=3e-4, min_lr=3e-6)
 
 
 def llama3_70b() -> TrainRun:
-    """Llama 3.1 70B: 70.6B parameters, weights split over the 8 GPUs of a node; up to 2048 replicas."""
+    """Llama 3.1 70B, split over 8 GPUs.
+
+    Up to 2048 replicas, each with the GPUs of one node.
+    """
     model = ModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=8192,
@@ -60,14 +63,16 @@ def llama3_70b() -> TrainRun:
         max_seq_len=_CONTEXT,
         rope=_rope(factor=8.0),
     )
-    return _run("llama3_70b", model, ParallelConfig(tp=8, sp=True), global_batch_size=2048, lr=1.5e-4)
+    return _run("llama3_70b", model, ParallelConfig(tp=8, sp=True), global_batch_size=2048, lr=1.5e-4, min_lr=1.5e-6)
 
 
 def _rope(*, factor: float) -> RopeConfig:
     return RopeConfig(theta=500_000.0, scaling="llama3", factor=factor)
 
 
-def _run(name: str, model: ModelConfig, parallel: ParallelConfig, *, global_batch_size: int, lr: float) -> TrainRun:
+def _run(
+    name: str, model: ModelConfig, parallel: ParallelConfig, *, global_batch_size: int, lr: float, min_lr: float
+) -> TrainRun:
     """8000 steps of warm-up and a cosine to a hundredth, as published; the number of steps is ours."""
     return TrainRun(
         name=name,
@@ -75,7 +80,7 @@ def _run(name: str, model: ModelConfig, parallel: ParallelConfig, *, global_batc
         data=DataConfig(mock=True),
         tokenizer=TokenizerConfig(kind="null", vocab_size=_VOCAB_SIZE),
         train=LoopConfig(steps=100_000, global_batch_size=global_batch_size, seq_len=8192),
-        schedule=ScheduleConfig(lr=lr, min_lr=lr / 100, warmup_steps=8000),
+        schedule=ScheduleConfig(lr=lr, min_lr=min_lr, warmup_steps=8000),
         parallel=parallel,
         precision=PrecisionConfig(params="bf16"),
         checkpoint=CheckpointConfig(every=1000),

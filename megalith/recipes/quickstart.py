@@ -8,7 +8,10 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def quickstart() -> TrainRun:
-    """1.3M parameters, 1.0M tokens. The command puts its own corpus and tokenizer in place of the made-up data."""
+    """The small GPT of `make quickstart`.
+
+    1.0M tokens; the command puts its own corpus and tokenizer in place of the made-up data.
+    """
     vocab_size = 4096
     return TrainRun(
         name="quickstart",

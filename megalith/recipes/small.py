@@ -14,7 +14,7 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def llama_6m() -> TrainRun:
-    """6.2M parameters, rows of 256 tokens, 8 rows a step: the small shape of the training benchmark."""
+    """For benchmarks: 8 rows of 256 tokens."""
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=256,
@@ -29,7 +29,7 @@ def llama_6m() -> TrainRun:
 
 
 def llama_29m() -> TrainRun:
-    """29.4M parameters, rows of 512 tokens, 4 rows a step: the larger shape of the training benchmark."""
+    """For benchmarks: 4 rows of 512 tokens."""
     model = ModelConfig(
         vocab_size=4096,
         hidden_size=512,
@@ -44,19 +44,26 @@ def llama_29m() -> TrainRun:
 
 
 def llama_125m() -> TrainRun:
-    """124M parameters: depth, width and vocabulary of GPT-2 small in today's layers."""
-    return _gpt2_sized("llama_125m", hidden_size=768, num_layers=12, num_heads=12, ffn_hidden_size=2048, lr=6e-4)
+    """As large as GPT-2 small."""
+    return _gpt2_sized(
+        "llama_125m", hidden_size=768, num_layers=12, num_heads=12, ffn_hidden_size=2048, lr=6e-4, min_lr=6e-5
+    )
 
 
 def llama_350m() -> TrainRun:
-    """354M parameters: depth, width and vocabulary of GPT-2 medium in today's layers."""
-    return _gpt2_sized("llama_350m", hidden_size=1024, num_layers=24, num_heads=16, ffn_hidden_size=2736, lr=3e-4)
+    """As large as GPT-2 medium."""
+    return _gpt2_sized(
+        "llama_350m", hidden_size=1024, num_layers=24, num_heads=16, ffn_hidden_size=2736, lr=3e-4, min_lr=3e-5
+    )
 
 
 def _gpt2_sized(
-    name: str, *, hidden_size: int, num_layers: int, num_heads: int, ffn_hidden_size: int, lr: float
+    name: str, *, hidden_size: int, num_layers: int, num_heads: int, ffn_hidden_size: int, lr: float, min_lr: float
 ) -> TrainRun:
-    """Learning rates and the batch of half a million tokens are those of GPT-3 (arXiv:2005.14165, table 2.1)."""
+    """Depth, width and vocabulary of a GPT-2 in Llama's layers.
+
+    Learning rates and the batch of half a million tokens are those of GPT-3 (arXiv:2005.14165, table 2.1).
+    """
     model = ModelConfig(
         vocab_size=50_257,
         hidden_size=hidden_size,
@@ -68,7 +75,7 @@ def _gpt2_sized(
         tied_embeddings=True,
     )
     train = LoopConfig(steps=20_000, global_batch_size=512, micro_batch_size=8, seq_len=1024, log_every=10)
-    schedule = ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=700)
+    schedule = ScheduleConfig(lr=lr, min_lr=min_lr, warmup_steps=700)
     return _on_mock(name, model, train, schedule, params="bf16")
 
 

@@ -9,7 +9,10 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def smollm_135m() -> TrainRun:
-    """135M parameters, 600B tokens, the last fifth of them with a falling learning rate."""
+    """SmolLM 135M: deep and narrow.
+
+    600B tokens, the last fifth of them with a falling learning rate.
+    """
     vocab_size = 49_152
     return TrainRun(
         name="smollm_135m",

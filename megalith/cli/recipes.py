@@ -1,0 +1,147 @@
+"""`megalith recipes`: the ready-made runs with their parameters and memory; `show` prints one, `diff` compares two."""
+
+from dataclasses import dataclass
+from inspect import getdoc
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
+from megalith.config.show import difference_table, run_table
+from megalith.config.suggest import did_you_mean
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
+from megalith.errors import ConfigError
+from megalith.plan.costs import memory_per_rank, num_parameters
+from megalith.recipes import recipes, resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """List the recipes, with parameters and the memory of one rank. `show NAME` prints one, `diff A B` compares two."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """Every setting of a run: its value, its default where that differs, and what it means."""
+
+    recipe: Positional[str]
+    """Recipe, YAML file, or folder of a run."""
+
+    yaml: bool = False
+    """Print the YAML file that repeats the run, to start a file of your own."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """The settings in which two runs differ. Exit code 1 if there are any."""
+
+    left: Positional[str]
+    """Recipe, YAML file, or folder of a run."""
+
+    right: Positional[str]
+    """Another one."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith recipes`, `megalith recipes show NAME` or `megalith recipes diff A B`."""
+    actions = {"list": list_recipes, "show": show_run, "diff": diff_runs}
+    if not argv or argv[0].startswith("-"):
+        return list_recipes(argv)
+    if argv[0] not in actions:
+        advice = did_you_mean(argv[0], actions) or f" Use one of {', '.join(actions)}."
+        raise ConfigError(f"{argv[0]} is not something `megalith recipes` does.{advice}")
+    return actions[argv[0]](argv[1:])
+
+
+def list_recipes(argv: list[str]) -> int:
+    """Print every recipe in a line."""
+    options = parse_options(ListOptions, argv, prog="megalith recipes")
+    rows = [recipe_summary(name) for name in recipes()]
+    if options.json:
+        print_json(rows)
+        return 0
+    table = Table("recipe", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("parameters", justify="right")
+    table.add_column("GiB a rank", justify="right")
+    table.add_column("what it is")
+    for row in rows:
+        ranks = f" ×{row['tp']}" if row["tp"] > 1 else ""
+        memory = f"{row['memory_gib_per_rank']:.1f}{ranks}"
+        table.add_row(row["name"], _short_count(row["parameters"]), memory, row["summary"])
+    console = Console()
+    console.print(table)
+    console.print("GiB a rank: weights, gradients, optimizer and activations; ×8: one replica takes 8 ranks.")
+    console.print("`megalith recipes show NAME` prints every setting, `megalith train NAME` trains it.")
+    return 0
+
+
+def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
+    """What the list says about one recipe: sizes, memory of a rank in GiB with a single replica, and its first line."""
+    recipe = recipes()[name]
+    run = recipe()
+    memory = memory_per_rank(
+        run.model,
+        micro_batch_size=run.train.micro_batch_size,
+        seq_len=run.train.seq_len,
+        dtype=run.precision.params,
+        tp=run.parallel.tp,
+        sp=run.parallel.sp,
+    )
+    return {
+        "name": name,
+        "parameters": num_parameters(run.model),
+        "memory_gib_per_rank": memory.total / 2**30,
+        "tp": run.parallel.tp,
+        "tokens_per_step": run.train.global_batch_size * run.train.seq_len,
+        "steps": run.train.steps,
+        "summary": (getdoc(recipe) or "").partition("\n")[0],
+    }
+
+
+def show_run(argv: list[str]) -> int:
+    """Print every setting of one run, overrides applied."""
+    rest, overrides = split_overrides(argv, TrainRun)
+    options = parse_options(ShowOptions, rest, prog="megalith recipes show", root=TrainRun)
+    run = apply_overrides(resolve(options.recipe), overrides)
+    if options.json:
+        print_json(to_dict(run))
+    elif options.yaml:
+        print(dump_yaml(run), end="")
+    else:
+        Console().print(run_table(run))
+    return 0
+
+
+def diff_runs(argv: list[str]) -> int:
+    """Print the settings in which two runs differ."""
+    options = parse_options(DiffOptions, argv, prog="megalith recipes diff")
+    rows = differences(resolve(options.left), resolve(options.right))
+    if options.json:
+        print_json([{"setting": path, "left": a, "right": b} for path, a, b in rows])
+    elif rows:
+        Console().print(difference_table(rows, options.left, options.right))
+    else:
+        print(f"{options.left} and {options.right} are the same run.")
+    return 1 if rows else 0
+
+
+def _short_count(count: int) -> str:
+    """123551232 -> `124M`."""
+    for unit, name in ((10**9, "B"), (10**6, "M")):
+        if count >= unit:
+            return f"{count / unit:.3g}{name}"
+    return str(count)
