@@ -1,0 +1,143 @@
+"""`megalith data`: look into token stores (`info`, `cat`), check them (`verify`) and join them (`merge`)."""
+
+from dataclasses import asdict, dataclass
+
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
+from megalith.config.suggest import did_you_mean
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.data.indexed import IndexedDataset
+from megalith.data.stores import find_stores, merge_stores, summarize
+from megalith.data.tokenizer import build_tokenizer
+from megalith.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class InfoOptions:
+    """What a store holds: documents, tokens, lengths, and the token that documents end with."""
+
+    prefix: Positional[str]
+    """The store: its path without .bin or .idx."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions:
+    """Check every rule of the format. Exit code 1 if one is broken."""
+
+    prefix: Positional[tuple[str, ...]]
+    """Stores, or folders of them."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CatOptions:
+    """Print the text of one document."""
+
+    prefix: Positional[str]
+    """The store: its path without .bin or .idx."""
+    document: int = 0
+    """Its number, from 0."""
+    tokenizer: str = "byte"
+    """`byte`, or a folder with tokenizer.json."""
+    ids: bool = False
+    """Print the token ids instead."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeOptions:
+    """Join stores: the documents of the first, then those of the second, and so on."""
+
+    input: tuple[str, ...]
+    """Stores, or folders whose stores are taken by name."""
+    output: str
+    """Prefix of the store to write."""
+    overwrite: bool = False
+    """Replace a store of that name."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith data info|verify|cat|merge`."""
+    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge}
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"usage: megalith data {{{','.join(actions)}}} ...\n\n{__doc__}")
+        return 0
+    if argv[0] not in actions:
+        advice = did_you_mean(argv[0], actions) or f" Use one of {', '.join(actions)}."
+        raise ConfigError(f"{argv[0]} is not something `megalith data` does.{advice}")
+    return actions[argv[0]](argv[1:])
+
+
+def show_info(argv: list[str]) -> int:
+    """Print what a store holds."""
+    options = parse_options(InfoOptions, argv, prog="megalith data info")
+    summary = summarize(IndexedDataset(options.prefix))
+    if options.json:
+        print_json(asdict(summary))
+        return 0
+    print(f"{summary.prefix}: {summary.tokens:,} tokens as {summary.token_type}")
+    print(f"  documents  {summary.documents:,}, {summary.empty_documents:,} of them empty")
+    print(
+        f"  sequences  {summary.sequences:,}, of {summary.shortest:,} to {summary.longest:,} tokens, "
+        f"{summary.mean_length:,.1f} on average"
+    )
+    if summary.common_last_token is not None:
+        print(f"  ends       {summary.common_last_share:.1%} of documents end with id {summary.common_last_token}")
+    print(f"  files      .bin {summary.bin_nbytes:,} bytes, .idx {summary.idx_nbytes:,} bytes")
+    return 0
+
+
+def verify(argv: list[str]) -> int:
+    """Print what is wrong with some stores; 1 if anything is."""
+    options = parse_options(VerifyOptions, argv, prog="megalith data verify")
+    prefixes = [prefix for place in options.prefix for prefix in find_stores(place)]
+    found = {prefix: _problems(prefix) for prefix in prefixes}
+    if options.json:
+        print_json(found)
+    else:
+        for prefix, problems in found.items():
+            print(f"{prefix}: {'correct' if not problems else ''}")
+            for problem in problems:
+                print(f"  {problem}")
+    return int(any(found.values()))
+
+
+def _problems(prefix: str) -> list[str]:
+    try:
+        return IndexedDataset(prefix).verify()
+    except DataError as error:
+        return [str(error)]
+
+
+def cat(argv: list[str]) -> int:
+    """Print one document."""
+    options = parse_options(CatOptions, argv, prog="megalith data cat")
+    ids = IndexedDataset(options.prefix).document(options.document).tolist()
+    if options.ids:
+        print(" ".join(str(token) for token in ids))
+        return 0
+    config = TokenizerConfig()
+    if options.tokenizer != "byte":
+        config = TokenizerConfig(kind="huggingface", path=options.tokenizer)
+    tokenizer = build_tokenizer(config)
+    if ids and max(ids) >= tokenizer.vocab_size:
+        raise DataError(
+            f"document {options.document} of {options.prefix} has id {max(ids)}, but tokenizer {options.tokenizer} "
+            f"has {tokenizer.vocab_size}. Pass --tokenizer with the one that wrote the store, or --ids."
+        )
+    print(tokenizer.decode(ids))
+    return 0
+
+
+def merge(argv: list[str]) -> int:
+    """Join stores."""
+    options = parse_options(MergeOptions, argv, prog="megalith data merge")
+    prefixes = [prefix for place in options.input for prefix in find_stores(place)]
+    merge_stores(prefixes, options.output, overwrite=options.overwrite)
+    merged = IndexedDataset(options.output)
+    print(f"wrote {options.output}: {merged.num_tokens:,} tokens, {merged.num_documents:,} documents")
+    return 0

@@ -1,0 +1,110 @@
+"""Whole token stores: what one holds, and several joined into one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder, index_path, store_exists, tokens_path
+from megalith.errors import DataError
+
+_LOOKED_AT = 100_000  # documents whose last token is read: enough for a share, and seconds on a slow disk
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSummary:
+    """What `megalith data info` tells about one store."""
+
+    prefix: str
+    token_type: str
+    multimodal: bool
+    documents: int
+    empty_documents: int
+    sequences: int
+    tokens: int
+    shortest: int
+    mean_length: float
+    longest: int
+    common_last_token: int | None  # of documents; None when all are empty
+    common_last_share: float  # of the documents that are not empty: 1 when each ends with the end token
+    bin_nbytes: int
+    idx_nbytes: int
+
+
+def summarize(store: IndexedDataset) -> StoreSummary:
+    """Count and measure one store. Lengths are in tokens per sequence."""
+    lengths = store.sequence_lengths
+    token, share = _common_last_token(store)
+    return StoreSummary(
+        prefix=store.path_prefix,
+        token_type=store.dtype.name,
+        multimodal=store.multimodal,
+        documents=store.num_documents,
+        empty_documents=int((np.diff(store.document_indices) == 0).sum()),
+        sequences=len(store),
+        tokens=store.num_tokens,
+        shortest=int(lengths.min()) if len(store) else 0,
+        mean_length=float(lengths.mean()) if len(store) else 0.0,
+        longest=int(lengths.max()) if len(store) else 0,
+        common_last_token=token,
+        common_last_share=share,
+        bin_nbytes=tokens_path(store.path_prefix).stat().st_size,
+        idx_nbytes=index_path(store.path_prefix).stat().st_size,
+    )
+
+
+def _common_last_token(store: IndexedDataset) -> tuple[int | None, float]:
+    """The token that most documents end with, and how many of those looked at do."""
+    ends = store.document_indices[1:][np.diff(store.document_indices) > 0]
+    step = max(1, len(ends) // _LOOKED_AT)
+    lasts = [int(store.get(int(end) - 1)[-1]) for end in ends[::step] if store.sequence_lengths[end - 1]]
+    if not lasts:
+        return None, 0.0
+    values, counts = np.unique(lasts, return_counts=True)
+    best = int(counts.argmax())
+    return int(values[best]), int(counts[best]) / len(lasts)
+
+
+def find_stores(place: str) -> list[str]:
+    """The prefix itself, or every store in a folder, by name.
+
+    Raises:
+        DataError: there is none, or one of the two files of a store is missing.
+    """
+    if not Path(place).is_dir():
+        return [place]
+    stems = sorted({str(path.with_suffix("")) for ending in ("idx", "bin") for path in Path(place).glob(f"*.{ending}")})
+    broken = [stem for stem in stems if not store_exists(stem)]
+    if broken or not stems:
+        what = f"{broken[0]} has only one of its two files" if broken else "no .idx and .bin files"
+        raise DataError(f"{place}: {what}. Use a folder whose stores are whole.")
+    return stems
+
+
+def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = False) -> None:
+    """Write one store with the documents of several, in their order: what preparing all texts at once would give.
+
+    Raises:
+        DataError: no store, one of another kind than the first, or the output is in the way.
+    """
+    if not prefixes:
+        raise DataError(f"nothing to merge into {output}. Use one or more prefixes or folders of stores.")
+    if index_path(output).exists() and not overwrite:
+        raise DataError(f"output {output}: a store of that name exists. Use another name, or pass --overwrite.")
+    stores = [IndexedDataset(prefix) for prefix in prefixes]
+    _refuse_other_kinds(stores)
+    with IndexedDatasetBuilder(output, stores[0].dtype, multimodal=stores[0].multimodal) as builder:
+        for prefix in prefixes:
+            builder.add_index(prefix)
+        builder.finalize()
+
+
+def _refuse_other_kinds(stores: Sequence[IndexedDataset]) -> None:
+    kinds = [f"{store.dtype.name}{' with modes' if store.multimodal else ''}" for store in stores]
+    others = [f"{store.path_prefix} ({kind})" for store, kind in zip(stores, kinds) if kind != kinds[0]]
+    if others:
+        raise DataError(
+            f"{', '.join(others)}: not of the same token type as {stores[0].path_prefix} ({kinds[0]}). "
+            f"Use stores of one tokenizer."
+        )
