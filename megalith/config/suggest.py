@@ -5,12 +5,14 @@ from difflib import SequenceMatcher
 
 
 def nearest(name: str, candidates: Iterable[str], *, limit: int = 3) -> list[str]:
-    """Candidates that look like `name`, best first.
+    """Candidates that look like `name`, best first; only those about as near as the best.
 
     Dotted names are compared whole and by their last part, so `tp` and `paralel.tp` both find `parallel.tp`.
     """
-    scored = sorted(((_likeness(name, candidate), candidate) for candidate in candidates), key=lambda s: (-s[0], s[1]))
-    return [candidate for score, candidate in scored[:limit] if score >= 0.6]  # difflib's own cut-off
+    scores = {candidate: _likeness(name, candidate) for candidate in candidates}
+    best = sorted(scores, key=lambda candidate: (-scores[candidate], candidate))[:limit]
+    enough = max([0.6, *(scores[candidate] - 0.1 for candidate in best)])  # 0.6: difflib's own cut-off; 0.1: a guess
+    return [candidate for candidate in best if scores[candidate] >= enough]
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:

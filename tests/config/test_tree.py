@@ -1,0 +1,293 @@
+"""Config trees to and from dicts, YAML and overrides."""
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megalith.config.tree import (
+    apply_overrides,
+    differences,
+    dump_yaml,
+    flatten,
+    from_dict,
+    load_yaml,
+    save_yaml,
+    to_dict,
+)
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rate:
+    """A section with a required field."""
+
+    lr: float
+    """Learning rate."""
+
+    style: Literal["constant", "cosine", "none"] = "cosine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One of several."""
+
+    path: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Every kind of field."""
+
+    name: str
+    rate: Rate
+    steps: int = 10
+    on: bool = False
+    cap: int | None = None
+    plot: bool | None = None
+    paths: tuple[str, ...] = ()
+    sizes: list[int] = field(default_factory=list)
+    pair: tuple[int, str] = (1, "a")
+    items: tuple[Item, ...] = ()
+    maybe: Rate | None = None
+    table: dict[str, float] = field(default_factory=dict)
+    either: str | float = "auto"
+    level: Literal[0, 1, 2] = 1
+
+
+FULL = Run(
+    name="größe: [1]",
+    rate=Rate(lr=3e-5, style="none"),
+    steps=4_000_000,
+    on=True,
+    cap=7,
+    plot=False,
+    paths=("a b", "0.3", "true", "null", "1e-4"),
+    sizes=[1, 2],
+    pair=(3, "off"),
+    items=(Item(path="x"), Item(path="y", weight=0.1)),
+    maybe=Rate(lr=1.0),
+    table={"a": 1.5},
+    either=2.5,
+    level=2,
+)
+SMALL = Run(name="x", rate=Rate(lr=0.1))
+
+
+def refused(data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as error:
+        from_dict(Run, data)
+    return str(error.value)
+
+
+def overridden(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(SMALL, {name.replace("__", "."): value for name, value in changes.items()})
+    return str(error.value)
+
+
+# --- dict and YAML
+
+
+@pytest.mark.parametrize("run", [FULL, SMALL])
+def test_dict_and_yaml_give_back_the_same_run(run: Run, tmp_path: Path) -> None:
+    assert from_dict(Run, to_dict(run)) == run
+    save_yaml(run, tmp_path / "run.yaml")
+    loaded = load_yaml(tmp_path / "run.yaml", Run)
+    assert loaded == run
+    assert type(loaded.paths) is tuple
+    assert type(loaded.rate.lr) is float
+
+
+def test_yaml_keeps_the_order_of_the_fields() -> None:
+    assert dump_yaml(SMALL).startswith("name: x\nrate:\n  lr: 0.1\n  style: cosine\nsteps: 10\n")
+
+
+def test_numbers_are_read_as_people_write_them(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: x\nrate: {lr: 3e-4}\nsteps: 1_000_000\ncap: 4e6\nsizes: [1e3]\ntable: {a: 1}\n")
+    run = load_yaml(file, Run)
+    assert run.rate.lr == 0.0003
+    assert run.steps == 1_000_000
+    assert (run.cap, type(run.cap)) == (4_000_000, int)
+    assert run.sizes == [1000]
+    assert type(run.table["a"]) is float
+
+
+def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "first.yaml").write_text("")
+    with pytest.raises(ConfigError, match=r"frist.yaml: no such file. Did you mean first.yaml\?"):
+        load_yaml(tmp_path / "frist.yaml", Run)
+    with pytest.raises(ConfigError, match="no such file. Pass a YAML file that exists."):
+        load_yaml(tmp_path / "nowhere" / "other.yaml", Run)
+
+
+@pytest.mark.parametrize(
+    "content, text",
+    [
+        (b"", "holds nothing: expected a mapping of name, rate"),
+        (b"hello", "holds only 'hello': expected a mapping"),
+        (b"a: [1", "is not YAML"),
+        (b"\xff\xfe", "is not text: byte 0 is not UTF-8"),
+        (b"name: !!python/object/apply:os.system ['true']\n", "is not YAML"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_by_name(content: bytes, text: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_yaml(file, Run)
+    assert str(file) in str(error.value)
+    assert text in str(error.value)
+
+
+def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load_yaml(tmp_path, Run)
+
+
+def test_a_name_written_twice_is_refused_with_everything_else(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: x\nrate: {lr: 1, lr: 2}\nstep: 3\nname: y\n")
+    with pytest.raises(ConfigError) as error:
+        load_yaml(file, Run)
+    text = str(error.value)
+    assert "3 settings" in text
+    assert "name is written more than once. Remove all but one." in text
+    assert "rate.lr is written more than once" in text
+    assert "Did you mean steps?" in text
+
+
+# --- wrong data
+
+
+def test_all_problems_are_told_together_with_their_paths() -> None:
+    text = refused({"name": 3, "rate": {"lr": "fast", "stile": "cosine"}, "steps": True, "nmae": 1})
+    assert text.startswith("5 settings must be changed before this can run:")
+    assert "name=3: expected text, found a whole number. Put it in quotes: '3'." in text
+    assert "rate.lr=fast: expected a number, found text." in text
+    assert "rate.stile='cosine': there is no such setting. Did you mean rate.style" in text
+    assert "steps=True: expected a whole number, found true or false." in text
+    assert "nmae=1: there is no such setting. Did you mean name" in text
+
+
+def test_missing_settings_are_named_with_what_they_mean() -> None:
+    assert refused({"name": "x", "rate": {}}) == "rate.lr is missing. Set it to a number: Learning rate."
+    assert "rate is missing:  Set rate.lr." in refused({"name": "x"})
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"steps": 4.0}, "steps=4.0: expected a whole number, found a number. Use 4."),
+        ({"steps": 4.5}, "steps=4.5: expected a whole number, found a number."),
+        ({"steps": "8"}, "steps=8: expected a whole number, found text. Remove the quotes."),
+        ({"steps": "1.5e0"}, "expected a whole number"),
+        ({"steps": None}, "steps=None: expected a whole number, found null."),
+        ({"on": 1}, "on=1: expected true or false, found a whole number."),
+        ({"on": "true"}, "on=true: expected true or false, found text. Remove the quotes."),
+        ({"cap": "many"}, "cap=many: expected a whole number or null, found text."),
+        ({"paths": "corpus"}, "paths=corpus: expected a list of text, found text. Use [corpus]."),
+        ({"paths": ["a", 0.3]}, "paths[1]=0.3: expected text, found a number. Put it in quotes: '0.3'."),
+        ({"pair": [1]}, "pair=[1]: expected a list of 2: a whole number, text, found a list."),
+        ({"items": [{"path": "a", "wieght": 1}]}, "items[0].wieght=1: there is no such setting."),
+        ({"items": [{}]}, "items[0].path is missing"),
+        (
+            {"rate": {"lr": 1, "style": "cosin"}},
+            "expected one of constant, cosine, none, found text. Did you mean cosine",
+        ),
+        ({"rate": 3}, "rate=3: expected a mapping, found a whole number."),
+        ({"rate": None}, "rate=None: expected a mapping, found null."),
+        ({"maybe": {"lr": "x"}}, "maybe.lr=x: expected a number, found text."),
+        ({"table": {"a": "x"}}, "table.a=x: expected a number"),
+        ({"level": 3}, "level=3: expected one of 0, 1, 2, found a whole number."),
+        ({"level": True}, "level=True: expected one of 0, 1, 2"),
+        ({"either": []}, "either=[]: expected text or a number, found a list."),
+    ],
+)
+def test_a_wrong_type_is_told_with_path_expected_and_found(change: dict[str, Any], text: str) -> None:
+    assert text in refused({"name": "x", "rate": {"lr": 0.1}} | change)
+
+
+# --- overrides
+
+
+def test_overrides_are_read_by_the_type_of_their_field() -> None:
+    texts: dict[str, Any] = {
+        "name": "7",
+        "rate.lr": "3e-5",
+        "rate.style": "none",
+        "steps": "1_000",
+        "on": "true",
+        "cap": "4e6",
+        "plot": "off",
+        "paths": ["a", "0.3"],
+        "sizes": ["1", "2"],
+        "pair": ["3", "b"],
+        "items": "[{path: x}, {path: y, weight: 0.1}]",
+        "maybe.lr": "1",
+        "table.a": "1.5",
+        "either": "2.5",
+        "level": "2",
+    }
+    run = apply_overrides(SMALL, texts)
+    assert run == Run(
+        name="7",
+        rate=Rate(lr=3e-5, style="none"),
+        steps=1000,
+        on=True,
+        cap=4_000_000,
+        plot=False,
+        paths=("a", "0.3"),
+        sizes=[1, 2],
+        pair=(3, "b"),
+        items=(Item(path="x"), Item(path="y", weight=0.1)),
+        maybe=Rate(lr=1.0),
+        table={"a": 1.5},
+        either="2.5",  # text comes first in `str | float`
+        level=2,
+    )
+    assert SMALL.steps == 10, "the run itself stays as it was"
+
+
+def test_none_unsets_a_field_that_may_be_unset_and_only_such_a_field() -> None:
+    run = apply_overrides(FULL, {"cap": "none", "maybe": "null", "rate.style": "none"})
+    assert (run.cap, run.maybe, run.rate.style) == (None, None, "none")
+    assert overridden(steps="none") == "steps=none: expected a whole number, found text."
+
+
+def test_one_word_or_an_empty_list_make_a_list() -> None:
+    assert apply_overrides(SMALL, {"paths": "a"}).paths == ("a",)
+    assert apply_overrides(FULL, {"paths": "[]", "sizes": "[4]"}) == replace(FULL, paths=(), sizes=[4])
+
+
+def test_a_mapping_replaces_a_whole_section() -> None:
+    assert apply_overrides(FULL, {"rate": "{lr: 2e-3}"}).rate == Rate(lr=2e-3)
+
+
+def test_unknown_names_and_wrong_values_are_told_together() -> None:
+    text = overridden(rate__lt="3", steps="ten", on="maybe", rate__lr=["1", "2"], rate__style="cosin", rate__lr__x="1")
+    assert text.startswith("6 settings must be changed")
+    assert "rate.lt=3: there is no such setting. Did you mean rate.lr?" in text
+    assert "steps=ten: expected a whole number, found text." in text
+    assert "on=maybe: expected true or false, found text." in text
+    assert "rate.lr=['1', '2']: expected a number, found a list." in text
+    assert "rate.style=cosin: expected one of constant, cosine, none" in text
+    assert "rate.lr is one value: set that." in text
+
+
+# --- looking at runs
+
+
+def test_flatten_names_every_leaf_and_differences_only_the_changed_ones() -> None:
+    assert flatten(SMALL)["rate.lr"] == 0.1
+    assert flatten(SMALL)["paths"] == []
+    assert differences(SMALL, SMALL) == []
+    changed = replace(SMALL, steps=11, maybe=Rate(lr=1.0))
+    assert differences(SMALL, changed) == [
+        ("steps", 10, 11),
+        ("maybe.lr", None, 1.0),
+        ("maybe.style", None, "cosine"),
+    ]
