@@ -39,6 +39,8 @@ def _documents_of_one_length(q: Tensor, k: Tensor, v: Tensor, length: int) -> Te
 def _one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [q, n, d], k and v [kv, g, d] of one document -> [q, n, d]."""
     queries, keys = q.shape[0], k.shape[0]
+    if queries == 0:
+        return q
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     from_start = queries == keys
     # is_causal aligns the first query with the first key, so a cache needs the mask spelled out; one query sees all.

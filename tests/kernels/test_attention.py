@@ -1,0 +1,100 @@
+"""Attention stays inside a document, looks only back, and serves a cache."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
+
+LAYOUTS = {
+    "one row": tokens_of_rows(1, 9),
+    "rows": tokens_of_rows(3, 5),
+    "rows of one token": tokens_of_rows(4, 1),
+    "documents": tokens_of_lengths([4, 1, 7, 3]),
+    "cache": tokens_of_queries([(1, 6), (2, 5), (4, 4), (1, 1)]),
+    "padded": tokens_of_queries([(3, 3), (0, 0), (2, 4), (0, 0)]),
+}
+
+
+def qkv(tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    queries, keys = tokens.num_tokens, sum(kv for _, kv in tokens.lengths)
+    shapes = [(queries, heads, d), (keys, kv_heads, d), (keys, kv_heads, d)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_result_and_gradients_equal_the_reference(layout: str, heads: int, kv_heads: int) -> None:
+    tokens = LAYOUTS[layout]
+    inputs = qkv(tokens, heads=heads, kv_heads=kv_heads)
+    y, expected = attention(*inputs, tokens), reference_attention(*inputs, tokens)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_reference_is_softmax_over_visible_scores() -> None:
+    q, k, v = qkv(tokens_of_rows(1, 3), heads=1, kv_heads=1)
+    y = reference_attention(q, k, v, tokens_of_rows(1, 3))[:, 0]
+    for i in range(3):
+        weights = torch.softmax(torch.stack([q[i, 0] @ k[j, 0] for j in range(i + 1)]) / 8**0.5, dim=0)
+        torch.testing.assert_close(y[i], weights @ v[: i + 1, 0])
+
+
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 4, 3]])
+def test_a_token_changes_nothing_before_it_nor_in_other_documents(lengths: list[int]) -> None:
+    tokens = tokens_of_lengths(lengths)
+    q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=2))
+    before = attention(q, k, v, tokens)
+    changed = 4  # inside the second document in both layouts
+    k, v = k.clone(), v.clone()
+    k[changed] += 1
+    v[changed] -= 2
+    moved = (attention(q, k, v, tokens) != before).flatten(1).any(1)
+    same_document = tokens.document == tokens.document[changed]
+    assert torch.equal(moved, same_document & (torch.arange(tokens.num_tokens) >= changed))
+
+
+def test_reading_one_token_at_a_time_from_a_cache_gives_the_same() -> None:
+    whole = tokens_of_rows(1, 6)
+    q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2))
+    expected = attention(q, k, v, whole)
+    for i in range(6):
+        step = tokens_of_queries([(1, i + 1)])
+        torch.testing.assert_close(attention(q[i : i + 1], k[: i + 1], v[: i + 1], step), expected[i : i + 1])
+    chunk = tokens_of_queries([(2, 6)])
+    torch.testing.assert_close(attention(q[4:], k, v, chunk), expected[4:])
+
+
+@pytest.mark.parametrize("layout", ["rows", "documents"])
+def test_slices_of_one_wide_projection_need_no_copy(layout: str) -> None:
+    tokens = LAYOUTS[layout]
+    wide = torch.randn(tokens.num_tokens, 4 + 2 + 2, 8, dtype=torch.float64)
+    q, k, v = wide.split([4, 2, 2], dim=1)
+    expected = attention(q.clone(), k.clone(), v.clone(), tokens)
+    torch.testing.assert_close(attention(q, k, v, tokens), expected)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("layout", ["rows", "documents", "cache"])
+def test_narrow_types_stay_near_float64(dtype: torch.dtype, tolerance: float, layout: str) -> None:
+    tokens = LAYOUTS[layout]
+    inputs = [x.detach() for x in qkv(tokens, heads=4, kv_heads=2, dtype=dtype)]
+    y = attention(*inputs, tokens)
+    assert y.dtype == dtype
+    expected = reference_attention(*(x.double() for x in inputs), tokens)
+    assert (y.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shapes_hold_on_meta(layout: str) -> None:
+    tokens = LAYOUTS[layout]
+    q, k, v = (x.detach().to("meta").requires_grad_() for x in qkv(tokens, heads=4, kv_heads=2))
+    y = attention(q, k, v, tokens)
+    assert y.shape == q.shape
+    y.sum().backward()
+    assert k.grad is not None
+    assert k.grad.shape == k.shape

@@ -1,0 +1,200 @@
+"""Cross entropy over a vocabulary that is never held in full: exact, whatever the chunk, padding and masks."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy, token_losses
+from megalith.parallel.group import alone
+
+T, H, V, PADDED = 11, 5, 13, 16
+LABELS = torch.tensor([1, 2, -1, 0, 12, 5, 5, -100, 3, 7, 12])
+FORMS = ("sum", "tokens")
+
+
+class Recorder:
+    """A sink that keeps gradients."""
+
+    def __init__(self) -> None:
+        self.given: list[Tensor] = []
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        raise AssertionError("the loss hands over gradients")
+
+    def gradient(self, dw: Tensor) -> None:
+        self.given.append(dw)
+
+    def rows(self, rows: Tensor, dy: Tensor) -> None:
+        raise AssertionError("the loss hands over gradients")
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest result of any operation."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # torch's own hook
+        out = func(*args, **(kwargs or {}))
+        self.numel = max([self.numel, *(leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor))])
+        return out
+
+
+def inputs(*, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = scale * torch.randn(T, H, generator=generator, dtype=torch.float64)
+    weight = torch.randn(PADDED, H, generator=generator, dtype=torch.float64)
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+def loss(
+    form: str, x: Tensor, weight: Tensor, labels: Tensor = LABELS, *, sink: Recorder | None = None,
+    chunk: int | None = None, vocab_size: int = V,
+) -> Tensor:  # fmt: skip
+    whole = linear_cross_entropy if form == "sum" else token_losses
+    return whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=vocab_size, sink=sink, chunk=chunk).sum()
+
+
+def torch_loss(x: Tensor, weight: Tensor, labels: Tensor = LABELS) -> Tensor:
+    return torch.nn.functional.cross_entropy(x @ weight[:V].t(), labels.clamp(min=-1), ignore_index=-1, reduction="sum")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("chunk", [None, 1, 4, T, 100])
+def test_loss_and_gradients_equal_torch_for_any_chunk(form: str, chunk: int | None) -> None:
+    x, weight = inputs()
+    ours, theirs = loss(form, x, weight, chunk=chunk), torch_loss(x, weight)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(torch.autograd.grad(3 * ours, (x, weight)), torch.autograd.grad(3 * theirs, (x, weight))):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_losses_of_single_tokens_equal_the_reference() -> None:
+    x, weight = inputs()
+    ours = token_losses(x, weight, LABELS, vocab=alone("tp"), first_row=0, vocab_size=V, chunk=4)
+    theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert ours[2] == ours[7] == 0
+    weights = torch.arange(T, dtype=torch.float64)
+    mine, expected = (torch.autograd.grad((each * weights).sum(), (x, weight)) for each in (ours, theirs))
+    torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_token_losses_are_those_of_finite_differences() -> None:
+    x, weight = inputs()
+    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "chunk": 4}
+    assert torch.autograd.gradcheck(lambda *a: token_losses(*a, LABELS, **whole), (x, weight))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_padding_rows_change_nothing_and_get_no_gradient(form: str) -> None:
+    x, weight = inputs()
+    with torch.no_grad():
+        weight[V:] = 1e6
+    ours = loss(form, x, weight)
+    torch.testing.assert_close(ours, torch_loss(x, weight), rtol=1e-12, atol=1e-12)
+    _, dw = torch.autograd.grad(ours, (x, weight))
+    assert torch.equal(dw[V:], torch.zeros(PADDED - V, H, dtype=torch.float64))
+    assert bool((dw[:V] != 0).any(1).all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_extreme_logits_stay_finite(form: str, dtype: torch.dtype) -> None:
+    x, weight = inputs(dtype=dtype, scale=1e4)
+    ours = loss(form, x, weight)
+    torch.testing.assert_close(ours.double(), torch_loss(x.double(), weight.double()), rtol=1e-5, atol=0)
+    for grad in torch.autograd.grad(ours, (x, weight)):
+        assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_labels_at_all_give_zero_and_zero_gradients(form: str) -> None:
+    x, weight = inputs()
+    ours = loss(form, x, weight, torch.full((T,), -1))
+    assert ours.item() == 0
+    assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in torch.autograd.grad(ours, (x, weight)))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_part_made_of_padding_only_sees_no_label_and_adds_no_exponential(form: str) -> None:
+    x, weight = inputs()
+    whole = linear_cross_entropy if form == "sum" else token_losses
+    last = whole(x, weight[:3], LABELS, vocab=alone("tp"), first_row=V, vocab_size=V)
+    assert last.shape == (() if form == "sum" else (T,))  # its value means nothing without the other parts
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sink_gets_the_scaled_gradient_and_autograd_none(form: str) -> None:
+    x, weight = inputs()
+    sink = Recorder()
+    (loss(form, x, weight, sink=sink, chunk=4) / 7).backward()
+    assert weight.grad is None
+    [given] = sink.given
+    _, expected = torch.autograd.grad(torch_loss(x, weight) / 7, (x, weight))
+    torch.testing.assert_close(given[:V], expected[:V], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bf16_gives_an_fp32_loss_and_adds_the_weight_gradient_in_fp32(form: str) -> None:
+    x, weight = inputs(dtype=torch.bfloat16)
+    sink = Recorder()
+    ours = loss(form, x, weight, sink=sink, chunk=3)
+    assert ours.dtype == torch.float32
+    exact = torch_loss(x.double(), weight.double())
+    torch.testing.assert_close(ours.double(), exact, rtol=5e-3, atol=0)  # logits are rounded to bf16, 8 bits
+    dx_exact, dw_exact = torch.autograd.grad(exact, (x, weight))
+    (dx,) = torch.autograd.grad(ours, x)
+    assert dx.dtype == torch.bfloat16
+    assert sink.given[0].dtype == torch.float32
+    assert (dx - dx_exact).abs().max() <= 2e-2 * dx_exact.abs().max()
+    assert (sink.given[0] - dw_exact).abs().max() <= 2e-2 * dw_exact.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_nothing_is_kept_when_no_gradient_is_wanted(form: str) -> None:
+    x, weight = inputs()
+    with torch.no_grad():
+        ours = loss(form, x, weight)
+    assert not ours.requires_grad
+    torch.testing.assert_close(ours, torch_loss(x, weight).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_second_backward_is_refused_rather_than_scaled_twice() -> None:
+    x, weight = inputs()
+    ours = loss("sum", x, weight)
+    torch.autograd.grad(2 * ours, (x, weight), retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(ours, (x, weight))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_weight_of_a_frozen_head_gets_nothing(form: str) -> None:
+    x, weight = inputs()
+    ours = loss(form, x, weight.detach())
+    (dx,) = torch.autograd.grad(ours, x)
+    torch.testing.assert_close(dx, torch.autograd.grad(torch_loss(x, weight), x)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_never_held_in_full(form: str) -> None:
+    t, v = 64, 40
+    x, weight = torch.randn(t, 8, requires_grad=True), torch.randn(v, 8, requires_grad=True)
+    with Largest() as largest:
+        loss(form, x, weight, torch.zeros(t, dtype=torch.int64), chunk=8, vocab_size=v).backward()
+    assert largest.numel <= max(8 * v, t * 8)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shapes_hold_on_meta(form: str) -> None:
+    x = torch.empty(T, H, device="meta", requires_grad=True)
+    weight = torch.empty(PADDED, H, device="meta", requires_grad=True)
+    ours = loss(form, x, weight, LABELS.to("meta"))
+    assert ours.shape == ()
+    ours.backward()
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)

@@ -1,0 +1,102 @@
+"""RMSNorm: right gradients, the rounding of published weights, little kept for backward."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
+
+EPS = 1e-5
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    x, residual, weight = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2)
+    assert torch.autograd.gradcheck(lambda *a: rms_norm(*a, EPS), (x, weight))
+    assert torch.autograd.gradcheck(lambda *a: add_rms_norm(*a, EPS), (x, residual, weight))
+
+
+def test_equals_torch() -> None:
+    x, weight = seeded(5, 7), seeded(7, seed=1)
+    torch.testing.assert_close(rms_norm(x, weight, EPS), torch.nn.functional.rms_norm(x, (7,), weight, EPS))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("h", [7, 64, 129])
+def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, tolerance: float, h: int) -> None:
+    inputs = [wants(33, h, dtype=dtype), wants(h, seed=1, dtype=dtype)]
+    dy = seeded(33, h, seed=2, dtype=dtype)
+    y, expected = rms_norm(*inputs, EPS), reference_rms_norm(*inputs, EPS)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+        assert mine.dtype == dtype
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_the_normed_row_is_rounded_before_it_meets_the_weight() -> None:
+    x, weight = seeded(64, 32, dtype=torch.bfloat16), seeded(32, seed=1, dtype=torch.bfloat16)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    rounded_twice = wide.bfloat16() * weight
+    rounded_once = (wide * weight.float()).bfloat16()
+    assert not torch.equal(rounded_twice, rounded_once)
+    assert torch.equal(rms_norm(x, weight, EPS), rounded_twice)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_residual_and_norm_in_one_equal_the_two(dtype: torch.dtype) -> None:
+    inputs = [wants(9, 16, dtype=dtype), wants(9, 16, seed=1, dtype=dtype), wants(16, seed=2, dtype=dtype)]
+    dys = [seeded(9, 16, seed=3, dtype=dtype), seeded(9, 16, seed=4, dtype=dtype)]
+    ours, expected = add_rms_norm(*inputs, EPS), reference_add_rms_norm(*inputs, EPS)
+    for mine, theirs in zip(ours, expected):
+        torch.testing.assert_close(mine, theirs)
+    tolerance = {torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
+    for mine, theirs in zip(torch.autograd.grad(ours, inputs, dys), torch.autograd.grad(expected, inputs, dys)):
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+def test_backward_keeps_x_and_one_number_per_row() -> None:
+    x, weight, kept = wants(9, 16, dtype=torch.float32), wants(16, dtype=torch.float32), []
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        rms_norm(x, weight, EPS)
+    assert sorted(saved.numel() for saved in kept) == [9, 16, 9 * 16]
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    x, weight, dy = wants(9, 16), wants(16, seed=1), seeded(9, 16, seed=2)
+    copies = [a.detach().clone() for a in (x, weight, dy)]
+    torch.autograd.grad(rms_norm(x, weight, EPS), (x, weight), dy)
+    assert all(torch.equal(a, b) for a, b in zip((x, weight, dy), copies))
+
+
+def test_rows_of_zeros_stay_finite() -> None:
+    x, weight = torch.zeros(2, 8, requires_grad=True), torch.ones(8, requires_grad=True)
+    y = rms_norm(x, weight, EPS)
+    y.sum().backward()
+    assert torch.equal(y, torch.zeros(2, 8))
+    assert x.grad is not None
+    assert bool(x.grad.isfinite().all())
+
+
+def test_shapes_hold_on_meta() -> None:
+    x = torch.empty(5, 8, device="meta", requires_grad=True)
+    weight = torch.empty(8, device="meta", requires_grad=True)
+    total, y = add_rms_norm(x, rms_norm(x, weight, EPS), weight, EPS)
+    assert total.shape == y.shape == (5, 8)
+    y.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (8,)

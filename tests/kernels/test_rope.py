@@ -1,0 +1,114 @@
+"""Rotary positions: known frequencies, scores that see only distances, a backward that turns back."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import RopeConfig
+from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
+
+LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def tables(positions: Tensor, d: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    return rope_tables(positions, rope_frequencies(RopeConfig(), d, dtype=torch.float64), dtype)
+
+
+def test_frequencies_fall_from_one_by_powers_of_theta() -> None:
+    assert rope_frequencies(RopeConfig(theta=100.0), 4).tolist() == pytest.approx([1.0, 0.1])
+
+
+def test_llama31_frequencies_are_those_of_the_release() -> None:
+    plain = rope_frequencies(RopeConfig(theta=500_000.0), 128)
+    scaled = rope_frequencies(LLAMA31, 128)
+    assert torch.equal(scaled[:29], plain[:29])
+    assert torch.allclose(scaled[35:], plain[35:] / 8, rtol=1e-6)
+    assert bool(((scaled[29:35] < plain[29:35]) & (scaled[29:35] > plain[29:35] / 8)).all())
+    known = {28: 3.211446e-3, 29: 2.166571e-3, 34: 1.785078e-4, 35: 9.556212e-5, 63: 3.068926e-7}
+    for index, value in known.items():
+        assert scaled[index].item() == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_frequencies_equal_those_of_transformers(factor: float) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {
+        "rope_type": "llama3", "rope_theta": 500_000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(hidden_size=256, num_attention_heads=4, head_dim=64, rope_parameters=parameters)
+    theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    ours = rope_frequencies(RopeConfig(theta=500_000.0, scaling="llama3", factor=factor), 64)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_equals_the_rotation_of_transformers() -> None:
+    pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    x, (cos, sin) = seeded(6, 3, 8), tables(torch.arange(6), 8)
+    both = [torch.cat([table, table], dim=-1).unsqueeze(0) for table in (cos, sin)]
+    theirs, _ = apply_rotary_pos_emb(x.transpose(0, 1).unsqueeze(0), x.transpose(0, 1).unsqueeze(0), *both)
+    torch.testing.assert_close(apply_rope(x, cos, sin), theirs.squeeze(0).transpose(0, 1))
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    cos, sin = tables(torch.tensor([0, 3, 1]), 6)
+    assert torch.autograd.gradcheck(lambda x: apply_rope(x, cos, sin), (seeded(3, 2, 6).requires_grad_(),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_result_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
+    x = seeded(7, 3, 10, dtype=dtype).requires_grad_()
+    cos, sin = tables(torch.arange(7), 10, dtype=dtype)
+    dy = seeded(7, 3, 10, seed=1, dtype=dtype)
+    y, expected = apply_rope(x, cos, sin), reference_rope(x, cos, sin)
+    tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    (mine,), (theirs,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_scores_depend_only_on_the_distance() -> None:
+    q, k, positions = seeded(5, 2, 16), seeded(5, 2, 16, seed=1), torch.tensor([0, 4, 5, 9, 30])
+    here, there = tables(positions, 16), tables(positions + 7, 16)
+    scores = [torch.einsum("qnd,knd->nqk", apply_rope(q, *t), apply_rope(k, *t)) for t in (here, there)]
+    torch.testing.assert_close(scores[0], scores[1], rtol=1e-12, atol=1e-12)
+
+
+def test_position_zero_and_lengths_stay_as_they_are() -> None:
+    x, (cos, sin) = seeded(4, 3, 8), tables(torch.arange(4), 8)
+    y = apply_rope(x, cos, sin)
+    assert torch.equal(y[0], x[0])
+    torch.testing.assert_close(y.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_heads_of_a_wider_projection_are_read_in_place_and_left_alone() -> None:
+    wide = seeded(5, 6, 8)
+    before, (cos, sin) = wide.clone(), tables(torch.arange(5), 8)
+    torch.testing.assert_close(apply_rope(wide[:, 1:4], cos, sin), reference_rope(wide[:, 1:4], cos, sin))
+    assert torch.equal(wide, before)
+
+
+def test_far_positions_keep_their_angle_when_the_tables_are_bf16() -> None:
+    frequencies = rope_frequencies(RopeConfig(), 8)
+    cos, sin = rope_tables(torch.tensor([100_003]), frequencies, torch.bfloat16)
+    assert cos.dtype == sin.dtype == torch.bfloat16
+    exact = (100_003 * frequencies.double()).cos()
+    assert (cos.double() - exact).abs().max() < 2**-7
+
+
+def test_shapes_hold_on_meta() -> None:
+    x = torch.empty(5, 2, 8, device="meta", requires_grad=True)
+    cos, sin = rope_tables(torch.arange(5, device="meta"), rope_frequencies(RopeConfig(), 8).to("meta"), torch.float32)
+    y = apply_rope(x, cos, sin)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
