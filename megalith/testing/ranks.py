@@ -269,7 +269,6 @@ def serve(pipe: str, parent: str, folder: str) -> None:
     """The life of a worker: obey one call after the other until the parent closes the pipe."""
     die_with_parent(int(parent))
     connection, stacks = Connection(int(pipe)), Path(folder) / "stacks"
-    torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     environment = dict(os.environ)
     while True:
@@ -290,8 +289,7 @@ def serve(pipe: str, parent: str, folder: str) -> None:
 
 def _obey(call: Call, arguments: bytes) -> Answer:
     try:
-        torch.manual_seed(0)
-        torch.set_default_dtype(torch.float32)
+        _reset()
         function: Any = _load(call.module, call.path)
         for word in call.function.split("."):
             function = getattr(function, word)
@@ -303,6 +301,15 @@ def _obey(call: Call, arguments: bytes) -> Answer:
         return Answer("result", function(call.rank, call.world, *given))
     except BaseException as error:  # SystemExit and a test's skip too: the parent decides what ends the run
         return Answer("failure", failure_of(call.rank, error, frames_to_skip=1))
+
+
+def _reset() -> None:
+    """Undo what an earlier call may have changed in this process."""
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(1)
 
 
 def _send(connection: Connection, rank: int, answer: Answer) -> None:

@@ -1,0 +1,279 @@
+"""Ranks give back what they computed; one that raises, hangs or dies ends the call with its own story first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.errors import RankError
+from megalith.testing.ranks import RankPool, run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Point:
+    """A type that only this test file knows."""
+
+    x: int
+
+
+def _sum(rank: int, world: int, offset: float) -> tuple[int, int, Tensor]:
+    x = torch.full((2, 3), rank + offset, dtype=torch.float64)
+    dist.all_reduce(x)
+    return rank, world, x
+
+
+def _moved(rank: int, world: int, point: Point) -> Point:
+    return Point(point.x + rank)
+
+
+def _my_pid(rank: int, world: int) -> int:
+    return os.getpid()
+
+
+def _draw(rank: int, world: int) -> Tensor:
+    return torch.rand(2)
+
+
+def _leave_a_mess(rank: int, world: int) -> None:
+    os.environ["MEGALITH_TEST_MESS"] = "1"
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(7)
+    dist.new_group([0])
+
+
+def _find_a_mess(rank: int, world: int) -> list[object]:
+    settings = torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    return [os.environ.get("MEGALITH_TEST_MESS"), torch.get_default_dtype(), *settings, dist.get_world_size()]
+
+
+def _collective(rank: int, world: int) -> None:
+    dist.all_reduce(torch.ones(1))
+
+
+def _raise_on_one(rank: int, world: int) -> None:
+    print(f"a word from rank {rank}")
+    if rank == 1:
+        raise KeyError("the real reason")
+    _collective(rank, world)
+
+
+def _raise_on_all(rank: int, world: int) -> None:
+    time.sleep(0.3 * (world - rank))
+    raise ValueError(f"from {rank}")
+
+
+def _raise_while_others_work(rank: int, world: int) -> None:
+    if rank == 0:
+        raise ValueError("at once")
+    time.sleep(60)
+
+
+def _mismatch(rank: int, world: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(4))
+    else:
+        dist.all_gather_into_tensor(torch.empty(2 * world), torch.ones(2))
+
+
+def _sleep_on_one(rank: int, world: int) -> None:
+    if rank == 1:
+        time.sleep(60)
+    _collective(rank, world)
+
+
+def _end(rank: int, world: int, how: str) -> None:
+    if rank == 1:
+        if how == "exit":
+            os._exit(7)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _collective(rank, world)
+
+
+def _return_something_odd(rank: int, world: int) -> object:
+    return lambda: rank
+
+
+def _exit_politely(rank: int, world: int) -> None:
+    sys.exit("enough")
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, waiting a little for it."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if sys.platform == "linux" and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return True  # ended; whoever adopted it has not asked yet
+        time.sleep(0.05)
+    return False
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """A pool of our own, so that a planted death does not slow the other tests."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_rank_computes_with_the_others_and_returns_its_result(world: int) -> None:
+    results = run_ranks(_sum, world, 0.5)
+    total = torch.full((2, 3), sum(rank + 0.5 for rank in range(world)), dtype=torch.float64)
+    assert [(rank, size) for rank, size, _ in results] == [(rank, world) for rank in range(world)]
+    assert all(torch.equal(x, total) for _, _, x in results)
+
+
+def test_types_of_the_test_file_travel_both_ways() -> None:
+    assert run_ranks(_moved, 2, Point(3)) == [Point(3), Point(4)]
+
+
+def test_workers_stay_alive_between_calls_of_any_size() -> None:
+    three = run_ranks(_my_pid, 3)
+    assert run_ranks(_my_pid, 2) == three[:2]
+    assert run_ranks(_my_pid, 3) == three
+    assert os.getpid() not in three
+
+
+def test_a_call_finds_nothing_of_what_the_call_before_it_changed() -> None:
+    run_ranks(_leave_a_mess, 2)
+    assert run_ranks(_find_a_mess, 2) == [[None, torch.float32, True, False, 1, 2]] * 2
+    first = run_ranks(_draw, 2)
+    assert all(torch.equal(x, y) for x, y in zip(first, run_ranks(_draw, 2), strict=True))
+
+
+def test_a_call_costs_tens_of_milliseconds() -> None:
+    run_ranks(_collective, 2)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run_ranks(_collective, 2)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.3  # 0.03 s on two idle cores; the test machine may be busy
+
+
+def test_the_rank_that_raised_comes_first_with_its_traceback_and_output(pool: RankPool) -> None:
+    with pytest.raises(RankError) as caught:
+        pool.run(_raise_on_one, 3, (), timeout=30)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed first:\nTraceback (most recent call last):\n")
+    assert "in _raise_on_one" in text.split("then:")[0]
+    assert "KeyError: 'the real reason'" in text.split("then:")[0]
+    assert text.count("Traceback") == 1
+    assert {line[:9] for line in text.split("then:\n")[1].splitlines()[:2]} == {"  rank 0:", "  rank 2:"}
+    assert "output of rank 1:\na word from rank 1" in text
+
+
+def test_of_several_failures_the_earliest_comes_first(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"^rank 1 failed first:[\s\S]*ValueError: from 1\nthen:\n  rank 0: ValueError"):
+        pool.run(_raise_on_all, 2, (), timeout=30)
+
+
+def test_ranks_that_do_not_notice_a_failure_are_ended(pool: RankPool) -> None:
+    pids = pool.run(_my_pid, 2, (), timeout=30)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"ValueError: at once\n  rank 1 was still running 2 s later"):
+        pool.run(_raise_while_others_work, 2, (), timeout=30)
+    assert time.monotonic() - start < 10
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("exit", "rank 1 ended with exit code 7\n"), ("kill", r"rank 1 was killed by signal 9 \(SIGKILL\)\n")],
+)
+def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, said: str) -> None:
+    pids = pool.run(_my_pid, 2, (), timeout=30)
+    start = time.monotonic()
+    with pytest.raises(RankError, match=f"^{said}then:\n  rank 0: RuntimeError"):
+        pool.run(_end, 2, (how,), timeout=30)
+    assert time.monotonic() - start < 5
+    assert all(gone(pid) for pid in pids)
+    assert [rank for rank, _, _ in pool.run(_sum, 2, (1.0,), timeout=30)] == [0, 1]
+
+
+def test_a_hang_shows_where_every_rank_is_and_ends_it(pool: RankPool) -> None:
+    pids = pool.run(_my_pid, 3, (), timeout=30)
+    with pytest.raises(RankError) as caught:
+        pool.run(_sleep_on_one, 3, (), timeout=1.0)
+    text = str(caught.value)
+    assert text.startswith("3 of 3 ranks did not finish within 1 s")
+    stacks = text.split("\nrank ")[1:]
+    assert [stack[0] for stack in stacks] == ["0", "1", "2"]
+    assert all("in _sleep_on_one" in stack for stack in stacks)
+    assert "in _collective" not in stacks[1]
+    assert "in _collective" in stacks[0]
+    assert all(gone(pid) for pid in pids)
+
+
+def test_mismatched_collectives_end_instead_of_hanging(pool: RankPool) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError):
+        pool.run(_mismatch, 2, (), timeout=1.0)
+    assert time.monotonic() - start < 10
+
+
+def test_a_result_that_cannot_be_sent_is_that_ranks_failure(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 0 failed first:[\s\S]*_return_something_odd.<locals>.<lambda>"):
+        pool.run(_return_something_odd, 1, (), timeout=30)
+
+
+def test_an_exit_in_a_rank_does_not_end_the_run(pool: RankPool) -> None:
+    with pytest.raises(RankError, match=r"SystemExit: enough"):
+        pool.run(_exit_politely, 1, (), timeout=30)
+
+
+def test_only_functions_that_a_rank_can_find_are_accepted() -> None:
+    with pytest.raises(TypeError, match=r"<lambda> cannot be sent to ranks by name. Pass a function defined at module"):
+        run_ranks(lambda rank, world: None, 2)
+
+
+def test_closing_a_pool_leaves_no_process_and_no_file_and_it_may_be_used_again() -> None:
+    pool = RankPool()
+    pids = pool.run(_my_pid, 2, (), timeout=30)
+    folder = pool.folder
+    pool.close()
+    assert all(gone(pid) for pid in pids)
+    assert not folder.exists()
+
+
+SCRIPT = """
+import os, time
+from megalith.testing.ranks import run_ranks
+def my_pid(rank, world):
+    return os.getpid()
+if __name__ == "__main__":
+    print(*run_ranks(my_pid, 2), flush=True)
+    time.sleep({seconds})
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "finished"])
+def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(seconds=60 if how == "killed" else 0))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
+    with parent:
+        assert parent.stdout is not None
+        pids = [int(word) for word in parent.stdout.readline().split()]
+        if how == "killed":
+            parent.kill()
+        parent.wait(timeout=30)
+    assert len(pids) == 2
+    assert all(gone(pid) for pid in pids)
