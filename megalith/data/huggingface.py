@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,24 @@ class HuggingFaceTokenizer:
         """The text of some ids, special tokens left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """UTF-8 bytes of text that the ids stand for; exact where tokens are runs of bytes, else of the decoded text."""
+        if self._byte_lengths is None:
+            return len(self.decode(ids).encode())
+        return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
+
+    @cached_property
+    def _byte_lengths(self) -> NDArray[np.int64] | None:
+        """Bytes of each id of a byte-level tokenizer, whose token texts have one character per byte; None for others."""
+        description = json.loads(self._tokenizer.to_str())
+        if (description["decoder"] or {}).get("type") != "ByteLevel":
+            return None
+        special = {entry["id"] for entry in description["added_tokens"] if entry["special"]}
+        lengths = np.zeros(self.vocab_size, np.int64)
+        for token, number in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            lengths[number] = 0 if number in special else len(token)
+        return lengths
 
     def _id(self, token: str | None) -> int | None:
         number: int | None = None if token is None else self._tokenizer.token_to_id(token)

@@ -46,6 +46,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of some ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
 
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """UTF-8 bytes of text that the ids stand for; special tokens stand for none. 0 where ids are no text at all."""
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and id 256 to end documents."""
@@ -72,6 +75,10 @@ class ByteTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of the bytes; the end token is left out."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Every id but the end is a byte."""
+        return sum(token < 256 for token in ids)
 
 
 class NullTokenizer:
@@ -106,6 +113,10 @@ class NullTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as numbers; the end token is left out."""
         return " ".join(str(token) for token in ids if token != self.eod)
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """Made-up ids are no text."""
+        return 0
 
     def _id(self, word: str) -> int:
         if not word.isascii() or not word.isdigit() or int(word) >= self.vocab_size:

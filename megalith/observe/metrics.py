@@ -1,0 +1,78 @@
+"""metrics.jsonl: one JSON object per logged step, one writer, and no step twice however often a run is resumed."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+Row = Mapping[str, float | int | str | None]
+
+
+class MetricsFile:
+    """Appends rows to a run's metrics.jsonl, and to TensorBoard when asked."""
+
+    def __init__(self, path: Path, *, resume_at: int, tensorboard: Path | None = None) -> None:
+        """Continue after step `resume_at`: later rows, left by a run that was killed, are cut off."""
+        cut_after(path, resume_at)
+        self._file = path.open("a", encoding="utf-8")
+        self._events = None if tensorboard is None else _event_writer(tensorboard, resume_at)
+
+    def write(self, row: Row) -> None:
+        """Add one row; it is with the operating system when this returns."""
+        row = {**row, "time_utc": datetime.now(UTC).isoformat(timespec="milliseconds")}
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if self._events is not None:
+            for name, value in row.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._events.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        """Finish both files."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float | int | str | None]]:
+    """Every row; a last line that a crash cut short is left out."""
+    return [row for row, _ in _rows(path)]
+
+
+def cut_after(path: Path, step: int) -> None:
+    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files stay missing."""
+    if not path.exists():
+        return
+    kept = 0
+    for row, end in _rows(path):
+        if int(row["step"] or 0) > step:
+            break
+        kept = end
+    with path.open("r+b") as file:
+        file.truncate(kept)
+
+
+def _rows(path: Path) -> Iterator[tuple[dict[str, float | int | str | None], int]]:
+    """Each whole row, and the byte at which it ends."""
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        end += len(line)
+        if not line.endswith(b"\n"):
+            return
+        yield json.loads(line), end
+
+
+def has_tensorboard() -> bool:
+    """Whether TensorBoard's writer can be used here."""
+    from importlib.util import find_spec
+
+    return find_spec("tensorboard") is not None
+
+
+def _event_writer(folder: Path, resume_at: int):  # type: ignore[no-untyped-def]  # the optional package's own class
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=resume_at + 1)

@@ -1,0 +1,51 @@
+"""What a person sees while work goes on: a progress bar with the time left on a terminal, plain lines elsewhere."""
+
+import sys
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_SECONDS = 5.0  # between plain lines, so that a log of a long run stays readable
+
+
+class StepProgress:
+    """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few seconds."""
+
+    def __init__(self, *, total: int, start: int, show: bool) -> None:
+        self._total, self._show = total, show
+        self._last_line = 0.0
+        self._bar: Progress | None = None
+        if show and sys.stdout.isatty():
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}"))
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console())
+            self._task = self._bar.add_task("train", total=total, completed=start, news="")
+
+    def __enter__(self) -> "StepProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int, news: Mapping[str, str]) -> None:
+        """Report a finished step."""
+        text = " · ".join(f"{name} {value}" for name, value in news.items())
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, news=text)
+        elif self._show and (step == self._total or time.monotonic() - self._last_line > LINE_SECONDS):
+            self._last_line = time.monotonic()
+            print(f"step {step}/{self._total} · {text}", flush=True)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False, soft_wrap=True)
+        elif self._show:
+            print(text, flush=True)

@@ -1,0 +1,1 @@
+"""The training program: rules, build, one step, the loop around it, evaluation."""

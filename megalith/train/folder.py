@@ -1,0 +1,75 @@
+"""The folder of a run: what it was started with, and what a later start may change."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.config.train import TrainRun
+from megalith.config.tree import differences, load_yaml, save_yaml
+from megalith.errors import ConfigError
+
+FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed")
+"""Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
+
+FREE_DATA = ("data.cache_path", "data.mmap", "data.num_train_samples")
+"""Exceptions: where indices are kept and how files are read changes no sample; the last is checked by the samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where everything about one run is."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved settings; as a recipe they run it again."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per logged step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """step_0000100/, ..."""
+        return self.path / "checkpoints"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard events."""
+        return self.path / "tensorboard"
+
+
+def run_folder(run: TrainRun, name: str | None) -> RunFolder:
+    """runs/NAME, or the path that `name` is."""
+    if name is not None and ("/" in name or name.startswith(".")):
+        return RunFolder(Path(name))
+    return RunFolder(Path("runs") / (name or run.name))
+
+
+def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
+    """What differs from the folder's own settings, one line each, if it may differ.
+
+    Raises:
+        ConfigError: something differs that a run keeps for life.
+    """
+    if not folder.config.exists():
+        return []
+    before = load_yaml(folder.config, TrainRun)
+    changed = [(field, old, new) for field, old, new in differences(before, run) if field != "name"]
+    lines = {field: f"{field}: {old} before, {new} now" for field, old, new in changed}
+    fixed = [line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA]
+    if fixed:
+        listed = "\n".join(f"  {line}" for line in fixed)
+        raise ConfigError(
+            f"{folder.path} holds a run with other settings, which decide its weights and the order of its data:\n"
+            f"{listed}\nUse the settings it was started with, or choose another folder with --run NAME."
+        )
+    return list(lines.values())
+
+
+def write_config(folder: RunFolder, run: TrainRun) -> None:
+    """Save the resolved settings."""
+    folder.path.mkdir(parents=True, exist_ok=True)
+    save_yaml(run, folder.config)

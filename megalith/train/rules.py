@@ -1,0 +1,188 @@
+"""Every rule across the settings of a training run; all run before anything is built, all failures are shown together."""
+
+from collections.abc import Callable
+
+from megalith.config.data import data_problems
+from megalith.config.tokenizer import tokenizer_problems
+from megalith.config.train import TrainRun
+from megalith.errors import raise_all
+from megalith.optim.schedule import schedule_problems
+from megalith.plan.batches import batch_problems
+from megalith.plan.grid import dense_problems
+
+Rule = Callable[[TrainRun, int], str | None]
+
+
+def check_run(run: TrainRun, world: int) -> None:
+    """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would do.
+
+    Raises:
+        ConfigError: at least one rule is broken.
+    """
+    raise_all(run_problems(run, world))
+
+
+def run_problems(run: TrainRun, world: int) -> list[str]:
+    """Every broken rule, as texts."""
+    problems = _positive_problems(run)
+    if problems:  # the other rules divide by these
+        return problems
+    p, t = run.parallel, run.train
+    problems += dense_problems(world=world, tp=p.tp, dp=p.dp, order=p.order)
+    if world % p.tp == 0:
+        dp = p.dp or world // p.tp
+        problems += batch_problems(global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp)
+    problems += [text for rule in RULES if (text := rule(run, world)) is not None]
+    return problems + schedule_problems(run.schedule, t.steps) + data_problems(run.data) + tokenizer_problems(run.tokenizer)
+
+
+def model_problems(run: TrainRun) -> list[str]:
+    """Broken rules of the network and its layout alone, for commands that read no data."""
+    problems = _positive_problems(run)
+    rules = (heads_share_keys, head_size_is_known, rope_turns_pairs, *LAYOUT_RULES)
+    return problems or [text for rule in rules if (text := rule(run, run.parallel.tp)) is not None]
+
+
+def _positive_problems(run: TrainRun) -> list[str]:
+    counts = {
+        "model.vocab_size": run.model.vocab_size, "model.hidden_size": run.model.hidden_size,
+        "model.num_layers": run.model.num_layers, "model.num_heads": run.model.num_heads,
+        "model.num_kv_heads": run.model.num_kv_heads, "model.ffn_hidden_size": run.model.ffn_hidden_size,
+        "model.max_seq_len": run.model.max_seq_len, "model.vocab_multiple": run.model.vocab_multiple,
+        "parallel.tp": run.parallel.tp, "parallel.bucket_numel": run.parallel.bucket_numel,
+        "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
+        "train.micro_batch_size": run.train.micro_batch_size, "train.seq_len": run.train.seq_len,
+        "train.log_every": run.train.log_every, "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
+    }  # fmt: skip
+    optional = {
+        "parallel.dp": run.parallel.dp, "model.head_dim": run.model.head_dim, "train.threads": run.train.threads,
+        "train.eval_every": run.train.eval_every, "checkpoint.keep": run.checkpoint.keep,
+        "checkpoint.keep_every": run.checkpoint.keep_every,
+    }  # fmt: skip
+    counts |= {name: value for name, value in optional.items() if value is not None}
+    return [f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1]
+
+
+def heads_share_keys(run: TrainRun, world: int) -> str | None:
+    """Whole groups of query heads share a key/value head."""
+    heads, keys = run.model.num_heads, run.model.num_kv_heads
+    if heads % keys == 0:
+        return None
+    fits = [n for n in range(1, heads + 1) if heads % n == 0]
+    return (
+        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
+        f"query heads. Set model.num_kv_heads to one of {fits}."
+    )
+
+
+def head_size_is_known(run: TrainRun, world: int) -> str | None:
+    """Without head_dim, heads share the hidden size evenly."""
+    hidden, heads = run.model.hidden_size, run.model.num_heads
+    if run.model.head_dim is not None or hidden % heads == 0:
+        return None
+    below = hidden // heads * heads
+    return (
+        f"model.hidden_size={hidden} is not a multiple of model.num_heads={heads}. Set model.hidden_size to "
+        f"{below or heads} or {below + heads}, or set model.head_dim."
+    )
+
+
+def rope_turns_pairs(run: TrainRun, world: int) -> str | None:
+    """Rotary positions turn pairs of features."""
+    size = run.model.head_size()
+    if size % 2 == 0:
+        return None
+    return f"model.head_dim={size} is odd, and rotary positions turn pairs of features. Set model.head_dim to {size + 1}."
+
+
+def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
+    """A tensor-parallel rank owns whole key/value heads, or shares one with equally many other ranks."""
+    keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
+    if tp <= keys or (tp % keys == 0 and tp <= heads):
+        return None
+    fits = [n for n in range(1, heads + 1) if n <= keys or n % keys == 0]
+    return (
+        f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a rank owns whole "
+        f"key/value heads, or an equal number of ranks share each. Set parallel.tp to one of {fits}."
+    )
+
+
+def every_rank_has_features(run: TrainRun, world: int) -> str | None:
+    """No tensor-parallel rank is left without a slice."""
+    tp, features, rows = run.parallel.tp, run.model.ffn_hidden_size, run.model.padded_vocab_size()
+    if tp <= min(features, rows):
+        return None
+    return (
+        f"parallel.tp={tp} is more than model.ffn_hidden_size={features} or the {rows} rows of the vocabulary. "
+        f"Set parallel.tp to at most {min(features, rows)}."
+    )
+
+
+def sp_needs_tp(run: TrainRun, world: int) -> str | None:
+    """Sequence parallelism divides tokens over the tensor-parallel ranks."""
+    if not run.parallel.sp or run.parallel.tp > 1:
+        return None
+    return "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to 2, or remove parallel.sp."
+
+
+def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
+    """Each tensor-parallel rank gets equally many tokens of a microbatch."""
+    tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
+    if not run.parallel.sp or rows * length % tp == 0:
+        return None
+    return (
+        f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do not divide over "
+        f"parallel.tp={tp} ranks with parallel.sp=true. Set train.seq_len to {-(-length // tp) * tp} or "
+        f"train.micro_batch_size to {-(-rows // tp) * tp}."
+    )
+
+
+def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
+    """Rows are no longer than the context the model is meant for."""
+    length, limit = run.train.seq_len, run.model.max_seq_len
+    if length <= limit:
+        return None
+    return f"train.seq_len={length} is more than model.max_seq_len={limit}. Set train.seq_len to {limit} or less."
+
+
+def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
+    """Collectives stay outside compiled graphs."""
+    if not run.train.compile or run.parallel.tp == 1:
+        return None
+    return f"train.compile=true with parallel.tp={run.parallel.tp}: only layers that no axis cuts are compiled. Set one of them off."
+
+
+def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
+    """Asking for evaluations means saying how long they are."""
+    if run.train.eval_every is None or run.train.eval_steps > 0:
+        return None
+    return f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to 10, or remove train.eval_every."
+
+
+def betas_are_shares(run: TrainRun, world: int) -> str | None:
+    """The moments' memories are shares below one."""
+    given = {"optim.beta1": run.optim.beta1, "optim.beta2": run.optim.beta2}
+    bad = [f"{name}={value}" for name, value in given.items() if not 0 <= value < 1]
+    return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
+
+
+def bounds_are_positive(run: TrainRun, world: int) -> str | None:
+    """Small numbers that must not be negative or zero."""
+    lowest = {
+        "optim.eps": (run.optim.eps, 1e-8), "model.norm_eps": (run.model.norm_eps, 1e-5),
+        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0), "model.rope.theta": (run.model.rope.theta, 1e4),
+    }  # fmt: skip
+    bad = [f"{name}={value} must be above 0; use {usual}" for name, (value, usual) in lowest.items() if not value > 0]
+    zero = {
+        "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
+        "checkpoint.every": run.checkpoint.every, "seed": run.seed, "model.init_std": run.model.init_std,
+    }  # fmt: skip
+    bad += [f"{name}={value} must not be below 0; use 0 or more" for name, value in zero.items() if not value >= 0]
+    return "; ".join(bad) + "." if bad else None
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp)
+RULES: tuple[Rule, ...] = (
+    heads_share_keys, head_size_is_known, rope_turns_pairs, *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model,
+    compile_needs_whole_layers, evaluation_has_steps, betas_are_shares, bounds_are_positive,
+)  # fmt: skip

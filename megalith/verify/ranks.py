@@ -1,0 +1,254 @@
+"""The float64 proof: a layout, run on real processes, computes what one process computes.
+
+Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the first weights, the
+weights after three steps, and a fourth step after saving and loading are compared.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.optim import OptimConfig, PrecisionConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.train import LoopConfig, TrainRun
+from megalith.data.loader import Loader, Masks
+from megalith.data.sample import Sample
+from megalith.parallel.group import gather_objects
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.plan.keys import key
+from megalith.plan.shards import Box, Shard
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, compare
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries
+from megalith.train.step import train_step
+
+STEPS = 3
+"""Steps before saving; gradients are compared in the first."""
+
+@dataclass(frozen=True, slots=True)
+class RaggedRows:
+    """Made-up rows with uneven losses: each row keeps a random part of its labels, some rows none at all."""
+
+    seq_len: int
+    vocab_size: int
+    num_samples: int
+    masked: tuple[int, ...]
+    """Samples without any label."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What it is made of."""
+        return f"ragged rows {self.seq_len} {self.vocab_size} {self.num_samples} {self.masked}"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample(self, k: int) -> Sample:
+        """Row k, the same for everyone."""
+        draw = np.random.default_rng(key(0, "verify", "rows", k))
+        ids = draw.integers(0, self.vocab_size, self.seq_len + 1)
+        kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
+        return Sample(ids, kept)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutCase:
+    """One layout to prove: a tiny float64 run, and how its ranks divide the work."""
+
+    run: TrainRun
+    world: int
+    fault: str | None = None
+    """Name of a planted fault; None: the code as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Slices of one tensor from all ranks."""
+
+    shape: tuple[int, ...]
+    parts: list[tuple[Box, Tensor]]
+
+
+Gathered = dict[str, Boxes]
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """What the ranks computed, joined on rank 0."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    initial: Gathered
+    gradients: Gathered
+    weights: Gathered
+    stored: dict[str, Tensor]
+    reloaded: Gathered
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The worst disagreement of one kind of value."""
+
+    what: str
+    name: str
+    error: float
+    holds: bool
+
+
+def layout_case(
+    model: ModelConfig, parallel: ParallelConfig, world: int, *, micro_batch_size: int = 1, seq_len: int = 12,
+    fault: str | None = None,
+) -> LayoutCase:  # fmt: skip
+    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4 divide."""
+    run = TrainRun(
+        name="verify", model=model, data=DataConfig(mock=True), parallel=replace(parallel, bucket_numel=2000),
+        train=LoopConfig(steps=STEPS + 1, global_batch_size=12, micro_batch_size=micro_batch_size, seq_len=seq_len),
+        schedule=ScheduleConfig(lr=1e-2, style="constant"), optim=OptimConfig(eps=1e-3),
+        precision=PrecisionConfig(params="fp64"),
+    )  # fmt: skip
+    return LayoutCase(run, world, fault)
+
+
+def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
+    """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_ranks(run_case, case.world, case, f"{folder}/ranks", timeout=timeout)[0]
+        alone = replace(case.run, parallel=ParallelConfig(bucket_numel=case.run.parallel.bucket_numel))
+        reference = run_case(0, 1, LayoutCase(alone, 1), f"{folder}/alone")
+    assert result is not None and reference is not None
+    return compare_results(result, reference)
+
+
+def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult | None:
+    """What one rank does; rank 0 gives back what all computed."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with nullcontext() if case.fault is None else planted(case.fault):
+            mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
+            return _run_case(case, mesh, Path(folder))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
+    device = torch.device("cpu")
+    trainer = build_trainer(case.run, mesh, device)
+    initial = _weights(trainer)
+    losses, norms, gradients = [], [], {}
+    loader = _loader(case.run, mesh, consumed=0, steps=STEPS)
+    for step in range(STEPS):
+        result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=0.1)
+        losses.append(result.loss)
+        norms.append(result.grad_norm)
+        if step == 0:
+            # The optimizer has clipped these in place; they are compared as they were applied, all by the same factor.
+            gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
+    weights = _weights(trainer)
+    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
+    again = build_trainer(case.run, mesh, device, fill=False)
+    checkpoint.load_into(checkpoint_entries(again), mesh.world)
+    again.optimizer.set_updates(STEPS)
+    rows = case.run.train.global_batch_size
+    batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
+    losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=0.1).loss)
+    gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again))]
+    if mesh.world.rank != 0:
+        return None
+    stored = {name: checkpoint.read(name) for name in checkpoint.keys()}
+    return RankResult(losses, norms, gathered[0], gathered[1], gathered[2], stored, gathered[3])
+
+
+def compare_results(result: RankResult, reference: RankResult) -> list[Difference]:
+    """Every kind of value, its worst disagreement, and whether it is within the tolerance."""
+    rows = [
+        _scalars("loss", result.losses, reference.losses),
+        _scalars("gradient norm", result.grad_norms, reference.grad_norms),
+        _tensors("first weights", _joined(result.initial), _joined(reference.initial), exact=True),
+        _tensors("gradients", _joined(result.gradients), _joined(reference.gradients)),
+        _tensors(f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)),
+        _tensors("checkpoint", result.stored, reference.stored),
+        _tensors("weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)),
+    ]
+    copies = [name for part in (result.gradients, result.weights) for name in _unequal_copies(part)]
+    error = float("inf") if copies else 0.0
+    return [*rows, Difference("copies agree", ", ".join(copies[:3]), error, not copies)]
+
+
+def _scalars(what: str, mine: Sequence[float], reference: Sequence[float]) -> Difference:
+    largest = max(abs(value) for value in reference)
+    error = max(abs(a - b) for a, b in zip(mine, reference, strict=True)) / largest
+    return Difference(what, "", error, error <= FP64.relative)
+
+
+def _tensors(
+    what: str, mine: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, exact: bool = False
+) -> Difference:
+    found = compare(mine, reference)
+    if exact:  # biases start at zero
+        return Difference(what, found.worst, found.error, found.error == 0.0 and not found.unpaired)
+    name = f"{found.zeros[0]} is all zero" if found.zeros else found.worst
+    return Difference(what, name, found.error, found.within(FP64))
+
+
+def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
+    train = run.train
+    # The first microbatch of one rank and the second row of the run have no label at all.
+    dataset = RaggedRows(train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17))
+    return Loader(
+        dataset, Masks(), mesh.dp, global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size,
+        consumed=consumed, steps=steps, device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+def _weights(trainer: Trainer) -> dict[str, tuple[Shard, Tensor]]:
+    return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
+
+
+def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> dict[str, tuple[Shard, Tensor]]:
+    return {shard.name: (shard, tensor.detach().clone().view(shard.box_shape)) for shard, tensor in pairs}
+
+
+def _gather(mine: dict[str, tuple[Shard, Tensor]], mesh: Mesh) -> Gathered:
+    """Every rank's slices, by name; small models only."""
+    joined: Gathered = {}
+    for part in gather_objects(mine, mesh.world):
+        assert isinstance(part, dict)
+        for name, (shard, tensor) in part.items():
+            joined.setdefault(name, Boxes(shard.shape, [])).parts.append((shard.box, tensor))
+    return joined
+
+
+def _joined(gathered: Gathered) -> dict[str, Tensor]:
+    """Whole tensors from slices; where several ranks hold one, the last counts (they are compared apart)."""
+    whole = {}
+    for name, boxes in gathered.items():
+        whole[name] = torch.full(boxes.shape, float("nan"), dtype=torch.float64)
+        for box, values in boxes.parts:
+            whole[name][tuple(slice(start, stop) for start, stop in box)] = values
+    return whole
+
+
+def _unequal_copies(gathered: Gathered) -> list[str]:
+    """Parameters of which two ranks hold the same box with other numbers."""
+    bad = []
+    for name, boxes in gathered.items():
+        first: dict[Box, Tensor] = {}
+        for box, values in boxes.parts:
+            same = first.setdefault(box, values)
+            # Sums may run in another order on each rank; a missing sum is far above rounding.
+            if not torch.allclose(same, values, rtol=FP64.relative, atol=1e-14):
+                bad.append(name)
+    return bad
