@@ -1,0 +1,111 @@
+"""The `megalith` command."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import resources
+from types import SimpleNamespace
+from typing import NoReturn
+
+import pytest
+
+from megalith import __version__
+from megalith.cli import main as command
+from megalith.cli.main import SUMMARIES, available, main
+from megalith.errors import DataError, RankError
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, action: Callable[[list[str]], int]) -> None:
+    """Let every command be `action`."""
+    monkeypatch.setattr(command.importlib, "import_module", lambda name: SimpleNamespace(main=action))
+
+
+def test_help_lists_every_command_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in available():
+        assert f"  {name} " in text
+        assert SUMMARIES[name] in text
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+
+
+def test_every_file_of_a_command_has_a_line_in_the_help() -> None:
+    files = {item.name.removesuffix(".py") for item in resources.files("megalith.cli").iterdir() if item.is_file()}
+    commands = {name.replace("_", "-") for name in files - {"__init__", "main", "arguments", "output"}}
+    assert commands == set(available())
+
+
+def test_help_needs_less_than_a_second_and_no_torch() -> None:
+    code = "import sys; from megalith.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    run_python(code)  # compiles the files
+    start = time.perf_counter()
+    output = run_python(code)
+    assert time.perf_counter() - start < 1.0
+    assert output.endswith("False\n")
+
+
+def test_the_module_is_the_command() -> None:
+    result = subprocess.run([sys.executable, "-m", "megalith", "--version"], check=True, capture_output=True, text=True)
+    assert result.stdout == f"megalith {__version__}\n"
+
+
+def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "recipes"]) == 0
+    assert "usage: megalith recipes" in capsys.readouterr().out
+
+
+def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe"]) == 2
+    assert capsys.readouterr().err == "megalith recipe: recipe is not a command. Did you mean recipes?\n"
+    assert main(["qqqq"]) == 2
+    assert "Use one of " in capsys.readouterr().err
+
+
+def test_arguments_and_exit_code_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch, lambda argv: 75 if argv == ["a", "--b"] else 3)
+    assert main(["recipes", "a", "--b"]) == 75
+
+
+@pytest.mark.parametrize(
+    "error, code, text",
+    [
+        (DataError("data.path=x: no such file."), 2, "megalith recipes: data.path=x: no such file.\n"),
+        (RankError("Traceback of rank 1"), 1, "megalith recipes: Traceback of rank 1\n"),
+        (KeyboardInterrupt(), 130, "megalith recipes: interrupted.\n"),
+        (SystemExit(2), 2, ""),
+        (SystemExit(None), 0, ""),
+    ],
+)
+def test_errors_for_people_are_text_and_an_exit_code(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> NoReturn:
+        raise error
+
+    planted(monkeypatch, fail)
+    assert main(["recipes"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == text
+    assert captured.out == ""
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: list[str]) -> NoReturn:
+        raise ZeroDivisionError("a bug")
+
+    planted(monkeypatch, fail)
+    with pytest.raises(ZeroDivisionError):
+        main(["recipes"])
+
+
+def test_a_closed_pipe_ends_quietly() -> None:
+    shell = f"{sys.executable} -m megalith recipes show tiny_cpu --yaml | head -1"
+    result = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
+    assert result.stderr == ""
+    assert result.stdout == "name: tiny_cpu\n"

@@ -1,0 +1,40 @@
+"""What the installation can do."""
+
+import pytest
+import torch
+
+from megalith.observe import capabilities as probes
+from megalith.observe.capabilities import capabilities, cpp_compiler
+
+
+def test_every_capability_says_what_it_is_for_and_how_to_get_it() -> None:
+    for name, capability in capabilities().items():
+        assert capability.purpose, name
+        assert capability.fix, name
+
+
+def test_presence_follows_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert capabilities()["gloo"].present
+    assert capabilities()["fused AdamW"].present == hasattr(torch, "_fused_adamw_")
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    monkeypatch.delattr(torch, "_fused_adamw_")
+    monkeypatch.setattr(probes, "find_spec", lambda name: None)
+    found = capabilities()
+    assert not found["gloo"].present
+    assert not found["fused AdamW"].present
+    assert not found["transformers"].present
+
+
+def test_a_compiler_is_one_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes.shutil, "which", lambda name: "/opt/clang++" if name == "clang++" else None)
+    assert cpp_compiler() == "/opt/clang++"
+    monkeypatch.setattr(probes.shutil, "which", lambda name: None)
+    assert cpp_compiler() is None
+    assert not capabilities()["C++ compiler"].present
+
+
+def test_bf16_instructions_are_read_off_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for features, present in (({"avx512_bf16": True}, True), ({"amx_bf16": False, "avx2": True}, False), ({}, False)):
+        monkeypatch.setattr(probes, "cpu_features", lambda features=features: features)
+        assert capabilities()["bf16 instructions"].present is present

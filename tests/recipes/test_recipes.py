@@ -1,0 +1,63 @@
+"""All recipes, and how a command line finds one."""
+
+from pathlib import Path
+
+import pytest
+
+from megalith.config.data import data_problems
+from megalith.config.tokenizer import tokenizer_problems
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yaml, to_dict
+from megalith.errors import ConfigError
+from megalith.plan.costs import num_parameters
+from megalith.recipes import recipes, resolve
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: Path) -> None:
+    run = recipes()[name]()
+    assert run.name == name
+    assert from_dict(TrainRun, to_dict(run)) == run
+    save_yaml(run, tmp_path / "run.yaml")
+    assert load_yaml(tmp_path / "run.yaml", TrainRun) == run
+    assert apply_overrides(run, {}) == run
+
+
+@pytest.mark.parametrize("name", recipes())
+def test_a_recipe_fits_together(name: str) -> None:
+    run = recipes()[name]()
+    assert data_problems(run.data) == []
+    assert tokenizer_problems(run.tokenizer) == []
+    assert run.train.seq_len <= run.model.max_seq_len
+    assert run.train.global_batch_size % run.train.micro_batch_size == 0
+    assert run.model.num_heads % run.model.num_kv_heads == 0
+    assert run.schedule.warmup_steps < run.train.steps
+    vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
+    assert vocab_size == run.model.vocab_size
+
+
+def test_recipes_are_listed_smallest_first() -> None:
+    sizes = {name: num_parameters(recipe().model) for name, recipe in recipes().items() if name != "tiny_cpu"}
+    assert list(sizes.values()) == sorted(sizes.values())
+    assert next(iter(recipes())) == "tiny_cpu", "the one to start with"
+
+
+def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> None:
+    run = resolve("tiny_cpu")
+    save_yaml(run, tmp_path / "config.yaml")
+    assert resolve(str(tmp_path / "config.yaml")) == run
+    assert resolve(str(tmp_path)) == run
+
+
+@pytest.mark.parametrize(
+    "target, text",
+    [
+        ("tiny-cpu", "tiny-cpu is neither a recipe nor a file. Did you mean tiny_cpu?"),
+        ("qqqq", "Use one of tiny_cpu, quickstart"),
+        ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
+    ],
+)
+def test_what_cannot_be_resolved_is_told_with_what_could(target: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        resolve(target)
+    assert text in str(error.value)
