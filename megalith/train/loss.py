@@ -9,8 +9,8 @@ from megalith.parallel.mesh import Mesh
 def share_of_mean(loss: Tensor, *, num_labels: int, mesh: Mesh) -> Tensor:
     """My part of the mean loss over the global batch: what backward starts from.
 
-    loss: my sum over labels, of one microbatch; num_labels: labels that count in the global batch, over all ranks. The
-    parts of all microbatches and of all dp and cp ranks add up to the mean, so gradients are summed over those ranks and
-    never averaged.
+    loss: the sum over the labels of my microbatch; num_labels: those that count in the global batch, over all ranks.
+    The parts of all microbatches and of all dp and cp ranks add up to the mean, so gradients are summed over those
+    ranks and never averaged.
     """
     return partial(loss / max(1, num_labels), mesh.dp_cp)

@@ -1,0 +1,257 @@
+"""Faults that can be planted in the running process, one at a time, to ask which proof refuses it.
+
+A proof that nothing can fail proves nothing. Each fault is a mistake that people make, and changes the behaviour of
+existing classes until its context ends; nothing here is ever reached without `planted`.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from megalith.config.suggest import did_you_mean
+from megalith.errors import ConfigError
+from megalith.kernels.linear import linear
+from megalith.models.decoder import Decoder, declared_parameters
+from megalith.nn.norm import RMSNorm
+from megalith.parallel import data
+from megalith.parallel.autograd import partial
+from megalith.parallel.group import Group, alone
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import (
+    ColumnLinear,
+    Region,
+    RowLinear,
+    SplitTokens,
+    VocabEmbedding,
+    VocabHead,
+    WholeTokens,
+)
+from megalith.plan.shards import Shard
+from megalith.train import loss
+
+Change = Callable[[Decoder, Mesh], None]
+"""What a faulty model does to itself after it was built."""
+Proof = Literal["types", "shapes", "numbers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One mistake."""
+
+    name: str
+    what: str
+    """The mistake in one sentence."""
+
+    found_by: Proof
+    """`types` and `shapes` are refused by the type check, `numbers` by running ranks in float64."""
+
+    needs: str
+    """The layout in which it matters."""
+
+    context: Callable[[], AbstractContextManager[None]]
+    """In which it is in place."""
+
+
+def planted(name: str | None) -> AbstractContextManager[None]:
+    """A context in which the named fault is in place; None: nothing changes.
+
+    Raises:
+        ConfigError: there is no such fault.
+    """
+    if name is None:
+        return nullcontext()
+    by_name = {fault.name: fault for fault in FAULTS}
+    if name not in by_name:
+        advice = did_you_mean(name, list(by_name)) or f" Use one of {', '.join(by_name)}."
+        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice}")
+    return by_name[name].context()
+
+
+@dataclass(frozen=True, slots=True)
+class Detour:
+    """A region with its ways replaced."""
+
+    enter: Callable[[Tensor], Tensor]
+    leave: Callable[[Tensor], Tensor]
+    group: Group
+    invariant: frozenset[str]
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:  # Any: classes, modules and what they hold
+    """`owner.name` is `value` inside, and what it was outside."""
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, old)
+
+
+# --- faults in the model: they change it right after it was built
+
+
+def changed_model(change: Change) -> AbstractContextManager[None]:
+    """Every `Decoder` built inside is changed by `change`."""
+    build = Decoder.__init__
+
+    def build_and_change(self: Decoder, config: Any, mesh: Mesh, **others: Any) -> None:
+        build(self, config, mesh, **others)
+        change(self, mesh)
+
+    return replaced(Decoder, "__init__", build_and_change)
+
+
+def _detour(
+    layers: nn.Module,
+    kind: type[nn.Module],
+    *,
+    enter: Callable[[Tensor], Tensor] | None = None,
+    leave: Callable[[Tensor], Tensor] | None = None,
+    group: Group | None = None,
+) -> None:
+    """Send all layers of one kind another way into or out of divided work."""
+    for layer in layers.modules():
+        if isinstance(layer, kind):
+            old: Region = layer.region  # type: ignore[assignment]  # every kind passed here has one
+            detour = Detour(enter or old.enter, leave or old.leave, group or old.group, old.invariant)
+            layer.region = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _no_enter(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, ColumnLinear, enter=_as_it_is)
+
+
+def _no_sum(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, RowLinear, leave=_as_it_is)
+
+
+def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, VocabEmbedding, leave=_as_it_is)
+
+
+def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
+    wrong = SplitTokens(mesh.dp) if isinstance(model.embed.region, SplitTokens) else WholeTokens(mesh.dp)
+    _detour(model, RowLinear, leave=wrong.leave)
+
+
+def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, VocabHead, group=alone(*mesh.tp.axes))
+
+
+def _invariant_norms(model: Decoder, mesh: Mesh) -> None:
+    for declared, module, name in list(declared_parameters(model)):
+        if isinstance(module, RMSNorm):
+            shard = replace(declared.shard, invariant=frozenset(mesh.tp.axes))
+            module.__dict__["declared"][name] = replace(declared, shard=shard)
+
+
+def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
+    y = partial(linear(x, self.sunk(), sink=self.sink), self.region.group)
+    return self.region.leave(y if self.bias_name is None else y + getattr(self, self.bias_name))
+
+
+def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any) -> Tensor:
+    """Each rank divides by its own number of labels, as if all had as many."""
+    total = ORIGINAL_LOSS(self, ids, labels, tokens)
+    return total if labels.is_meta else total * labels.numel() / max(1, int((labels >= 0).sum()))
+
+
+ORIGINAL_LOSS = Decoder.loss
+
+
+# --- faults in the sums of gradients
+
+
+def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[None]:
+    """Gradients of some shards are not summed over tensor-parallel ranks."""
+    right = data._tensor_axes
+
+    def wrong(shard: Shard) -> tuple[str, ...]:
+        return () if left_out(shard) else right(shard)
+
+    return replaced(data, "_tensor_axes", wrong)
+
+
+def _averaged() -> AbstractContextManager[None]:
+    finish = data.DataParallel.finish
+
+    def wrong(self: data.DataParallel) -> list[data.Owned]:
+        owned = finish(self)
+        for one in owned:
+            one.gradient.div_(self.mesh.dp.size)
+        return owned
+
+    return replaced(data.DataParallel, "finish", wrong)
+
+
+def _is_norm(shard: Shard) -> bool:
+    return shard.name.endswith("norm.weight")
+
+
+def _is_shared_head(shard: Shard) -> bool:
+    return "tp_kv" in shard.cut and "tp_copy" not in shard.cut
+
+
+FAULTS: tuple[Fault, ...] = (
+    Fault(
+        "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
+        "types", "tp without sp", lambda: changed_model(_no_enter),
+    ),
+    Fault(
+        "row_sum_removed", "A row-parallel layer hands on its own part instead of the sum.",
+        "types", "tp", lambda: changed_model(_no_sum),
+    ),
+    Fault(
+        "row_sum_over_dp", "A row-parallel layer sums over dp instead of tp.",
+        "types", "tp and dp", lambda: changed_model(_sum_over_dp),
+    ),
+    Fault(
+        "embedding_not_summed", "The embedding hands on its own rows' part instead of the sum.",
+        "types", "tp", lambda: changed_model(_embedding_not_summed),
+    ),
+    Fault(
+        "bias_before_sum", "A row-parallel layer's bias is added by every rank, before the sum.",
+        "types", "tp and a bias", lambda: replaced(RowLinear, "forward", _bias_before_sum),
+    ),
+    Fault(
+        "sp_gather_removed", "A column-parallel layer works on its own tokens only.",
+        "shapes", "sp", lambda: changed_model(_no_enter),
+    ),
+    Fault(
+        "sp_norm_invariant", "Norms say that every rank has their whole gradient, which under sp it has not.",
+        "types", "sp", lambda: changed_model(_invariant_norms),
+    ),
+    Fault(
+        "sp_norm_not_summed", "The gradients of norms under sp are left out of the sum over tp.",
+        "numbers", "sp", lambda: _without_sum(_is_norm),
+    ),
+    Fault(
+        "kv_copies_not_summed", "Gradients of key/value heads that ranks share are left out of the sum over them.",
+        "numbers", "tp above the number of key/value heads", lambda: _without_sum(_is_shared_head),
+    ),
+    Fault(
+        "vocab_loss_local", "The loss normalises over the rank's own part of the vocabulary.",
+        "types", "tp", lambda: changed_model(_local_vocabulary),
+    ),
+    Fault(
+        "loss_not_partial", "The loss of one rank is taken for the loss of all.",
+        "types", "dp", lambda: replaced(loss, "partial", lambda x, group: x),
+    ),
+    Fault(
+        "dp_sum_averaged", "Gradients are averaged over dp after the loss was divided by the global count.",
+        "numbers", "dp", _averaged,
+    ),
+    Fault(
+        "loss_scaled_per_rank", "Every rank divides its loss by its own number of labels.",
+        "numbers", "dp and uneven loss masks", lambda: replaced(Decoder, "loss", _local_mean),
+    ),
+)  # fmt: skip
+"""Every fault that can be planted."""

@@ -1,0 +1,576 @@
+"""The type check of a layout: does every gradient meet the sum it needs?
+
+The model is built on meta tensors at several places of a world of any size, without a process group, and run forward
+and backward as a training step does, while a checker follows which of four types (R, I, V, P: see parallel/autograd.py)
+every tensor has along every axis of the grid. docs/concepts/types.md tells the story.
+
+This is the only file that knows the checker library, `spmd_types`; training never loads it. What we rely on in it is
+held by tests/verify/test_types_contract.py.
+"""
+
+import functools
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import spmd_types as checker
+import torch
+from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V, rules
+from spmd_types import PerMeshAxisLocalSpmdType as Type
+from spmd_types.checker import typecheck
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.tree import from_dict, to_dict
+from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.models.decoder import Decoder, declared_parameters
+from megalith.nn.block import Block
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.plan.grid import Grid
+from megalith.plan.shards import DENSE_AXES, Shard
+from megalith.train.loss import share_of_mean
+from megalith.verify.faults import planted
+
+DATA_AXES = ("dp", "cp")
+"""Axes along which every rank reads tokens of its own."""
+
+TYPES: Mapping[str, Type] = {"R": R, "I": I, "V": V, "P": P}
+IN_WORDS: Mapping[Type | None, str] = {
+    R: "R (the same on every rank, for different work)",
+    I: "I (the same on every rank, for the same work)",
+    V: "V (every rank has its own)",
+    P: "P (parts of a sum that is still to be taken)",
+    None: "of no known type",
+}
+HINTS: Mapping[tuple[Type, Type | None], str] = {
+    (P, V): "Use `partial` in the line that contracts a cut dimension, or the group of the axis that was cut.",
+    (P, R): "Every rank has the whole already: a sum would count it once per rank.",
+    (P, I): "Every rank has the whole already: a sum would count it once per rank.",
+    (I, R): "It has entered divided work already: use it as it is.",
+    (I, V): "Use gather for what each rank has its own part of.",
+    (V, P): "Use leave or reduce_scatter first, which take the sum.",
+    (V, R): "Every rank has the same: use it as it is.",
+    (V, I): "Every rank has the same: use split, or enter and no gather.",
+    (R, V): "Use gather first.",
+    (R, I): "Use enter first, whose backward takes the sum.",
+}
+
+
+# --- the answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """Something that does not type-check, found at one place of the model on one or more ranks."""
+
+    where: str
+    """The module that was running, or the phase outside of modules."""
+
+    what: str
+    """Why it is refused."""
+
+    detail: str = ""
+    """The operation and the types of what it was given, on the first of these ranks."""
+
+    ranks: tuple[int, ...]
+    """Ranks that found it."""
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, self.ranks))
+        return f"{self.where} (rank {ranks}): {self.what}" + (f"\n{self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeReport:
+    """What the type check of a layout found."""
+
+    world: int
+    """Ranks of the layout."""
+
+    axes: dict[str, int]
+    """Ranks along each axis. Nothing is proved about an axis of one rank."""
+
+    ranks: tuple[int, ...]
+    """The places of the world at which the model was built and run."""
+
+    parameters: int
+    """Parameters whose gradients were followed, per rank."""
+
+    collectives: dict[str, int]
+    """Calls of each differentiable collective in a forward pass, as `gather over tp`; backward runs the conjugates."""
+
+    problems: tuple[Problem, ...]
+    """Empty when every gradient meets the sum it needs."""
+
+    seconds: float
+    """Of wall time, without importing."""
+
+    peak_gib: float
+    """Largest memory of the process that checked, imports included."""
+
+    @property
+    def ok(self) -> bool:
+        """No problem was found."""
+        return not self.problems
+
+
+def type_check(
+    model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None
+) -> TypeReport:
+    """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
+
+    Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
+    threads: use `type_check_in_child` there.
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size, or a rank is not in it.
+    """
+    started = time.perf_counter()
+    grid = model_grid(parallel, model, world)
+    chosen = tuple(ranks) if ranks is not None else places(grid)
+    found: dict[tuple[str, str], Problem] = {}
+    counts: Counter[str] = Counter()
+    for number, rank in enumerate(chosen):
+        place = _build(model, parallel, grid, rank, documents=number % 2 == 1)
+        counts = Counter()
+        for problem in [*_shard_problems(place, model, parallel), *_run(place, counts)]:
+            known = found.setdefault((problem.where, problem.what), problem)
+            found[problem.where, problem.what] = _also_on(known, rank)
+    return TypeReport(
+        world=world,
+        axes={axis: grid.size(axis) for axis in DENSE_AXES},
+        ranks=chosen,
+        parameters=len(place.shards),
+        collectives=dict(sorted(counts.items())),
+        problems=tuple(found.values()),
+        seconds=time.perf_counter() - started,
+        peak_gib=_peak_gib(),
+    )
+
+
+def places(grid: Grid) -> tuple[int, ...]:
+    """The first rank, the one in the middle of every axis, and the last, each once."""
+    middle = grid.rank_at({axis: size // 2 for axis, size in zip(grid.axes, grid.sizes, strict=True)})
+    return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
+
+
+def _also_on(problem: Problem, rank: int) -> Problem:
+    ranks = tuple(sorted({*problem.ranks, rank}))
+    return Problem(where=problem.where, what=problem.what, detail=problem.detail, ranks=ranks)
+
+
+def _peak_gib() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**30 if sys.platform == "darwin" else peak / 2**20  # bytes there, KiB elsewhere
+
+
+# --- what a rank has, on paper
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One microbatch without numbers."""
+
+    ids: Tensor
+    labels: Tensor
+    tokens: Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One rank of the layout: its groups without processes, its model without memory."""
+
+    mesh: Mesh
+    model: Decoder
+    batch: Batch
+    hidden: Mapping[str, Type]
+    """What hidden states have to be between layers."""
+
+    @property
+    def shards(self) -> dict[str, Shard]:
+        """My slice of every parameter, by name."""
+        return _shards_of(self.model)
+
+
+def _build(model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, *, documents: bool) -> Place:
+    """Build one rank, outside of the check: an operation on a tensor without types would be refused in it."""
+    mesh = mesh_on_paper(grid, rank=rank)
+    built = Decoder(model, mesh, sp=parallel.sp, dtype=torch.bfloat16)
+    between = V if parallel.sp and mesh.tp.size > 1 else I
+    hidden = {axis: V if axis in DATA_AXES else between for axis in DENSE_AXES}
+    return Place(mesh, built, paper_batch(parts=mesh.tp.size, documents=documents), hidden)
+
+
+def paper_batch(*, parts: int, documents: bool) -> Batch:
+    """Eight tokens for each of `parts` ranks: two rows, or documents of uneven lengths."""
+    count = 8 * parts
+    if documents:
+        tokens = tokens_of_lengths([3, 1, count - 4], device="meta")
+    else:
+        tokens = tokens_of_rows(2, count // 2, device="meta")
+    ids, labels = (torch.empty(count, dtype=torch.int64, device="meta") for _ in range(2))
+    return Batch(ids, labels, tokens)
+
+
+def mesh_axes(grid: Grid) -> dict[str, MeshAxis]:
+    """The axes of the grid as the checker knows them: (size, stride). It ignores those of one rank."""
+    return {axis: MeshAxis.of(*grid.strides(axis)) for axis in DENSE_AXES}
+
+
+# --- the rules that the checker is given
+
+
+def types_of(x: Tensor) -> dict[str, Type]:
+    """The type of `x` along every axis of more than one rank, by our names; axes on which it has none are missing."""
+    known = checker.get_local_type(x)
+    return {name: known[axis] for name, axis in _axes().items() if axis in known}
+
+
+def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, function: str) -> None:
+    """The rule of every collective: along the axes of `group`, x has to be `before` and out becomes `after`.
+
+    R and I may stand for each other where no gradient flows. What comes from another factorisation of the ranks is read
+    in the current one, where that has a meaning.
+    """
+    rules.ignore(x)  # which is to say: looked after, here
+    types = _types_here(x)
+    for axis in _axes_of(group):
+        _demand(types.get(axis), before, x, axis, function)
+        types[axis] = after
+    checker.assert_type(out, types)
+
+
+def vocabulary_loss(
+    out: Tensor, x: Tensor, weight: Tensor, labels: Tensor, group: Group, *, before: Type, after: Type, function: str
+) -> None:
+    """The rule of the loss over a vocabulary that `group` divides: x R, weight `before`, labels R -> loss `after`.
+
+    Each rank scores the same tokens against other rows, so its gradient of x is a part of a sum; the loss itself is
+    summed inside. Along all other axes it is an ordinary product.
+    """
+    axes = _axes_of(group)
+    for axis in axes:
+        for name, tensor, wanted in (("x", x, R), ("weight", weight, before), ("labels", labels, R)):
+            _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
+    scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
+    types: dict[Any, Type] = {**checker.get_local_type(scores), **dict.fromkeys(axes, after)}  # keys: as it has them
+    checker.assert_type(out, types)
+
+
+def typed_by(reference: Callable[..., Any]) -> Callable[[type[Function]], type[Function]]:
+    """Class decorator: an autograd function has the types of the plain composition that it stands for."""
+
+    def give(cls: type[Function]) -> type[Function]:
+        checker.register_decomposition(cls, reference)
+        return cls
+
+    return give
+
+
+@dataclass(eq=False)
+class Rule:
+    """The typing rule of one autograd function, in the form in which the checker calls it; counts its calls."""
+
+    cls: type[Function]
+    counts: Counter[str]
+
+    def __post_init__(self) -> None:
+        moves: tuple[str, str] = self.cls.moves  # type: ignore[attr-defined]  # that it has them is what chose this rule
+        self.before, self.after = TYPES[moves[0]], TYPES[moves[1]]
+        self.function = re.sub(r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")).lower()
+
+    def count(self, group: Group) -> None:
+        """One more call, unless it only declares something."""
+        if self.after is not P:
+            self.counts[f"{self.function} over {'_'.join(group.axes)}"] += 1
+
+
+class MoveRule(Rule):
+    """`move`, for the functions of parallel/autograd.py."""
+
+    def __call__(self, out: Tensor, *, x: Tensor, group: Group) -> None:
+        """After `cls.apply` has returned `out`."""
+        self.count(group)
+        move(out, x, group, before=self.before, after=self.after, function=self.function)
+
+
+class VocabularyRule(Rule):
+    """`vocabulary_loss`, for those of kernels/cross_entropy.py."""
+
+    def __call__(self, out: Tensor, *, x: Tensor, weight: Tensor, labels: Tensor, group: Group) -> None:
+        """After `cls.apply` has returned `out`."""
+        self.count(group)
+        vocabulary_loss(out, x, weight, labels, group, before=self.before, after=self.after, function=self.function)
+
+
+def our_functions() -> list[type[Function]]:
+    """Every autograd function of this package that has been imported."""
+    return [cls for cls in Function.__subclasses__() if cls.__module__.startswith("megalith.")]
+
+
+@contextmanager
+def installed_rules(counts: Counter[str]) -> Iterator[None]:
+    """Give every autograd function of ours its rule, and take it away again.
+
+    One that has neither `moves` nor a `reference` is refused by the checker when it is called.
+    """
+    with ExitStack() as undo:
+        for cls in our_functions():
+            if hasattr(cls, "moves"):
+                rule = VocabularyRule if cls in (LossSumFunction, TokenLossesFunction) else MoveRule
+                setattr(cls, "spmd_typecheck", rule(cls, counts))  # noqa: B010  # a name that mypy does not know there
+                undo.callback(delattr, cls, "spmd_typecheck")
+            elif hasattr(cls, "reference"):
+                typed_by(cls.reference)(cls)
+                undo.callback(delattr, cls, "typecheck_forward")
+        yield
+
+
+def _axes() -> Mapping[str, MeshAxis]:
+    """The axes of more than one rank of the mesh that is being checked, by name."""
+    return checker.current_mesh_names() or {}
+
+
+def _axes_of(group: Group) -> list[MeshAxis]:
+    """The checker's axes that `group` spans. A group of one rank spans none, whatever it is called."""
+    axes = [_axes()[name] for name in group.axes if name in _axes()] if group.size > 1 else []
+    if prod(axis.size() for axis in axes) != group.size:
+        raise SpmdTypeError(f"{group!r} has {group.size} ranks, which its axes do not. Pass the mesh's own group.")
+    return axes
+
+
+def _types_here(x: Tensor) -> dict[MeshAxis, Type]:
+    """The types of `x`, read in the current mesh."""
+    mesh, types = checker.current_mesh(), checker.get_local_type(x)
+    if mesh is not None and not types.keys() <= mesh:
+        types = checker.get_local_type(checker.reinterpret_mesh(x, mesh))
+    return {axis: kind for axis, kind in types.items() if isinstance(axis, MeshAxis)}
+
+
+def _demand(found: Type | None, wanted: Type, x: Tensor, axis: MeshAxis, function: str) -> None:
+    no_gradient = not (torch.is_grad_enabled() and x.requires_grad)
+    if found is wanted or (no_gradient and {found, wanted} == {R, I}):
+        return
+    raise SpmdTypeError(
+        f"{function} over {axis!r} expects {IN_WORDS[wanted]}, but was given {IN_WORDS[found]}. "
+        + HINTS.get((wanted, found), "")
+    )
+
+
+# --- what everything starts as
+
+
+def declare(model: nn.Module) -> None:
+    """Type the parameters, read off their `Shard`s: V where the box is cut; where it is whole, I if declared, else R.
+
+    So V is never a layer's own word: a whole weight called V would type-check, and its gradient would never be summed.
+    Other tensors that modules keep are constants that every rank computes alike: R.
+    """
+    for declared, module, name in declared_parameters(model):
+        checker.assert_type(getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard)))
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, Tensor):
+                checker.assert_type(value, _by_axis(lambda _: R))
+
+
+def declare_inputs(batch: Batch) -> None:
+    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for different work."""
+    tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
+    for value in (batch.ids, batch.labels, *tensors):
+        if isinstance(value, Tensor):
+            checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
+
+
+def _by_axis(type_along: Callable[[str], Type]) -> dict[MeshAxis, Type]:
+    return {axis: type_along(name) for name, axis in _axes().items()}
+
+
+def _parameter_type(shard: Shard, axis: str) -> Type:
+    if axis in shard.cut:
+        return V
+    return I if axis in shard.invariant else R
+
+
+def _shards_of(model: nn.Module) -> dict[str, Shard]:
+    return {declared.shard.name: declared.shard for declared, _, _ in declared_parameters(model)}
+
+
+def _shard_problems(place: Place, model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Shards that call themselves cut along an axis where the next rank has the same box, or the other way round.
+
+    The checker believes `cut`, and takes V for anything; so the boxes themselves have to bear it out.
+    """
+    grid, rank = place.mesh.grid, place.mesh.rank
+    here = grid.coordinates(rank)
+    for axis in (axis for axis in DENSE_AXES if grid.size(axis) > 1):
+        step = (here[axis] + 1) % grid.size(axis) - here[axis]
+        neighbour = rank + step * grid.strides(axis)[1]
+        theirs = _shards_of(Decoder(model, mesh_on_paper(grid, rank=neighbour), sp=parallel.sp))
+        for name, mine in place.shards.items():
+            same, cut = mine.box == theirs[name].box, axis in mine.cut
+            if same == cut and mine.numel > 0:
+                what = (
+                    f"its shard is {'cut' if cut else 'whole'} along {axis}, but rank {neighbour} holds "
+                    f"{'the same' if same else 'another'} box. Use cut_dim with exactly the axes that divide it: the "
+                    f"sum of gradients is read off them."
+                )
+                yield Problem(where=name, what=what, ranks=(rank,))
+
+
+# --- running it
+
+
+class Watch:
+    """Knows which module is running, and holds hidden states between layers to what they have to be."""
+
+    def __init__(self, place: Place) -> None:
+        self.path: list[str] = []
+        self.hidden = place.hidden
+        for name, module in place.model.named_modules():
+            if name:
+                module.register_forward_pre_hook(functools.partial(self._enters, name))
+                module.register_forward_hook(functools.partial(self._leaves, name))
+
+    def where(self, phase: str) -> str:
+        """The innermost module that has begun and not ended, else the phase."""
+        return self.path[-1] if self.path else phase
+
+    def _enters(self, name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
+        self.path.append(name)
+        if isinstance(module, Block):
+            expect(f"hidden states before {name}", given[0], self.hidden)
+
+    def _leaves(self, name: str, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        if isinstance(module, Block) or name == "norm":
+            expect(f"hidden states after {name}", out, self.hidden)
+        self.path.pop()
+
+
+def expect(what: str, x: Tensor, wanted: Mapping[str, Type]) -> None:
+    """Refuse `x` unless its types are the wanted ones: nothing crosses a border on trust."""
+    found = types_of(x)
+    for name, axis in _axes().items():
+        if found.get(name) is not wanted[name]:
+            raise SpmdTypeError(
+                f"{what} must be {IN_WORDS[wanted[name]]} over {axis!r}, but they are {IN_WORDS[found.get(name)]}."
+            )
+
+
+def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
+    """Forward and backward at one place. What follows a problem is not looked at: it would be guesswork."""
+    watch, axes = Watch(place), mesh_axes(place.mesh.grid)
+    phase = "loss"
+    try:
+        with (
+            installed_rules(counts),
+            checker.traceback_filtering("off"),  # else messages end with advice about the library's own settings
+            typecheck(),
+            checker.set_current_mesh(axes),
+        ):
+            declare(place.model)
+            declare_inputs(place.batch)
+            loss = place.model.loss(place.batch.ids, place.batch.labels, place.batch.tokens)
+            expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
+            phase = "backward"
+            share_of_mean(loss, num_labels=1000, mesh=place.mesh).backward()
+    except NotImplementedError:
+        raise  # an operation without a meta kernel is a fault of ours, not of the layout
+    except SpmdTypeError as error:
+        what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
+        yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
+    except RuntimeError as error:
+        yield Problem(where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,))
+    else:
+        renamed = {_in_our_words(key, place.mesh.grid): number for key, number in counts.items()}
+        counts.clear()
+        counts.update(renamed)
+        yield from _without_gradient(place)
+
+
+def _without_gradient(place: Place) -> Iterator[Problem]:
+    for declared, module, name in declared_parameters(place.model):
+        if getattr(module, name).grad is None:
+            yield Problem(
+                where=declared.shard.name, what="no gradient reached this parameter. Use it in the loss, or remove it.",
+                ranks=(place.mesh.rank,),
+            )  # fmt: skip
+
+
+def _in_our_words(text: str, grid: Grid) -> str:
+    """The checker's text with our names of the axes instead of sizes and strides: tp for `MeshAxis(8:1)`."""
+    whole = grid.size("tp_kv") == 1 or grid.size("tp_copy") == 1  # then only one part of tp is left, and is all of it
+    text = text.replace("tp_kv_tp_copy", "tp")
+    for name, axis in mesh_axes(grid).items():
+        text = text.replace(repr(axis), "tp" if whole and name.startswith("tp_") else name)
+    return text.strip()
+
+
+# --- in a process of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What a child process is asked."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    world: int
+    ranks: tuple[int, ...] | None = None
+    fault: str | None = None
+
+
+PROGRAM = "from megalith.verify.types import answer; answer()"
+"""What the child runs. This file must not be its `__main__`, or there would be two of each class."""
+
+
+def type_check_in_child(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    world: int,
+    ranks: Sequence[int] | None = None,
+    fault: str | None = None,
+    timeout_seconds: float = 600.0,
+) -> TypeReport:
+    """`type_check` in a process of its own, which the checker may change as it likes; with a fault planted, if named.
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size, or a rank is not in it.
+    """
+    grid = model_grid(parallel, model, world)
+    for rank in ranks or ():
+        grid.coordinates(rank)  # refuses a rank that is not there, before a process is started
+    question = Question(
+        model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks), fault=fault
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], input=json.dumps(to_dict(question)), capture_output=True, text=True,
+        env=environment | {"OMP_NUM_THREADS": "1"}, timeout=timeout_seconds, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise RuntimeError(f"the type check ended with code {done.returncode}; this is what it said:\n{done.stderr}")
+    return from_dict(TypeReport, json.loads(done.stdout))
+
+
+def answer() -> None:
+    """The life of the child: a question as JSON on standard input, a report as JSON on standard output."""
+    question = from_dict(Question, json.load(sys.stdin))
+    with planted(question.fault):
+        report = type_check(question.model, question.parallel, world=question.world, ranks=question.ranks)
+    json.dump(to_dict(report), sys.stdout)
