@@ -82,11 +82,13 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[Rates]) -
     memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
     largest = 0.7 * memory * 2**30 / BYTES_PER_PARAMETER  # guess: the rest is for activations and everything else
     where = "one GPU" if machine.gpus else "this machine"
-    advice = [f"A model of up to about {largest / 1e9:.2g}B parameters can be trained in fp32 in the memory of {where}."]
+    advice = [
+        f"A model of up to about {largest / 1e9:.2g}B parameters can be trained in fp32 in the memory of {where}."
+    ]
     if not machine.gpus:
         advice.append("There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as tiny_cpu.")
     for name, capability in found.items():
-        wanted = name != "cuda" and (name != "nccl" or bool(machine.gpus))
+        wanted = name != "NVIDIA GPU" and (name != "nccl" or bool(machine.gpus))
         if wanted and not capability.present:
             advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")
     for rate in rates:

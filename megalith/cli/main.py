@@ -54,8 +54,8 @@ def run_command(name: str, argv: list[str]) -> int:
         ConfigError: there is no such command.
     """
     if name not in available():
-        advice = did_you_mean(name, available()) or f" Use one of {', '.join(available())}."
-        raise ConfigError(f"{name} is not a command.{advice}")
+        advice = did_you_mean(name, available()) or f" Commands: {', '.join(available())}."
+        raise ConfigError(f"{name} is not a command.{advice} Run `megalith --help` to see them all.")
     code = importlib.import_module(_module(name)).main(argv)
     assert isinstance(code, int), f"{name} returned {code!r} instead of an exit code"
     return code

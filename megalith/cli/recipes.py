@@ -62,8 +62,8 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         return list_recipes(argv)
     if argv[0] not in actions:
-        advice = did_you_mean(argv[0], actions) or f" Use one of {', '.join(actions)}."
-        raise ConfigError(f"{argv[0]} is not something `megalith recipes` does.{advice}")
+        advice = did_you_mean(argv[0], actions)
+        raise ConfigError(f"{argv[0]} is not something `megalith recipes` does.{advice} Use list, show or diff.")
     return actions[argv[0]](argv[1:])
 
 

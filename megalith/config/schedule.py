@@ -34,7 +34,7 @@ class ScheduleConfig:
     """Step at which `min_lr` is reached, counted from the start of the run; unset: the last step of the run."""
 
     wsd_decay_steps: int | None = None
-    """wsd: steps of the final fall, the last ones before `decay_steps`; needed by wsd and by nothing else."""
+    """wsd: steps of the final fall, the last ones before `decay_steps`; unset with every other style."""
 
     wsd_decay_style: WsdDecayStyle = "minus_sqrt"
     """wsd: shape of the final fall; 1 - sqrt(x) did best in Hägele et al. 2024, arXiv:2405.18392, section 3."""

@@ -11,9 +11,9 @@ class TokenizerConfig:
     kind: Literal["byte", "huggingface", "null"] = "byte"
     """`byte` needs no file; `huggingface` reads `path`; `null` writes ids as digits and goes with mock data."""
     path: str | None = None
-    """Folder with tokenizer.json, that file, or a hub name already in the local cache."""
+    """Folder with tokenizer.json, that file, or a hub name already in the local cache; unset with the other kinds."""
     vocab_size: int | None = None
-    """Number of ids of the `null` tokenizer, the last of which ends documents. The others know their own."""
+    """Number of ids of the `null` tokenizer, the last of which ends documents; unset: the others know their own."""
     eod: str | None = None
     """Text of the token that ends a document. Unset: the tokenizer's own end-of-text token."""
     add_special_tokens: bool = True

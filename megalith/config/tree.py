@@ -122,8 +122,8 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
-        advice = did_you_mean(path.name, beside) or " Pass a YAML file that exists."
-        raise ConfigError(f"{path}: no such file.{advice}") from None
+        advice = did_you_mean(path.name, beside)
+        raise ConfigError(f"{path}: no such file.{advice} Pass a YAML file that exists.") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not text: byte {error.start} is not UTF-8. Pass a YAML file.") from None
     except OSError as error:

@@ -47,7 +47,7 @@ def _of_torch() -> dict[str, Capability]:
         "nccl": Capability(
             present=distributed and dist.is_nccl_available(), purpose="several ranks on NVIDIA GPUs", fix=other_torch
         ),
-        "cuda": Capability(
+        "NVIDIA GPU": Capability(
             present=torch.cuda.is_available(), purpose="training on NVIDIA GPUs", fix="use a machine with one"
         ),
         "functional collectives": Capability(

@@ -45,5 +45,7 @@ def resolve(target: str) -> TrainRun:
         return load_yaml(path / "config.yaml", TrainRun)
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_yaml(path, TrainRun)
-    advice = did_you_mean(target, recipes()) or f" Use one of {', '.join(recipes())}, or a path to a YAML file."
-    raise ConfigError(f"{target} is neither a recipe nor a file.{advice}")
+    advice = did_you_mean(target, recipes()) or f" Recipes: {', '.join(recipes())}."
+    raise ConfigError(
+        f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a YAML file."
+    )

@@ -62,9 +62,11 @@ def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe"]) == 2
-    assert capsys.readouterr().err == "megalith recipe: recipe is not a command. Did you mean recipes?\n"
+    assert capsys.readouterr().err == (
+        "megalith recipe: recipe is not a command. Did you mean recipes? Run `megalith --help` to see them all.\n"
+    )
     assert main(["qqqq"]) == 2
-    assert "Use one of " in capsys.readouterr().err
+    assert " Commands: " in capsys.readouterr().err
 
 
 def test_arguments_and_exit_code_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:

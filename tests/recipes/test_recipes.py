@@ -53,7 +53,7 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
     "target, text",
     [
         ("tiny-cpu", "tiny-cpu is neither a recipe nor a file. Did you mean tiny_cpu?"),
-        ("qqqq", "Use one of tiny_cpu, quickstart"),
+        ("qqqq", "Recipes: tiny_cpu, quickstart"),
         ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
     ],
 )

@@ -1,0 +1,54 @@
+"""The root of a training run, and what holds for every setting below it."""
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from megalith.config.fields import describe, setting_names
+from megalith.config.train import TrainRun
+from megalith.recipes import resolve
+
+SETTINGS = describe(TrainRun)
+
+
+def test_every_setting_says_what_it_means() -> None:
+    assert [setting.path for setting in SETTINGS if len(setting.doc) < 10] == []
+
+
+def test_a_setting_that_may_be_unset_says_what_unset_means() -> None:
+    silent = [s.path for s in SETTINGS if not s.required and s.default is None and "unset" not in s.doc.lower()]
+    assert silent == []
+
+
+def test_only_what_has_no_usual_value_must_be_given() -> None:
+    assert [setting.path for setting in SETTINGS if setting.required] == [
+        "name",
+        "model.vocab_size",
+        "model.hidden_size",
+        "model.num_layers",
+        "model.num_heads",
+        "model.num_kv_heads",
+        "model.ffn_hidden_size",
+        "train.steps",
+        "train.global_batch_size",
+        "schedule.lr",
+    ]
+
+
+def test_no_setting_is_named_like_another_section() -> None:
+    names = setting_names(TrainRun)
+    assert len(names) == len(set(names))
+    assert {name for name in names if "." not in name} == {"name", "seed"}
+
+
+def test_a_run_never_changes() -> None:
+    run = resolve("tiny_cpu")
+    with pytest.raises(FrozenInstanceError):
+        run.seed = 2  # type: ignore[misc]  # that is the point
+
+
+def test_configs_recipes_and_plans_load_no_torch() -> None:
+    code = "import sys, megalith.config.train, megalith.recipes, megalith.config.show, megalith.cli.recipes"
+    subprocess.run([sys.executable, "-c", f"{code}; sys.exit('torch' in sys.modules)"], check=True)
