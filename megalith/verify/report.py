@@ -1,0 +1,68 @@
+"""The proof of a layout as rows a person can read: what was asked, what was found, and which part proved it."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from megalith.verify.ranks import Difference, LayoutCase
+from megalith.verify.types import TypeReport
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One question and its answer."""
+
+    part: str
+    """a: rules; b: types at the real size; d: float64 on processes."""
+
+    question: str
+    answer: str
+    holds: bool
+
+
+def rule_rows(problems: Sequence[str]) -> list[Row]:
+    """Part (a)."""
+    if not problems:
+        return [Row("a", "every rule across the settings", "holds", True)]
+    return [Row("a", "a rule is broken", problem, False) for problem in problems]
+
+
+def type_rows(report: TypeReport) -> list[Row]:
+    """Part (b)."""
+    asked = f"every gradient meets the sum it needs, at world {report.world:,}"
+    axes = ", ".join(f"{axis} {size}" for axis, size in report.axes.items() if size > 1) or "no axis"
+    done = (
+        f"{axes}; ranks {', '.join(map(str, report.ranks))}; {report.parameters} parameters, "
+        f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, {report.peak_gib:.2f} GiB"
+    )
+    rows = [Row("b", asked, done, report.ok)]
+    return rows + [Row("b", "type error", str(problem), False) for problem in report.problems]
+
+
+def difference_rows(case: LayoutCase, differences: Sequence[Difference]) -> list[Row]:
+    """Part (d)."""
+    p = case.run.parallel
+    where = f"tp {p.tp}{' sp' if p.sp else ''}, dp {p.dp}, {case.world} processes, float64"
+    rows = []
+    for found in differences:
+        worst = f"{found.error:.1e}{f' at worst, in {found.name}' if found.name else ''}"
+        rows.append(Row("d", f"{found.what} equal one process ({where})", worst, found.holds))
+    return rows
+
+
+def as_table(rows: Sequence[Row]) -> Table:
+    """For a terminal."""
+    table = Table(box=box.SIMPLE, title="proof of the layout")
+    for column in ("part", "question", "found", "holds"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(row.part, row.question, row.answer, "yes" if row.holds else "NO")
+    return table
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:  # Any: JSON
+    """For programs."""
+    return {"holds": all(row.holds for row in rows), "rows": [asdict(row) for row in rows]}

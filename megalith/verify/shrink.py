@@ -1,0 +1,36 @@
+"""A tiny copy of a user's run that keeps what makes its layout hard: shared key/value heads, uneven parts, ties, biases."""
+
+from dataclasses import replace
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.train import TrainRun
+from megalith.plan.shards import key_value_ranks
+from megalith.verify.ranks import LayoutCase, layout_case
+
+MOST_RANKS = 8
+"""Processes that a laptop still runs in seconds."""
+
+
+def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> LayoutCase:
+    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis as small as can be."""
+    parallel = run.parallel
+    dp = parallel.dp or world // parallel.tp
+    small_dp = min(dp, 2 if parallel.tp > 1 else 3)
+    small_tp, model = _shrink_heads(run.model, parallel.tp, most=max(1, most // small_dp))
+    tiny = replace(parallel, tp=small_tp, dp=small_dp, sp=parallel.sp and small_tp > 1)
+    assert isinstance(tiny, ParallelConfig)
+    return layout_case(model, tiny, small_tp * small_dp, fault=fault)
+
+
+def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:
+    """The tensor-parallel degree and a model for it: several ranks share a head, or heads part unevenly, as before."""
+    shared = key_value_ranks(model.num_kv_heads, tp) < tp
+    small_tp = min(tp, 4 if shared else 3 if tp % 3 == 0 else 2, most)
+    keys = max(1, small_tp // 2) if shared else small_tp + (model.num_kv_heads % tp != 0)
+    per_key = max(2 if shared else 1, min(2, model.num_heads // model.num_kv_heads))
+    small = replace(
+        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * per_key, num_kv_heads=keys,
+        head_dim=6, ffn_hidden_size=20, max_seq_len=64,
+    )  # fmt: skip
+    return small_tp, small

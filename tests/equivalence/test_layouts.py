@@ -1,0 +1,55 @@
+"""Any layout equals one process: first weights, loss, every gradient, weights after three steps, save and reload."""
+
+import pytest
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.verify.ranks import layout_case, prove_layout
+
+
+def tiny(
+    *, num_heads: int = 4, num_kv_heads: int = 4, tied: bool = False, bias: bool = False, vocab_size: int = 61
+) -> ModelConfig:
+    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
+    return ModelConfig(
+        vocab_size=vocab_size, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias, output_bias=bias,
+        mlp_bias=bias,
+    )  # fmt: skip
+
+
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
+LAYOUTS = {
+    "dp2": (tiny(), ParallelConfig(dp=2), 2),
+    "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False), 2),
+    "dp3 tied": (tiny(tied=True), ParallelConfig(dp=3), 3),
+    "dp4": (tiny(), ParallelConfig(dp=4), 4),
+    "tp2": (tiny(bias=True), ParallelConfig(tp=2), 2),
+    "tp2 tied": (tiny(tied=True), ParallelConfig(tp=2), 2),
+    "tp3": (tiny(), ParallelConfig(tp=3), 3),
+    "tp4": (tiny(), ParallelConfig(tp=4), 4),
+    "tp2 sp": (tiny(bias=True), ParallelConfig(tp=2, sp=True), 2),
+    "tp3 sp tied": (tiny(tied=True), ParallelConfig(tp=3, sp=True), 3),
+    "tp4, 2 key/value heads": (SHARED, ParallelConfig(tp=4), 4),
+    "tp4 sp, 2 key/value heads, biases": (tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True), 4),
+    "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True), 4),
+    "tp2 dp2 sp tied, dp inside": (tiny(tied=True), ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp"), 4),
+    "tp3 dp2": (tiny(bias=True), ParallelConfig(tp=3, dp=2), 6),
+    "tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True), 8),
+}
+LARGE = {"tp3 dp2", "tp4 dp2 sp, 2 key/value heads"}  # six and eight processes: in `make test-all`
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE else []) for name in LAYOUTS]
+)
+def test_layout_equals_one_process(name: str) -> None:
+    model, parallel, world = LAYOUTS[name]
+    differences = prove_layout(layout_case(model, parallel, world))
+    assert {found.what for found in differences if not found.holds} == set(), differences
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_layout_equals_one_process_at_every_microbatch_size(rows: int) -> None:
+    differences = prove_layout(layout_case(tiny(), ParallelConfig(tp=2, dp=2, sp=True), 4, micro_batch_size=rows))
+    assert {found.what for found in differences if not found.holds} == set(), differences
