@@ -35,6 +35,7 @@ from megalith.train import loss
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
+Need = Literal["tp", "sp", "whole tokens", "dp", "shared heads", "bias", "uneven masks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,9 @@ class Fault:
     found_by: Proof
     """`types` and `shapes` are refused by the type check, `numbers` by running ranks in float64."""
 
-    needs: str
-    """The layout in which it matters."""
+    needs: tuple[Need, ...]
+    """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
+    tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -203,55 +205,55 @@ def _is_shared_head(shard: Shard) -> bool:
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
-        "types", "tp without sp", lambda: changed_model(_no_enter),
+        "types", ("tp", "whole tokens"), lambda: changed_model(_no_enter),
     ),
     Fault(
         "row_sum_removed", "A row-parallel layer hands on its own part instead of the sum.",
-        "types", "tp", lambda: changed_model(_no_sum),
+        "types", ("tp",), lambda: changed_model(_no_sum),
     ),
     Fault(
         "row_sum_over_dp", "A row-parallel layer sums over dp instead of tp.",
-        "types", "tp and dp", lambda: changed_model(_sum_over_dp),
+        "types", ("tp", "dp"), lambda: changed_model(_sum_over_dp),
     ),
     Fault(
         "embedding_not_summed", "The embedding hands on its own rows' part instead of the sum.",
-        "types", "tp", lambda: changed_model(_embedding_not_summed),
+        "types", ("tp",), lambda: changed_model(_embedding_not_summed),
     ),
     Fault(
         "bias_before_sum", "A row-parallel layer's bias is added by every rank, before the sum.",
-        "types", "tp and a bias", lambda: replaced(RowLinear, "forward", _bias_before_sum),
+        "types", ("tp", "bias"), lambda: replaced(RowLinear, "forward", _bias_before_sum),
     ),
     Fault(
         "sp_gather_removed", "A column-parallel layer works on its own tokens only.",
-        "shapes", "sp", lambda: changed_model(_no_enter),
+        "shapes", ("tp", "sp"), lambda: changed_model(_no_enter),
     ),
     Fault(
         "sp_norm_invariant", "Norms say that every rank has their whole gradient, which under sp it has not.",
-        "types", "sp", lambda: changed_model(_invariant_norms),
+        "types", ("tp", "sp"), lambda: changed_model(_invariant_norms),
     ),
     Fault(
         "sp_norm_not_summed", "The gradients of norms under sp are left out of the sum over tp.",
-        "numbers", "sp", lambda: _without_sum(_is_norm),
+        "numbers", ("tp", "sp"), lambda: _without_sum(_is_norm),
     ),
     Fault(
         "kv_copies_not_summed", "Gradients of key/value heads that ranks share are left out of the sum over them.",
-        "numbers", "tp above the number of key/value heads", lambda: _without_sum(_is_shared_head),
+        "numbers", ("tp", "shared heads"), lambda: _without_sum(_is_shared_head),
     ),
     Fault(
         "vocab_loss_local", "The loss normalises over the rank's own part of the vocabulary.",
-        "types", "tp", lambda: changed_model(_local_vocabulary),
+        "types", ("tp",), lambda: changed_model(_local_vocabulary),
     ),
     Fault(
         "loss_not_partial", "The loss of one rank is taken for the loss of all.",
-        "types", "dp", lambda: replaced(loss, "partial", lambda x, group: x),
+        "types", ("dp",), lambda: replaced(loss, "partial", lambda x, group: x),
     ),
     Fault(
         "dp_sum_averaged", "Gradients are averaged over dp after the loss was divided by the global count.",
-        "numbers", "dp", _averaged,
+        "numbers", ("dp",), _averaged,
     ),
     Fault(
         "loss_scaled_per_rank", "Every rank divides its loss by its own number of labels.",
-        "numbers", "dp and uneven loss masks", lambda: replaced(Decoder, "loss", _local_mean),
+        "numbers", ("dp", "uneven masks"), lambda: replaced(Decoder, "loss", _local_mean),
     ),
 )  # fmt: skip
 """Every fault that can be planted."""

@@ -68,6 +68,15 @@ HINTS: Mapping[tuple[Type, Type | None], str] = {
     (R, V): "Use gather first.",
     (R, I): "Use enter first, whose backward takes the sum.",
 }
+WORDS = (
+    (r"Are you missing a collective or a reinterpret/convert call\? e\.g\.,", "Is a collective missing? For example:"),
+    (r"convert\(tensor, (\S+), src=I, dst=R\)", r"enter over \1"),
+    (r"all_reduce\(tensor, (\S+), src=P, dst=I\)", r"leave over \1"),
+    (r"all_reduce\(tensor, (\S+), src=P, dst=R\)", r"all_reduce over \1"),
+    (r"reinterpret\(loss, (\S+), src=V, dst=P\)", r"partial over \1"),
+    (r"^ *convert\(tensor, \S+, src=[IR], dst=P\).*\n?", ""),  # zeros everywhere but on rank 0: we have no such thing
+)
+"""What the checker's advice is called here."""
 
 
 # --- the answer
@@ -102,7 +111,7 @@ class TypeReport:
     """Ranks of the layout."""
 
     axes: dict[str, int]
-    """Ranks along each axis. Nothing is proved about an axis of one rank."""
+    """Ranks along each axis."""
 
     ranks: tuple[int, ...]
     """The places of the world at which the model was built and run."""
@@ -126,6 +135,12 @@ class TypeReport:
     def ok(self) -> bool:
         """No problem was found."""
         return not self.problems
+
+    @property
+    def unproved(self) -> tuple[str, ...]:
+        """Axes of one rank: every collective over them is free, so the check has nothing to say about them."""
+        sizes = {"dp": self.axes["dp"], "cp": self.axes["cp"], "tp": self.axes["tp_kv"] * self.axes["tp_copy"]}
+        return tuple(axis for axis, size in sizes.items() if size == 1)
 
 
 def type_check(
@@ -512,11 +527,13 @@ def _without_gradient(place: Place) -> Iterator[Problem]:
 
 
 def _in_our_words(text: str, grid: Grid) -> str:
-    """The checker's text with our names of the axes instead of sizes and strides: tp for `MeshAxis(8:1)`."""
+    """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for a P -> I sum."""
     whole = grid.size("tp_kv") == 1 or grid.size("tp_copy") == 1  # then only one part of tp is left, and is all of it
     text = text.replace("tp_kv_tp_copy", "tp")
     for name, axis in mesh_axes(grid).items():
         text = text.replace(repr(axis), "tp" if whole and name.startswith("tp_") else name)
+    for theirs, ours in WORDS:
+        text = re.sub(theirs, ours, text, flags=re.MULTILINE)
     return text.strip()
 
 
