@@ -7,6 +7,7 @@ call gives them a fresh gloo process group. A worker that fails, hangs or dies e
 import atexit
 import faulthandler
 import functools
+import gc
 import importlib
 import importlib.util
 import inspect
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -95,21 +96,14 @@ class _Worker:
         except (BrokenPipeError, ConnectionResetError):
             pass  # it is dead: waiting for its answer will say how it ended
 
-    def answer(self) -> "Answer | None":
-        """What it sent back; None when it ended without a word."""
+    def answer(self, rank: int) -> "Answer":
+        """What it sent back, or how it ended without a word."""
         try:
-            answer: Answer = pickle.loads(  # lint: allow pickle-load: from a process that we started
-                self.connection.recv_bytes()
-            )
+            message = self.connection.recv_bytes()
         except (EOFError, ConnectionResetError):
-            return None
+            return Answer("death", failure_of_exit(rank, self._exit_code()))
+        answer: Answer = pickle.loads(message)  # lint: allow pickle-load: from a process that we started
         return answer
-
-    def exit_code(self) -> int:
-        try:
-            return self.process.wait(timeout=5.0)
-        except subprocess.TimeoutExpired:
-            return self.kill()
 
     def kill(self) -> int:
         self.process.kill()
@@ -117,8 +111,14 @@ class _Worker:
         return self.process.wait()
 
     def output(self) -> str:
-        """What it printed, and what the threads of a hanging one were doing."""
+        """What it printed during this call."""
         return (self.folder / "output").read_text(errors="replace")
+
+    def _exit_code(self) -> int:
+        try:
+            return self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:  # it closed the pipe and lives on
+            return self.kill()
 
     def stacks(self) -> str:
         """Where each of its threads is now; asks it to say so."""
@@ -134,9 +134,9 @@ class _Worker:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a worker sends back: a result, or how it failed."""
+    """What became of one rank of a call."""
 
-    kind: Literal["result", "failure"]
+    kind: Literal["result", "failure", "death"]
     value: Any  # whatever the function returned, or a Failure
 
 
@@ -154,13 +154,14 @@ class RankPool:
         messages = self._messages(fn, world, args)
         self._grow(world)
         ranks = dict(enumerate(self.workers[:world]))
+        answers: dict[int, Answer] = {}
         try:
             for rank, worker in ranks.items():
                 worker.send(*messages[rank])
-            return self._collect(ranks, timeout)
-        except BaseException:  # KeyboardInterrupt too: whoever has not answered is stuck with peers that are gone
-            self._drop_unfinished(ranks)
-            raise
+            _collect(ranks, answers, timeout)
+            return _results(ranks, answers, timeout)
+        finally:  # after Ctrl-C too
+            self._release(ranks, answers)
 
     def close(self) -> None:
         """End the workers; the pool may be used again."""
@@ -191,32 +192,12 @@ class RankPool:
             self.workers.append(_start(self.started, self.folder))
             self.started += 1
 
-    def _collect(self, ranks: Mapping[int, _Worker], timeout: float) -> list[Any]:
-        deadline = time.monotonic() + timeout
-        waiting, results, failures = dict(ranks), {}, []
-        while waiting:
-            ready = wait([worker.connection for worker in waiting.values()], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for rank, worker in list(waiting.items()):
-                if worker.connection in ready:
-                    del waiting[rank]
-                    answer = worker.answer()
-                    if answer is not None and answer.kind == "result":
-                        results[rank] = answer.value
-                        continue
-                    failures.append(answer.value if answer is not None else failure_of_exit(rank, worker.exit_code()))
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if failures:
-            raise RankError(_failure_text(failures, waiting, ranks))
-        if waiting:
-            raise RankError(_hang_text(waiting, len(ranks), timeout))
-        for worker in ranks.values():
-            worker.send(RELEASE)
-        return [results[rank] for rank in range(len(ranks))]
-
-    def _drop_unfinished(self, ranks: Mapping[int, _Worker]) -> None:
-        """After a failure no worker of the call is trusted: one may hold a half-built group, or a changed default."""
+    def _release(self, ranks: Mapping[int, _Worker], answers: Mapping[int, "Answer"]) -> None:
+        """Let the workers of a call go on to the next; if one died or never answered, trust none of them."""
+        if len(answers) == len(ranks) and all(answer.kind != "death" for answer in answers.values()):
+            for worker in ranks.values():
+                worker.send(RELEASE)
+            return
         for worker in ranks.values():
             worker.kill()
         self.workers = [worker for worker in self.workers if worker not in ranks.values()]
@@ -229,9 +210,33 @@ RELEASE = b"release"
 """Told to the ranks when all have answered, so that none closes its connections while a peer still reads from them."""
 
 
-def _failure_text(failures: Sequence[Failure], waiting: Mapping[int, _Worker], ranks: Mapping[int, _Worker]) -> str:
+def _collect(ranks: Mapping[int, _Worker], answers: dict[int, Answer], timeout: float) -> None:
+    """Fill `answers` as they come, until all are there or time is up; a failure leaves the others little of it."""
+    deadline = time.monotonic() + timeout
+    while waiting := [rank for rank in ranks if rank not in answers]:
+        ready = wait([ranks[rank].connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            return
+        for rank in waiting:
+            if ranks[rank].connection in ready:
+                answers[rank] = ranks[rank].answer(rank)
+                if answers[rank].kind != "result":
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+
+
+def _results(ranks: Mapping[int, _Worker], answers: Mapping[int, Answer], timeout: float) -> list[Any]:
+    failures: list[Failure] = [answer.value for answer in answers.values() if answer.kind != "result"]
+    late = {rank: worker for rank, worker in ranks.items() if rank not in answers}
+    if failures:
+        raise RankError(_failure_text(failures, late, ranks))
+    if late:
+        raise RankError(_hang_text(late, len(ranks), timeout))
+    return [answers[rank].value for rank in ranks]
+
+
+def _failure_text(failures: Sequence[Failure], late: Iterable[int], ranks: Mapping[int, _Worker]) -> str:
     lines = [describe(failures)]
-    lines += [f"  rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in sorted(waiting)]
+    lines += [f"  rank {rank} was still running {GRACE_SECONDS:g} s later" for rank in late]
     for failure in failures:
         output = ranks[failure.rank].output().strip()
         if output:
@@ -239,10 +244,10 @@ def _failure_text(failures: Sequence[Failure], waiting: Mapping[int, _Worker], r
     return "\n".join(lines)
 
 
-def _hang_text(waiting: Mapping[int, _Worker], world: int, timeout: float) -> str:
-    lines = [f"{len(waiting)} of {world} ranks did not finish within {timeout:g} s; this is where they are:"]
-    lines += [f"rank {rank}:\n{worker.stacks()}" for rank, worker in sorted(waiting.items())]
-    done = sorted(set(range(world)) - set(waiting))
+def _hang_text(late: Mapping[int, _Worker], world: int, timeout: float) -> str:
+    lines = [f"{len(late)} of {world} ranks did not finish within {timeout:g} s; this is where they are:"]
+    lines += [f"rank {rank}:\n{worker.stacks()}" for rank, worker in late.items()]
+    done = sorted(set(range(world)) - set(late))
     lines += [f"ranks {done} had finished."] if done else []
     return "\n".join(lines)
 
@@ -255,8 +260,9 @@ def _start(number: int, folder: Path) -> _Worker:
     # One thread each, since ranks share the cores; the loopback device, since a laptop's host name may lead nowhere.
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     environment = {"GLOO_SOCKET_IFNAME": loopback} | os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment["PYTHONUNBUFFERED"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    with theirs, (mine / "output").open("wb") as output:
+    with theirs, (mine / "output").open("ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(theirs.fileno()), str(os.getpid()), str(mine)],
             env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
@@ -277,12 +283,14 @@ def serve(pipe: str, parent: str, folder: str) -> None:
             arguments = connection.recv_bytes()
         except (EOFError, ConnectionResetError):
             return
+        os.ftruncate(sys.stdout.fileno(), 0)
         answer = _obey(call, arguments)
         _send(connection, call.rank, answer)
         if answer.kind == "failure":
-            os.kill(os.getpid(), signal.SIGKILL)
+            gc.collect()  # a group held by a dead cycle would keep its connections
+            _leave()  # at once, so that peers waiting for this rank fail too
         assert connection.recv_bytes() == RELEASE
-        dist.destroy_process_group()
+        _leave()
         os.environ.clear()
         os.environ.update(environment)
 
@@ -301,6 +309,12 @@ def _obey(call: Call, arguments: bytes) -> Answer:
         return Answer("result", function(call.rank, call.world, *given))
     except BaseException as error:  # SystemExit and a test's skip too: the parent decides what ends the run
         return Answer("failure", failure_of(call.rank, error, frames_to_skip=1))
+
+
+def _leave() -> None:
+    """Close every connection to the other ranks."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _reset() -> None:
