@@ -43,7 +43,7 @@ class LoopConfig:
     """CPU threads per rank; unset: cores / ranks on this machine."""
 
     max_minutes: float | None = None
-    """Stop after this many minutes: save, exit with code 75, and go on when the command is run again; unset: no limit."""
+    """Stop after this many minutes with a save and exit code 75; the same command goes on. Unset: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

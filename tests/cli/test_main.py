@@ -50,6 +50,13 @@ def test_help_needs_less_than_a_second_and_no_torch() -> None:
     assert output.endswith("False\n")
 
 
+def test_the_settings_of_a_run_are_explained_without_torch() -> None:
+    code = "import sys; from megalith.cli.main import main; main(['train', 'tiny_cpu', '--help']);"
+    output = run_python(f"{code} print('torch' in sys.modules)")
+    assert "--parallel.tp INT" in output
+    assert output.endswith("False\n")
+
+
 def test_the_module_is_the_command() -> None:
     result = subprocess.run([sys.executable, "-m", "megalith", "--version"], check=True, capture_output=True, text=True)
     assert result.stdout == f"megalith {__version__}\n"
@@ -58,6 +65,12 @@ def test_the_module_is_the_command() -> None:
 def test_help_of_a_command_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "recipes"]) == 0
     assert "usage: megalith recipes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", available())
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"usage: megalith {name}" in capsys.readouterr().out
 
 
 def test_an_unknown_command_gets_did_you_mean(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megalith.config.data import data_problems
-from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yaml, to_dict
 from megalith.errors import ConfigError
 from megalith.plan.costs import num_parameters
 from megalith.recipes import recipes, resolve
+from megalith.train.rules import run_problems
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -26,12 +25,7 @@ def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: P
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_fits_together(name: str) -> None:
     run = recipes()[name]()
-    assert data_problems(run.data) == []
-    assert tokenizer_problems(run.tokenizer) == []
-    assert run.train.seq_len <= run.model.max_seq_len
-    assert run.train.global_batch_size % run.train.micro_batch_size == 0
-    assert run.model.num_heads % run.model.num_kv_heads == 0
-    assert run.schedule.warmup_steps < run.train.steps
+    assert run_problems(run, world=run.parallel.tp) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
 
