@@ -29,7 +29,7 @@ def test_a_summary_counts_memory_per_rank_of_one_replica() -> None:
     assert row["parameters"] == 70_553_706_496
     assert row["tp"] == 8
     # bf16 with fp32 sums, master and moments: 18 bytes a parameter, an eighth of them on each rank.
-    assert row["memory_gib_per_rank"] > 18 * 70_553_706_496 / 8 / 2**30
+    assert 1 < row["memory_gib_per_rank"] / (18 * 70_553_706_496 / 8 / 2**30) < 2
 
 
 def test_show_prints_a_run_three_ways(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

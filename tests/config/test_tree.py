@@ -55,6 +55,8 @@ class Run:
     table: dict[str, float] = field(default_factory=dict)
     either: str | float = "auto"
     level: Literal[0, 1, 2] = 1
+    number: float | int = 0
+    mood: Literal["none", "good"] | None = None
 
 
 FULL = Run(
@@ -261,6 +263,16 @@ def test_none_unsets_a_field_that_may_be_unset_and_only_such_a_field() -> None:
 def test_one_word_or_an_empty_list_make_a_list() -> None:
     assert apply_overrides(SMALL, {"paths": "a"}).paths == ("a",)
     assert apply_overrides(FULL, {"paths": "[]", "sizes": "[4]"}) == replace(FULL, paths=(), sizes=[4])
+
+
+def test_none_is_a_word_where_the_field_knows_it() -> None:
+    assert apply_overrides(SMALL, {"mood": "none"}).mood == "none"
+    assert apply_overrides(SMALL, {"mood": "null"}).mood is None
+
+
+def test_a_whole_number_stays_whole_where_both_kinds_fit() -> None:
+    assert type(from_dict(Run, to_dict(replace(SMALL, number=3))).number) is int
+    assert type(from_dict(Run, to_dict(replace(SMALL, number=3.0))).number) is float
 
 
 def test_a_mapping_replaces_a_whole_section() -> None:

@@ -88,7 +88,13 @@ def test_known_gpus_have_their_dense_peak(name: str, dtype: torch.dtype, teraflo
 
 
 @pytest.mark.parametrize(
-    "name, dtype", [("AMD EPYC", torch.float32), ("Tesla V100", torch.bfloat16), ("A10G", torch.bfloat16)]
+    "name, dtype",
+    [
+        ("AMD EPYC", torch.float32),
+        ("Tesla V100", torch.bfloat16),
+        ("NVIDIA A10G", torch.bfloat16),
+        ("NVIDIA L40", torch.bfloat16),
+    ],
 )
 def test_unknown_devices_and_formats_have_no_peak(name: str, dtype: torch.dtype) -> None:
     assert peak_flops(name, dtype) is None
