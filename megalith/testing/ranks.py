@@ -32,12 +32,15 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import RankError
-from megalith.parallel.failure import Failure, describe, die_with_parent, failure_of, failure_of_exit
+from megalith.parallel.failure import Failure, describe, die_with_parent, explain_exit, failure_of, failure_of_exit
 
 Result = TypeVar("Result")
 
 GRACE_SECONDS = 2.0
 """How long the other ranks may take to notice that one has failed; their own errors are then shown too."""
+
+START_SECONDS = 180.0
+"""A worker that has not imported torch by then never will; 1 s on an idle machine, 11 s with four jobs per core."""
 
 OUTPUT_SHOWN = 4000
 """Characters of the failed rank's own output that an error repeats."""
@@ -95,6 +98,17 @@ class _Worker:
                 self.connection.send_bytes(message)
         except (BrokenPipeError, ConnectionResetError):
             pass  # it is dead: waiting for its answer will say how it ended
+
+    def greet(self) -> None:
+        """Wait until it has imported what it needs, so that no call pays for that with its time."""
+        try:
+            if self.connection.poll(START_SECONDS):
+                self.connection.recv_bytes()
+                return
+            ended = f"was not ready after {START_SECONDS:g} s"
+        except (EOFError, ConnectionResetError):
+            ended = explain_exit(self._exit_code())
+        raise RankError(f"a worker process {ended}; its output:\n{self.output().strip()}")
 
     def answer(self, rank: int) -> "Answer":
         """What it sent back, or how it ended without a word."""
@@ -188,9 +202,16 @@ class RankPool:
     def _grow(self, world: int) -> None:
         self.folder.mkdir(exist_ok=True)
         self.workers = [worker for worker in self.workers if worker.process.poll() is None]
-        while len(self.workers) < world:
-            self.workers.append(_start(self.started, self.folder))
-            self.started += 1
+        new = [_start(self.started + n, self.folder) for n in range(world - len(self.workers))]
+        self.started += len(new)
+        try:
+            for worker in new:
+                worker.greet()
+        except BaseException:  # Ctrl-C too
+            for worker in new:
+                worker.kill()
+            raise
+        self.workers += new
 
     def _release(self, ranks: Mapping[int, _Worker], answers: Mapping[int, "Answer"]) -> None:
         """Let the workers of a call go on to the next; if one died or never answered, trust none of them."""
@@ -277,6 +298,7 @@ def serve(pipe: str, parent: str, folder: str) -> None:
     connection, stacks = Connection(int(pipe)), Path(folder) / "stacks"
     faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=True)
     environment = dict(os.environ)
+    connection.send_bytes(b"ready")
     while True:
         try:
             call = pickle.loads(connection.recv_bytes())  # lint: allow pickle-load: from the process that started us

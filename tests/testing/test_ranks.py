@@ -238,6 +238,16 @@ def test_an_exit_in_a_rank_does_not_end_the_run(pool: RankPool) -> None:
         pool.run(_exit_politely, 1, (), timeout=30)
 
 
+def test_a_worker_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = RankPool()
+    monkeypatch.setattr("megalith.testing.ranks.PROGRAM", "raise SystemExit('no torch here')")
+    with pytest.raises(RankError, match=r"a worker process ended with exit code 1; its output:\nno torch here"):
+        pool.run(_my_pid, 1, (), timeout=1.0)
+    monkeypatch.undo()
+    assert len(pool.run(_my_pid, 1, (), timeout=1.0)) == 1
+    pool.close()
+
+
 def test_only_functions_that_a_rank_can_find_are_accepted() -> None:
     with pytest.raises(TypeError, match=r"<lambda> cannot be sent to ranks by name. Pass a function defined at module"):
         run_ranks(lambda rank, world: None, 2)
