@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal
 
 import zstandard
 
@@ -161,9 +161,42 @@ def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
     if path.endswith(".gz"):
         return gzip.GzipFile(fileobj=raw)  # type: ignore[return-value]  # it has all that BinaryIO is used for here
     if path.endswith(".zst"):
-        unpacked = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True, closefd=False)
-        return io.BufferedReader(unpacked, 1 << 20)
+        return io.BufferedReader(_ZstdReader(raw), 1 << 20)
     return raw
+
+
+class _ZstdReader(io.RawIOBase):
+    """All frames of a .zst, one after another. The library's own reader takes a file cut short for a whole one."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        super().__init__()
+        self._raw = raw
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False  # the frame has some input
+        self._packed = b""
+        self._unpacked = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:  # whatever can be written to
+        while not self._unpacked:
+            self._packed = self._packed or self._raw.read(1 << 18)
+            if not self._packed:
+                if self._begun:
+                    raise EOFError("the file ends inside a frame")
+                return 0
+            self._begun = True
+            self._unpacked = self._frame.decompress(self._packed)
+            self._packed = b""
+            if self._frame.eof:
+                self._packed = self._frame.unused_data
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._begun = False
+        count = min(len(buffer), len(self._unpacked))
+        buffer[:count] = self._unpacked[:count]
+        self._unpacked = self._unpacked[count:]
+        return count
 
 
 def _skip(file: BinaryIO, nbytes: int, *, packed: bool) -> None:

@@ -141,14 +141,14 @@ def _read_layout(path: Path, contents: bytes | mmap.mmap, multimodal: bool | Non
     if multimodal is None:
         multimodal = len(contents) == plain + num_sequences != plain
     layout = _Layout(DTYPES[code], num_sequences, num_ends, multimodal)
-    _check_size(path, len(contents), layout.modes.stop, plain + num_sequences)
+    _check_size(path, len(contents), layout.modes.stop, (plain, plain + num_sequences))
     return layout
 
 
-def _check_size(path: Path, found: int, expected: int, with_modes: int) -> None:
+def _check_size(path: Path, found: int, expected: int, without_and_with_modes: tuple[int, int]) -> None:
     if found == expected:
         return
-    if found in (with_modes, expected - (with_modes - expected)):
+    if found in without_and_with_modes:
         cause = "the multimodal setting differs from the file's: pass multimodal=None to read it from the size"
     elif found < expected:
         cause = "a truncated copy: copy the file again, or run `megalith prepare` again"

@@ -148,6 +148,7 @@ class Journal:
         self._state = folder / "state.json"
         self._saved = time.monotonic()
         self._lock: BinaryIO | None = None
+        self._fits = False  # what is in the folder is known to be of this run
 
     @property
     def position(self) -> Position:
@@ -175,6 +176,7 @@ class Journal:
             self._state.unlink(missing_ok=True)
         if self._state.exists():
             self._load()
+        self._fits = True
         if not self.finished:
             for store, sizes in zip(self._stores, self._done.sizes):
                 store.open(sizes)
@@ -256,7 +258,8 @@ class Journal:
             self.save()
         for store in self._stores:
             store.close()
-        if kind is not None and not (self._state.exists() and self.totals.tokens):
+        useful = self._state.exists() and (self.totals.tokens or not self._fits)
+        if kind is not None and not useful:
             shutil.rmtree(self._folder, ignore_errors=True)  # nothing in it that a later run could use
         self._lock.close()
 

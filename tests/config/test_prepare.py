@@ -1,0 +1,29 @@
+"""Which settings of prepare are refused."""
+
+from megalith.config.prepare import PrepareConfig, prepare_problems
+from megalith.config.tokenizer import TokenizerConfig
+
+
+def test_a_plain_config_is_accepted() -> None:
+    assert prepare_problems(PrepareConfig(input=("a.txt",), output="a")) == []
+
+
+def test_all_broken_rules_are_told_at_once() -> None:
+    config = PrepareConfig(
+        input=(),
+        output="a",
+        keys=("text", "text"),
+        workers=0,
+        resume=True,
+        overwrite=True,
+        tokenizer=TokenizerConfig(kind="null"),
+    )
+    told = "\n".join(prepare_problems(config))
+    for text in (
+        "tokenizer.vocab_size=None",
+        "input=() names no file",
+        "keys=('text', 'text'): use one or more different keys",
+        "workers=0 must be 1 or more",
+        "resume=True and overwrite=True ask for opposite things: use resume to go on",
+    ):
+        assert text in told

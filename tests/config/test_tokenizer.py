@@ -1,0 +1,25 @@
+"""Which settings of a tokenizer are refused."""
+
+import pytest
+
+from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
+
+
+def test_each_kind_has_a_correct_form() -> None:
+    assert tokenizer_problems(TokenizerConfig()) == []
+    assert tokenizer_problems(TokenizerConfig(kind="huggingface", path="folder", eod="</s>")) == []
+    assert tokenizer_problems(TokenizerConfig(kind="null", vocab_size=100)) == []
+
+
+@pytest.mark.parametrize(
+    "tokenizer, text",
+    [
+        (TokenizerConfig(kind="huggingface"), "tokenizer.kind=huggingface needs tokenizer.path. Set it to a folder"),
+        (TokenizerConfig(path="gpt2"), "tokenizer.path=gpt2 belongs to a tokenizer read from files"),
+        (TokenizerConfig(eod="x"), "tokenizer.eod=x belongs to a tokenizer read from files"),
+        (TokenizerConfig(kind="null"), "tokenizer.vocab_size=None: the null tokenizer has no vocabulary of its own"),
+        (TokenizerConfig(vocab_size=300), "tokenizer.vocab_size=300: a byte tokenizer knows its own size"),
+    ],
+)
+def test_each_broken_rule_is_named_with_its_value(tokenizer: TokenizerConfig, text: str) -> None:
+    assert [problem.startswith(text) for problem in tokenizer_problems(tokenizer)] == [True]

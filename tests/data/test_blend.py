@@ -1,0 +1,84 @@
+"""Blends: golden orders, sizes, and shares that come out right."""
+
+import numpy as np
+import pytest
+
+from megalith.data.blend import (
+    BlendedDataset,
+    BlendOrder,
+    exhaustive_order,
+    member_sizes,
+    normalized,
+    weighted_order,
+)
+from megalith.data.mock import MockStore
+from megalith.data.pretrain import PretrainDataset, WindowPlan
+from megalith.errors import DataError
+
+
+def test_the_weighted_order_is_the_recorded_one() -> None:
+    order = weighted_order([0.5, 0.3, 0.2], 10)
+    assert order.members.tolist() == [0, 1, 2, 0, 1, 0, 2, 0, 1, 0]
+    assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
+    assert [array.dtype.name for array in (order.members, order.samples)] == ["int16", "int64"]
+
+
+def test_the_exhaustive_order_is_the_recorded_one() -> None:
+    order = exhaustive_order([3, 5, 2])
+    assert order.members.tolist() == [1, 0, 2, 1, 0, 1, 2, 1, 0, 1]
+    assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_shares_are_met_to_within_one_sample_per_member(case: int) -> None:
+    draw = np.random.default_rng(case)
+    weights, size = draw.random(draw.integers(1, 9)) + 0.01, int(draw.integers(20, 400))
+    taken = np.bincount(weighted_order(weights.tolist(), size).members, minlength=len(weights))
+    assert np.abs(taken - np.array(normalized(weights.tolist())) * size).max() <= len(weights)
+
+
+def test_a_longer_order_begins_with_the_shorter_one() -> None:
+    short, long = weighted_order([2, 1, 4], 50), weighted_order([2, 1, 4], 90)
+    assert long.members[:50].tolist() == short.members.tolist()
+
+
+def test_an_exhaustive_order_uses_every_sample_once() -> None:
+    order = exhaustive_order([7, 1, 12, 4])
+    pairs = sorted(zip(order.members.tolist(), order.samples.tolist()))
+    assert pairs == [(member, sample) for member, size in enumerate([7, 1, 12, 4]) for sample in range(size)]
+
+
+def test_members_are_built_for_a_little_more_than_their_share() -> None:
+    sizes = member_sizes([3, 1], 1001, 0.005)
+    assert (sizes.targets, sizes.built_for, sizes.total) == ((751, 251), (755, 253), 1002)
+
+
+def members(count: int, num_samples: int) -> list[PretrainDataset]:
+    plan = WindowPlan(seq_len=4, num_samples=num_samples, seed=1)
+    return [PretrainDataset(MockStore(99, 98, 30 + i, 20), plan, vocab_size=99) for i in range(count)]
+
+
+def test_samples_come_from_the_member_and_place_of_the_order() -> None:
+    parts = members(2, 30)
+    blend = BlendedDataset(parts, ["a", "b"], [0, 3], weighted_order([2, 1], 30), "print")
+    assert len(blend) == blend.num_samples == 30
+    sample = blend.sample(1)
+    assert sample.dataset_id == 3
+    assert sample.ids.tolist() == parts[1].sample(0).ids.tolist()
+    assert blend.sample(2).dataset_id == 0
+    with pytest.raises(DataError, match=r"the blend has 30 samples, and sample 30 was asked for\. Use more data"):
+        blend.sample(30)
+
+
+def test_a_member_that_is_too_short_is_named() -> None:
+    parts = members(2, 10)
+    order = BlendOrder(np.ones(10_000, np.int16), np.arange(10_000))
+    text = rf"corpus-b has {parts[1].num_samples} samples, and the blend takes 10000 of them\. Set data.mid_level"
+    with pytest.raises(DataError, match=text):
+        BlendedDataset(parts, ["a", "corpus-b"], [0, 1], order, "print")
+
+
+def test_too_many_members_are_refused() -> None:
+    part = members(1, 10)[0]
+    with pytest.raises(DataError, match="a blend of 32767 members: use at most 32766"):
+        BlendedDataset([part] * 32767, ["a"] * 32767, range(32767), weighted_order([1], 2), "print")

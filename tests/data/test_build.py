@@ -1,0 +1,177 @@
+"""Settings to datasets: which samples each split has, blends, caches, and what is refused."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith.config.data import DataConfig
+from megalith.data import pretrain
+from megalith.data.build import Splits, build_datasets
+from megalith.data.indexed import IndexedDatasetBuilder
+from megalith.errors import ConfigError, DataError
+
+
+def build(data: DataConfig, **changes: Any) -> Splits:
+    arguments: dict[str, Any] = {
+        "seq_len": 8,
+        "seed": 1234,
+        "train_samples": 40,
+        "valid_samples": 4,
+        "test_samples": 0,
+        "vocab_size": 5000,
+        "eod": 4999,
+    }
+    return build_datasets(data, **(arguments | changes))
+
+
+def write(folder: Path, name: str, first_id: int = 0, documents: int = 20) -> str:
+    """A store of 13-token documents; token t of document d is first_id + 13 d + t."""
+    with IndexedDatasetBuilder(str(folder / name), np.uint16) as builder:
+        for document in range(documents):
+            builder.add_document(np.arange(13) + first_id + 13 * document, [13])
+        builder.finalize()
+    return str(folder / name)
+
+
+def tokens(dataset: Any) -> set[int]:
+    return {int(token) for k in range(len(dataset)) for token in dataset.sample(k).ids}
+
+
+def test_mock_data_gives_all_three_splits_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    splits = build(DataConfig(mock=True, mock_num_documents=30, mock_max_tokens=50), test_samples=3)
+    assert splits.train is not None and splits.valid is not None and splits.test is not None
+    assert len(splits.train) >= 40 and splits.test.sample(0).ids.shape == (9,)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_splits_of_one_store_share_no_document(tmp_path: Path) -> None:
+    splits = build(DataConfig(path=(write(tmp_path, "a"),), split="6,2,2"), valid_samples=None, test_samples=None)
+    parts = [{token // 13 for token in tokens(part)} for part in (splits.train, splits.valid, splits.test)]
+    assert parts[0] <= set(range(12)) and parts[1] <= set(range(12, 16)) and parts[2] <= set(range(16, 20))
+
+
+def test_splits_with_files_of_their_own_read_all_of_them(tmp_path: Path) -> None:
+    data = DataConfig(train_path=(write(tmp_path, "a"),), valid_path=(write(tmp_path, "b", 1000, 5),))
+    splits = build(data, valid_samples=None)
+    assert splits.valid is not None and tokens(splits.valid) >= set(range(1000, 1060))
+    assert splits.test is None
+    with pytest.raises(ConfigError, match=r"data\.test_path is not set, but the run reads 3 test samples\. Set it"):
+        build(data, test_samples=3)
+
+
+def test_a_weighted_blend_mixes_by_weight_and_names_the_member(tmp_path: Path) -> None:
+    paths = ("3", write(tmp_path, "a"), "0", write(tmp_path, "b", 1000), "1", write(tmp_path, "c", 2000))
+    train = build(DataConfig(path=paths, split="1,0,0"), train_samples=100, valid_samples=0).train
+    assert train is not None and len(train) == 100
+    samples = [train.sample(k) for k in range(100)]
+    assert [sum(sample.dataset_id == member for sample in samples) for member in range(3)] == [75, 0, 25]
+    assert all((sample.ids[0] >= 2000) == (sample.dataset_id == 2) for sample in samples)
+
+
+def test_a_blend_without_weights_reads_each_once(tmp_path: Path) -> None:
+    data = DataConfig(path=(write(tmp_path, "a"), write(tmp_path, "b", 1000, 10)), split="1,0,0")
+    train = build(data, train_samples=None, valid_samples=0).train
+    assert train is not None and len(train) == 32 + 16
+    inputs = [int(token) for k in range(48) for token in train.sample(k).ids[:-1]]
+    assert len(inputs) == len(set(inputs))
+    text = r"training data has 48 samples, and the run reads 49\. Set weights in front of the prefixes"
+    with pytest.raises(DataError, match=text):
+        build(data, train_samples=49, valid_samples=0)
+
+
+def test_a_whole_split_cannot_be_weighted(tmp_path: Path) -> None:
+    data = DataConfig(path=("1", write(tmp_path, "a"), "2", write(tmp_path, "b")), split="1,1,0")
+    with pytest.raises(ConfigError, match=r"data weights \[1\.0, 2\.0\] cannot be honoured over the whole valid split"):
+        build(data, valid_samples=None)
+
+
+def test_the_index_is_kept_beside_the_data_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = DataConfig(path=(write(tmp_path, "a"),), split="1,1,0")
+    first = build(data)
+
+    def never(*arguments: object) -> None:
+        raise AssertionError("the index was built twice")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, "build_sample_index", never)
+        second = build(data)
+        assert first.train is not None and second.train is not None
+        assert [first.train.sample(k).ids.tolist() for k in range(40)] == [
+            second.train.sample(k).ids.tolist() for k in range(40)
+        ]
+        write(tmp_path, "a", documents=21)
+        with pytest.raises(AssertionError, match="built twice"):
+            build(data)
+    assert (tmp_path / "a" / "cache").is_dir()
+
+
+def test_a_blend_is_kept_in_the_cache_folder(tmp_path: Path) -> None:
+    paths = ("1", write(tmp_path, "a"), "2", write(tmp_path, "b", 1000))
+    build(DataConfig(path=paths, split="1,1,0", cache_path=str(tmp_path / "cache")))
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.name.endswith("-members.npy")]) == 2
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_fingerprint_of_a_blend_follows_weights_and_members(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a"), write(tmp_path, "b", 1000, 25)
+    prints = []
+    for words in (("1", a, "2", b), ("1", a, "3", b), ("1", b, "2", a)):
+        train = build(DataConfig(path=words, split="1,0,0"), valid_samples=0).train
+        assert train is not None
+        prints.append(train.fingerprint)
+    assert len(set(prints)) == 3
+    longer = build(DataConfig(path=("1", a, "2", b), split="1,0,0"), valid_samples=0, train_samples=41).train
+    assert longer is not None and longer.fingerprint == prints[0]
+
+
+def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
+    a = write(tmp_path, "a")
+    short = build(DataConfig(path=(a,), split="1,0,0"), train_samples=40, valid_samples=0).train
+    longer = build(DataConfig(path=(a,), split="1,0,0"), train_samples=60, valid_samples=0).train
+    pinned = DataConfig(path=(a,), split="1,0,0", num_train_samples=40)
+    kept = build(pinned, train_samples=60, valid_samples=0).train
+    assert short is not None and longer is not None and kept is not None
+    assert kept.fingerprint == short.fingerprint != longer.fingerprint
+    assert kept.sample(39).ids.tolist() == short.sample(39).ids.tolist()
+    with pytest.raises(
+        DataError, match=r"has 64 samples, and the run reads 70\. Set data\.num_train_samples=40 higher"
+    ):
+        build(pinned, train_samples=70, valid_samples=0)
+
+
+def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
+    data = DataConfig(path=(str(tmp_path / "one"), write(tmp_path, "a"), str(tmp_path / "two")))
+    with pytest.raises(DataError, match=r"one\.idx and .*one\.bin not found(.|\n)*two\.idx and .*two\.bin not found"):
+        build(data)
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"seed": -1}, r"seed=-1: the order of samples needs a seed of 0 to 4294967295\. Set seed"),
+        ({"test_samples": 5}, r"data\.split=1,1,0 gives test nothing, but the run reads 5 test samples\. Set a test"),
+        (
+            {"seq_len": 500},
+            r"the train split of .* has 130 tokens in 10 sequences, and one sample needs 501\. Use more",
+        ),
+        ({"vocab_size": 200}, r"a: token id 2\d\d is outside the vocabulary of 200 ids\. Use the tokenizer"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(tmp_path: Path, changes: dict[str, int], text: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=text):
+        build(DataConfig(path=(write(tmp_path, "a"),), split="1,1,0"), **changes)
+
+
+def test_a_broken_rule_of_the_settings_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data has 0 sources"):
+        build(DataConfig())
+
+
+def test_a_member_without_weight_is_left_out_with_a_notice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        build(DataConfig(path=("1", write(tmp_path, "a"), "0", write(tmp_path, "b")), split="1,1,0"))
+    assert "b has weight 0 and is not read" in caplog.text

@@ -1,0 +1,124 @@
+"""Hugging Face tokenizers: the same ids as transformers, the right end token, and clear refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
+from megalith.data.tokenizer import ends_texts_itself
+from megalith.errors import DataError
+
+TEXT = "It was the best of times, it was the worst of times. Ça va? 12345 + 67 == {x: [1, 2]}\n\n    return None\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizers") / "bpe"
+    train_bpe([TEXT] * 4, vocab_size=300, path=str(path))
+    return str(path)
+
+
+def changed(folder: str, target: Path, **settings: object) -> str:
+    """A copy of the tokenizer with another tokenizer_config.json."""
+    shutil.copytree(folder, target)
+    (target / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(target)
+
+
+def test_ids_equal_those_of_transformers(folder: str) -> None:
+    ours, theirs = HuggingFaceTokenizer(folder), PreTrainedTokenizerFast.from_pretrained(folder)
+    for start in range(0, len(TEXT), 3):
+        text = TEXT[start : start + 40]
+        assert ours.encode(text) == theirs(text).input_ids
+        assert ours.decode(ours.encode(text)) == text
+    assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+
+
+def test_training_twice_gives_the_same_file(folder: str, tmp_path: Path) -> None:
+    again = train_bpe([TEXT] * 4, vocab_size=300, path=str(tmp_path / "again"))
+    assert again.fingerprint == HuggingFaceTokenizer(folder).fingerprint
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+
+
+def test_frequent_words_become_one_id(folder: str) -> None:
+    tokenizer = HuggingFaceTokenizer(folder)
+    assert len(tokenizer.encode("It was the best of times")) < 14
+    assert tokenizer.vocab_size == 300
+
+
+def test_the_end_token_is_the_one_named(folder: str, tmp_path: Path) -> None:
+    assert HuggingFaceTokenizer(changed(folder, tmp_path / "a", eos_token={"content": "!"})).eod != 0
+    assert HuggingFaceTokenizer(changed(folder, tmp_path / "b")).eod == 0  # by its well-known name
+    assert HuggingFaceTokenizer(folder, eod="!").eod == HuggingFaceTokenizer(folder).encode("!")[0]
+    assert HuggingFaceTokenizer(changed(folder, tmp_path / "c", bos_token="<|endoftext|>")).bos == 0
+    assert HuggingFaceTokenizer(folder).bos is None
+    with pytest.raises(DataError, match=r"tokenizer\.eod='<none>' is not a token of .*Set it to one of its tokens"):
+        HuggingFaceTokenizer(folder, eod="<none>")
+
+
+def test_a_tokenizer_without_end_token_says_so_when_asked(tmp_path: Path) -> None:
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    plain.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert tokenizer.vocab_size == 2
+    with pytest.raises(DataError, match=r"no end-of-document token is named in it\. Set tokenizer\.eod to the text"):
+        _ = tokenizer.eod
+
+
+def test_special_tokens_of_its_own_can_be_left_out(folder: str, tmp_path: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(f"{folder}/tokenizer.json")
+    inner.post_processor = tokenizers.processors.TemplateProcessing(
+        single="$A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    whole, bare = (HuggingFaceTokenizer(str(tmp_path), add_special_tokens=wanted) for wanted in (True, False))
+    assert whole.encode("best") == [*bare.encode("best"), 0]
+    assert (ends_texts_itself(whole), ends_texts_itself(bare)) == (True, False)
+    assert whole.fingerprint != bare.fingerprint
+
+
+def test_a_name_in_the_local_cache_is_found(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "models--someone--model" / "snapshots" / "abc"
+    shutil.copytree(folder, snapshot)
+    (tmp_path / "models--someone--model" / "refs").mkdir()
+    (tmp_path / "models--someone--model" / "refs" / "main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert HuggingFaceTokenizer("someone/model").vocab_size == 300
+
+
+@pytest.mark.parametrize("name", ["someone/missing", "/no/such/folder/here"])
+def test_a_missing_tokenizer_is_refused(name: str) -> None:
+    text = rf"tokenizer\.path={name}: neither a folder nor a model in the local Hugging Face cache\. Set it to a folder"
+    with pytest.raises(DataError, match=text):
+        HuggingFaceTokenizer(name)
+
+
+def test_a_folder_without_a_tokenizer_tells_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(
+        DataError, match=r"has no tokenizer\.json, only \['tokenizer\.model'\]\. Use a folder written by"
+    ):
+        HuggingFaceTokenizer(str(tmp_path))
+
+
+def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(
+        DataError, match=r"not a tokenizer that the installed tokenizers .* can read .*Use another file"
+    ):
+        HuggingFaceTokenizer(str(tmp_path))
+    copy = changed(folder, tmp_path / "copy")
+    (Path(copy) / "tokenizer_config.json").write_text("{")
+    with pytest.raises(
+        DataError, match=r"tokenizer_config\.json: not JSON .*Use the file that came with the tokenizer"
+    ):
+        HuggingFaceTokenizer(copy)
+
+
+def test_a_vocabulary_without_room_for_merges_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"vocab_size=257: bytes and the end token alone are 257 ids\. Use 258 or more"):
+        train_bpe([TEXT], vocab_size=257, path=str(tmp_path))
