@@ -1,28 +1,21 @@
 """`megalith doctor`: what this machine offers, how fast it is, and what is missing for what."""
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from __future__ import annotations  # the types below come with torch, which --help does without
 
-import torch
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
-from megalith.observe.capabilities import Capability, capabilities
-from megalith.observe.machine import (
-    DTYPES,
-    Format,
-    Machine,
-    measured_bandwidth,
-    measured_peak_flops,
-    peak_flops,
-    read_machine,
-)
 
-BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and AdamW's two means
-MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
+if TYPE_CHECKING:
+    from megalith.observe.capabilities import Capability
+    from megalith.observe.checkup import Rates
+    from megalith.observe.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,24 +29,13 @@ class DoctorOptions:
     """Print one JSON document."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What was measured on one device."""
-
-    device: str
-    threads: int | None
-    """CPU threads; None on a GPU."""
-
-    tflops: dict[Format, float]
-    peak_tflops: dict[Format, float | None]
-    """What the maker promises; None where no table has it, as for every CPU."""
-
-    bandwidth_gb_per_second: float
-
-
 def main(argv: list[str]) -> int:
     """Run `megalith doctor`."""
     options = parse_options(DoctorOptions, argv, prog="megalith doctor")
+    from megalith.observe.capabilities import capabilities  # these load torch, which --help does without
+    from megalith.observe.checkup import advise, measure
+    from megalith.observe.machine import read_machine
+
     machine, found = read_machine(), capabilities()
     rates = [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))] if options.measure else []
     advice = advise(machine, found, rates)
@@ -62,48 +44,6 @@ def main(argv: list[str]) -> int:
     else:
         print_report(machine, found, rates, advice)
     return 0
-
-
-def measure(device: str) -> Rates:
-    """Measure one device; a CPU with as many threads as torch uses by itself."""
-    name = "" if device == "cpu" else torch.cuda.get_device_name(device)
-    peaks = {key: peak_flops(name, DTYPES[key]) for key in MEASURED_FORMATS}
-    return Rates(
-        device=device,
-        threads=torch.get_num_threads() if device == "cpu" else None,
-        tflops={key: measured_peak_flops(DTYPES[key], device=device) / 1e12 for key in MEASURED_FORMATS},
-        peak_tflops={key: None if peak is None else peak / 1e12 for key, peak in peaks.items()},
-        bandwidth_gb_per_second=measured_bandwidth(device=device) / 1e9,
-    )
-
-
-def advise(machine: Machine, found: dict[str, Capability], rates: list[Rates]) -> list[str]:
-    """What this machine is good for and what it lacks, in sentences."""
-    memory = max([gpu.memory_gib for gpu in machine.gpus], default=machine.memory_gib)
-    largest = 0.7 * memory * 2**30 / BYTES_PER_PARAMETER  # guess: the rest is for activations and everything else
-    where = "one GPU" if machine.gpus else "this machine"
-    advice = [
-        f"A model of up to about {largest / 1e9:.2g}B parameters can be trained in fp32 in the memory of {where}."
-    ]
-    if not machine.gpus:
-        advice.append("There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as tiny_cpu.")
-    for name, capability in found.items():
-        wanted = name != "NVIDIA GPU" and (name != "nccl" or bool(machine.gpus))
-        if wanted and not capability.present:
-            advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")
-    for rate in rates:
-        if rate.tflops["bf16"] < rate.tflops["fp32"]:
-            advice.append(f"bf16 is slower than fp32 on {rate.device}: use precision.params=fp32 there.")
-        if rate.threads is not None and rate.threads < machine.cores:
-            advice.append(
-                f"torch uses {rate.threads} of {machine.cores} cores here. Set OMP_NUM_THREADS={machine.cores}, "
-                f"or let `megalith train` divide the cores among its ranks."
-            )
-    if machine.disk_free_gib < 10:
-        advice.append(f"Only {machine.disk_free_gib:.1f} GiB of disk are free here: set checkpoint.keep=1.")
-    if machine.open_files is not None and machine.open_files < 1024:
-        advice.append(f"A process may open only {machine.open_files} files. Run `ulimit -n 4096` for many ranks.")
-    return advice
 
 
 def report(
@@ -157,12 +97,12 @@ def _machine_table(machine: Machine) -> Table:
 
 def _rates_table(rates: list[Rates]) -> Table:
     table = Table("measured on", box=box.SIMPLE_HEAD, pad_edge=False)
-    for key in MEASURED_FORMATS:
+    for key in rates[0].tflops:
         table.add_column(f"{key} TFLOP/s", justify="right")
     table.add_column("memory GB/s", justify="right")
     for rate in rates:
         threads = f", {rate.threads} threads" if rate.threads else ""
-        cells = [_with_peak(rate.tflops[key], rate.peak_tflops[key]) for key in MEASURED_FORMATS]
+        cells = [_with_peak(rate.tflops[key], rate.peak_tflops[key]) for key in rate.tflops]
         table.add_row(f"{rate.device}{threads}", *cells, f"{rate.bandwidth_gb_per_second:.1f}")
     return table
 

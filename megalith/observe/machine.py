@@ -171,9 +171,12 @@ def measured_bandwidth(*, device: str = "cpu") -> float:
 
 
 def _seconds(work: Callable[[], object], *, device: str, budget: float = 0.15) -> list[float]:
-    """Times of `work`, repeated 5 to 15 times and, after the fifth, not for longer than `budget` seconds."""
+    """Times of `work`, repeated for `budget` seconds and at least 5 times.
+
+    Short work too is repeated that long: on a busy machine a few milliseconds may all fall into another's turn.
+    """
     times: list[float] = []
-    while len(times) < 6 or (len(times) < 16 and sum(times) < budget):
+    while len(times) < 6 or sum(times) < budget:
         start = time.perf_counter()
         work()
         if device != "cpu":
