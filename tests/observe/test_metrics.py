@@ -1,0 +1,36 @@
+"""metrics.jsonl: each step once, whatever a crash left behind."""
+
+import json
+from pathlib import Path
+
+from megalith.observe.metrics import MetricsFile, cut_after, read_metrics
+
+
+def test_rows_come_back_with_a_time(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0)
+    file.write({"step": 1, "loss": 2.5})
+    file.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["loss"] == 2.5
+    assert str(row["time_utc"]).endswith("+00:00")
+
+
+def test_resuming_cuts_later_steps_and_a_torn_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 2, 3, 4)) + '{"step": 5, "lo')
+    file = MetricsFile(path, resume_at=2)
+    file.write({"step": 3, "loss": 1.0})
+    file.close()
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3]
+
+
+def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n')
+    cut_after(path, 2)
+    assert [row.get("eval_loss") for row in read_metrics(path)] == [None, 1]
+
+
+def test_no_file_is_nothing_to_cut(tmp_path: Path) -> None:
+    cut_after(tmp_path / "metrics.jsonl", 5)
+    assert not (tmp_path / "metrics.jsonl").exists()

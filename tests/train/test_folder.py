@@ -1,0 +1,51 @@
+"""A run keeps what decides its weights and its data; the rest may change, and is listed."""
+
+from pathlib import Path
+
+import pytest
+
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.errors import ConfigError
+from megalith.recipes import resolve
+from megalith.train.folder import RunFolder, changed_settings, run_folder, write_config
+
+
+def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
+    """The folder of a run that has begun."""
+    run, folder = resolve("tiny_cpu"), RunFolder(tmp_path / "run")
+    write_config(folder, run)
+    return folder, run
+
+
+def test_an_unchanged_run_has_nothing_to_list(tmp_path: Path) -> None:
+    folder, run = started(tmp_path)
+    assert changed_settings(folder, run) == []
+    assert changed_settings(RunFolder(tmp_path / "new"), run) == []
+
+
+def test_what_may_change_is_listed(tmp_path: Path) -> None:
+    folder, run = started(tmp_path)
+    later = apply_overrides(run, {"train.steps": "80", "parallel.tp": "2", "schedule.lr": "5e-4"})
+    lines = changed_settings(folder, later)
+    assert "train.steps: 40 before, 80 now" in lines
+    assert {line.split(":")[0] for line in lines} == {"train.steps", "parallel.tp", "schedule.lr"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model.hidden_size", "128"), ("seed", "7"), ("train.seq_len", "64"), ("data.mock_num_documents", "9")],
+)
+def test_what_a_run_keeps_for_life_is_refused_with_both_values(tmp_path: Path, field: str, value: str) -> None:
+    folder, run = started(tmp_path)
+    with pytest.raises(ConfigError, match=f"{field}: .* before, {value} now") as caught:
+        changed_settings(folder, apply_overrides(run, {field: value}))
+    assert "choose another folder with --run NAME" in str(caught.value)
+
+
+def test_a_name_is_under_runs_and_a_path_is_a_path() -> None:
+    run = resolve("tiny_cpu")
+    assert run_folder(run, None).path == Path("runs/tiny_cpu")
+    assert run_folder(run, "again").path == Path("runs/again")
+    assert run_folder(run, "./here").path == Path("here")
+    assert run_folder(run, "/tmp/there").path == Path("/tmp/there")

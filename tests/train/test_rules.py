@@ -1,0 +1,73 @@
+"""Every rule names the field, its value, the reason and a value that would work; all broken ones come together."""
+
+import pytest
+
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.train import LoopConfig, TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.errors import ConfigError
+from megalith.train.rules import check_run, model_problems, run_problems
+
+
+def run(**overrides: str) -> TrainRun:
+    """A run that breaks no rule, with dotted settings changed (written with __ for the dot)."""
+    sound = TrainRun(
+        name="sound",
+        model=ModelConfig(
+            vocab_size=100, hidden_size=48, num_layers=2, num_heads=8, num_kv_heads=4, ffn_hidden_size=64, max_seq_len=64
+        ),
+        data=DataConfig(mock=True),
+        train=LoopConfig(steps=10, global_batch_size=12, micro_batch_size=2, seq_len=32),
+        schedule=ScheduleConfig(lr=1e-3),
+    )  # fmt: skip
+    return apply_overrides(sound, {name.replace("__", "."): value for name, value in overrides.items()})
+
+
+def test_a_sound_run_breaks_no_rule() -> None:
+    assert run_problems(run(), 1) == []
+    assert run_problems(run(parallel__tp="2", parallel__sp="true"), 6) == []
+
+
+CASES = [
+    ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
+    ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
+    ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
+    ({"parallel__tp": "6"}, 6, "parallel.tp=6 does not fit model.num_kv_heads=4", "one of [1, 2, 3, 4, 8]"),
+    ({"model__ffn_hidden_size": "3", "parallel__tp": "4"}, 4, "parallel.tp=4 is more than model.ffn_hidden_size=3", "at most 3"),
+    ({"parallel__sp": "true"}, 1, "parallel.sp=true needs parallel.tp > 1", "Set parallel.tp to 2"),
+    (
+        {"parallel__sp": "true", "parallel__tp": "4", "train__seq_len": "31", "train__micro_batch_size": "1"}, 4,
+        "= 1 * 31 = 31 tokens do not divide over parallel.tp=4", "train.seq_len to 32",
+    ),
+    ({"train__seq_len": "65"}, 1, "train.seq_len=65 is more than model.max_seq_len=64", "64 or less"),
+    ({"train__compile": "true", "parallel__tp": "2"}, 2, "train.compile=true with parallel.tp=2", "Set one of them off"),
+    ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
+    ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
+    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be above 0", "use 1e-08"),
+    ({"optim__clip_grad": "-1"}, 1, "optim.clip_grad=-1.0 must not be below 0", "use 0 or more"),
+    ({"train__steps": "0"}, 1, "train.steps=0 must be at least 1", "Set train.steps to 1 or more"),
+    ({"checkpoint__keep": "0"}, 1, "checkpoint.keep=0 must be at least 1", "Set checkpoint.keep"),
+    ({"train__global_batch_size": "7"}, 1, "train.global_batch_size=7 is not a multiple", "6 or 8"),
+    ({"parallel__tp": "4"}, 6, "world", "4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "world", "said", "fix"), CASES)
+def test_a_broken_rule_says_what_and_what_would_work(changed: dict[str, str], world: int, said: str, fix: str) -> None:
+    problems = run_problems(run(**changed), world)
+    assert any(said in problem and fix in problem for problem in problems), problems
+
+
+def test_all_broken_rules_come_in_one_error() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_run(run(model__num_kv_heads="3", train__seq_len="65", optim__beta1="2"), 1)
+    text = str(caught.value)
+    assert text.startswith("3 settings must be changed")
+    assert all(field in text for field in ("model.num_kv_heads=3", "train.seq_len=65", "optim.beta1=2.0"))
+
+
+def test_the_model_alone_can_be_checked_without_data() -> None:
+    assert model_problems(run(data__mock="false")) == []
+    assert "model.head_dim=5" in model_problems(run(model__head_dim="5"))[0]
