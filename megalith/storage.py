@@ -39,12 +39,12 @@ def write_new(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Give `path` new contents at once: a reader sees all of the old or all of the new."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    aside.unlink(missing_ok=True)  # left by a process that was killed and whose number we now have
+    remove_file(aside)  # left by a process that was killed and whose number we now have
     try:
         write_new(aside, data)
         os.replace(aside, path)
     except OSError:
-        aside.unlink(missing_ok=True)
+        remove_file(aside)
         raise
     sync_folder(path.parent)
 
@@ -58,6 +58,11 @@ def make_folder(folder: Path) -> None:
     """A new folder and its parents; a folder that exists is an error."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     os.mkdir(folder)
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file; no error when there is none."""
+    path.unlink(missing_ok=True)
 
 
 def remove_tree(folder: Path) -> None:

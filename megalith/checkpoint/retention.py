@@ -43,7 +43,11 @@ def sweep(folder: Path) -> list[Path]:
     Only for the holder of the run's lock, before its first save: then whoever made these is dead. Returns the
     folders dealt with.
     """
-    found = [(name, match) for name in storage.list_names(folder) if (match := _LEFTOVER.fullmatch(name))]
+    names = storage.list_names(folder)
+    for name in names:
+        if name.startswith(f"{layout.LATEST}.tmp-"):
+            storage.remove_file(folder / name)
+    found = [(name, match) for name in names if (match := _LEFTOVER.fullmatch(name))]
     for name, match in found:
         path, final = folder / name, folder / match[1]
         if match[2] == "old" and not final.exists():

@@ -15,7 +15,7 @@ from megalith import storage
 from megalith.checkpoint import agree
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.format import folder_name
-from megalith.checkpoint.save import commit, save_checkpoint, write_boxes
+from megalith.checkpoint.save import SaveReport, commit, save_checkpoint, write_boxes
 from megalith.parallel.group import Group, alone, my_range
 from megalith.plan.shards import cut_dim, split_evenly, whole
 
@@ -70,11 +70,19 @@ def _save(folder: Path, step: int, ranks: Sequence[Sequence[Entry]], state: dict
     return commit(staging, step, parts, {"step": step} if state is None else state, "name: tiny\n")[0]
 
 
-def _save_alone(folder: Path, step: int, *, seed: int = 0, **options: Any) -> Any:
-    keep = {"keep": None} | options
-    return save_checkpoint(
-        folder, step, _cut(_model(seed), 1, 1)[0], {"step": step}, alone("world"), config_text="name: tiny\n", **keep
-    )
+def _save_alone(
+    folder: Path,
+    step: int,
+    *,
+    seed: int = 0,
+    roles: Sequence[str] | None = None,
+    keep: int | None = None,
+    **options: Any,
+) -> SaveReport:
+    """A save on one rank; of all roles by default."""
+    entries = [entry for entry in _cut(_model(seed), 1, 1)[0] if roles is None or entry.role in roles]
+    state, world = {"step": step}, alone("world")
+    return save_checkpoint(folder, step, entries, state, world, config_text="name: tiny\n", keep=keep, **options)
 
 
 @pytest.fixture
@@ -104,12 +112,13 @@ def run_threads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
             except Exception as error:
                 results[rank] = error
 
-        monkeypatch.setattr(agree, "gather_objects", gather)
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with monkeypatch.context() as patch:
+            patch.setattr(agree, "gather_objects", gather)
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
         return results
 
     return run

@@ -1,0 +1,108 @@
+"""Entries become boxes that tile the whole tensor, in the order of memory."""
+
+import itertools
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry, Piece, inner_view, numel, pieces, show_box, tiling_problem
+from megalith.plan.shards import Shard, cut_dim, whole
+
+SHAPES = [(), (1,), (8,), (5, 4), (3, 1, 4), (3, 4, 5), (2, 1, 3, 2)]
+
+
+def entry(shape: tuple[int, ...], flat: tuple[int, int] | None = None) -> Entry:
+    values = torch.arange(math.prod(shape)).reshape(-1)
+    return Entry(replace(whole("w", shape), flat=flat), "param", values if flat is None else values[slice(*flat)])
+
+
+def filled(shape: tuple[int, ...], parts: list[Piece]) -> torch.Tensor:
+    """The whole tensor put together from pieces; -1 where there is none."""
+    out = torch.full(shape, -1)
+    for part in parts:
+        inner_view(Piece(tuple((0, n) for n in shape), out), part.box).copy_(part.values)
+    return out
+
+
+@pytest.mark.parametrize("role,key", [("param", "model.a.b"), ("exp_avg", "optimizer.exp_avg.a.b")])
+def test_keys_name_the_tensor_and_not_the_layout(role: str, key: str) -> None:
+    assert Entry(whole("a.b", (2,)), role, torch.zeros(2)).key == key
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("limit", [None, 1, 3, 7])
+def test_every_range_of_every_shape_is_tiled_by_few_boxes(shape: tuple[int, ...], limit: int | None) -> None:
+    total = math.prod(shape)
+    for start, stop in itertools.combinations_with_replacement(range(total + 1), 2):
+        parts = pieces(entry(shape, (start, stop)), max_numel=limit)
+        assert sum(part.values.numel() for part in parts) == stop - start
+        got = filled(shape, parts).reshape(-1)
+        assert got.tolist() == [i if start <= i < stop else -1 for i in range(total)]
+        if limit is None:
+            assert len(parts) <= max(1, 2 * len(shape) - 1)
+        else:
+            assert all(numel(part.box) <= limit for part in parts)
+    assert pieces(entry(shape, (0, 0))) == []
+
+
+def test_a_flat_range_counts_inside_the_ranks_own_box() -> None:
+    shard = replace(cut_dim(whole("w", (4, 6)), 1, [2, 4], 1, ("tp",)), flat=(3, 9))
+    parts = pieces(Entry(shard, "master", torch.arange(6)))
+    assert [(part.box, part.values.flatten().tolist()) for part in parts] == [
+        (((0, 1), (5, 6)), [0]),
+        (((1, 2), (2, 6)), [1, 2, 3, 4]),
+        (((2, 3), (2, 3)), [5]),
+    ]
+
+
+def test_pieces_are_views_so_that_loading_fills_the_tensor_itself() -> None:
+    tensor = torch.zeros(2, 12, requires_grad=True)  # memory is the box's, the view is not its shape
+    for part in pieces(Entry(whole("w", (4, 6)), "param", tensor), max_numel=5):
+        part.values.fill_(1)
+    assert tensor.sum() == 24
+
+
+@pytest.mark.parametrize("shape,boxes,problem", [
+    ((4, 6), [((0, 4), (0, 3)), ((0, 4), (3, 6))], None),
+    ((), [()], None),
+    ((0, 3), [], None),
+    ((4, 6), [((0, 4), (0, 3)), ((1, 4), (3, 6))], r"\[0:1, 3:6\] of \[4, 6\] is written by nobody"),
+    ((4, 6), [((0, 4), (0, 4)), ((2, 4), (3, 6))], r"\[2:4, 3:4\] of \[4, 6\] is written twice"),
+    ((4, 6), [], r"\[0:4, 0:6\] of \[4, 6\] is written by nobody"),
+    ((), [], r"\[\] of \[\] is written by nobody"),
+    ((), [(), ()], r"\[\] of \[\] is written twice"),
+    ((4,), [((0, 5),)], r"\[0:5\] is not inside its shape \[4\]"),
+    ((4,), [((2, 2),)], r"\[2:2\] is not inside its shape \[4\]"),
+    ((4, 6), [((0, 4),)], r"\[0:4\] is not inside its shape \[4, 6\]"),
+])  # fmt: skip
+def test_a_hole_and_an_overlap_are_found_and_placed(
+    shape: tuple[int, ...], boxes: list[tuple[tuple[int, int], ...]], problem: str | None
+) -> None:
+    found = tiling_problem(shape, boxes)
+    assert found == problem if problem is None else found == problem.replace("\\", "")
+
+
+def test_any_single_fault_in_a_random_tiling_is_found() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        shape = tuple(rng.randint(1, 5) for _ in range(rng.randint(1, 4)))
+        total = math.prod(shape)
+        cuts = sorted({0, total, *(rng.randint(0, total) for _ in range(3))})
+        boxes = [part.box for a, b in itertools.pairwise(cuts) for part in pieces(entry(shape, (a, b)))]
+        rng.shuffle(boxes)
+        assert tiling_problem(shape, boxes) is None
+        assert "by nobody" in str(tiling_problem(shape, boxes[1:]))
+        assert "twice" in str(tiling_problem(shape, [*boxes, boxes[0]]))
+
+
+def test_boxes_read_as_one_would_index() -> None:
+    assert show_box(((0, 4), (2, 6))) == "[0:4, 2:6]"
+
+
+@pytest.mark.parametrize("tensor", [torch.zeros(5), torch.zeros(3, 2).T])
+def test_a_tensor_that_is_not_the_shard_is_our_own_bug(tensor: torch.Tensor) -> None:
+    with pytest.raises(AssertionError, match="model.w"):
+        pieces(Entry(Shard("w", (3, 2), ((0, 3), (0, 2))), "param", tensor))

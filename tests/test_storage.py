@@ -1,0 +1,79 @@
+"""Writes are new, whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megalith import storage
+
+
+def test_a_file_that_exists_is_not_written_into(tmp_path: Path) -> None:
+    storage.write_new(tmp_path / "a", b"first")
+    with pytest.raises(FileExistsError):
+        storage.write_new(tmp_path / "a", b"second")
+    assert storage.read_bytes(tmp_path / "a") == b"first"
+
+
+def test_a_replacement_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "latest"
+    storage.replace_file(path, b"old")
+
+    def refuse(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="No space left"):
+            storage.replace_file(path, b"new and longer")
+    assert storage.read_bytes(path) == b"old"
+    assert storage.list_names(tmp_path) == ["latest"]
+    storage.replace_file(path, b"new")
+    assert storage.read_bytes(path) == b"new"
+
+
+def test_what_a_killed_replacement_left_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / f"latest.tmp-{os.getpid()}").write_bytes(b"half")
+    storage.replace_file(tmp_path / "latest", b"whole")
+    assert storage.list_names(tmp_path) == ["latest"]
+
+
+def test_a_range_of_a_file_ends_with_the_file(tmp_path: Path) -> None:
+    storage.write_new(tmp_path / "a", b"0123456789")
+    assert storage.read_range(tmp_path / "a", 3, 4) == b"3456"
+    assert storage.read_range(tmp_path / "a", 8, 4) == b"89"
+    assert storage.file_nbytes(tmp_path / "a") == 10
+
+
+def test_folders_are_new_and_their_parents_made(tmp_path: Path) -> None:
+    storage.make_folder(tmp_path / "a" / "b")
+    with pytest.raises(FileExistsError):
+        storage.make_folder(tmp_path / "a" / "b")
+    storage.rename(tmp_path / "a" / "b", tmp_path / "a" / "c")
+    storage.sync_folder(tmp_path / "a")
+    assert storage.list_names(tmp_path / "a") == ["c"]
+    assert storage.list_names(tmp_path / "nowhere") == []
+
+
+def test_a_folder_with_files_is_not_renamed_over(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        storage.make_folder(tmp_path / name)
+        storage.write_new(tmp_path / name / "x", name.encode())
+    with pytest.raises(OSError, match="not empty"):
+        storage.rename(tmp_path / "a", tmp_path / "b")
+    assert storage.read_bytes(tmp_path / "b" / "x") == b"b"
+
+
+def test_removing_a_tree_spares_what_links_point_to(tmp_path: Path) -> None:
+    storage.make_folder(tmp_path / "kept")
+    storage.write_new(tmp_path / "kept" / "x", b"x")
+    storage.make_folder(tmp_path / "gone")
+    (tmp_path / "gone" / "link").symlink_to(tmp_path / "kept")
+    storage.remove_tree(tmp_path / "gone")
+    storage.remove_tree(tmp_path / "gone")  # nothing there: fine
+    assert storage.list_names(tmp_path) == ["kept"]
+    assert storage.list_names(tmp_path / "kept") == ["x"]
+
+
+def test_free_space_is_that_of_the_folder(tmp_path: Path) -> None:
+    assert 0 < storage.free_nbytes(tmp_path) < 2**60
