@@ -1,28 +1,448 @@
 """Any layout loads what any other saved, and nothing damaged, foreign or malicious gets through."""
 
+import hashlib
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
-from megalith.parallel.group import alone
+from megalith import storage
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
+from megalith.errors import CheckpointError
+from megalith.parallel.group import Group, alone
+from megalith.plan.shards import Shard, whole
 
 ALONE = alone("world")
 
 
-@pytest.mark.parametrize("saved", [(1, 1), (2, 1), (1, 3), (3, 2)])
-@pytest.mark.parametrize("loaded", [(1, 1), (3, 1), (1, 2), (2, 3)])
+class Evil:
+    """Unpickled without care, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:  # as pickle has it
+        return os.system, (f"touch {self.path}",)
+
+
+def entries_of(tensors: dict[str, Tensor], role: str = "param") -> list[Entry]:
+    return [Entry(whole(name, tuple(tensor.shape)), role, tensor) for name, tensor in tensors.items()]
+
+
+def saved(tmp_path: Path, tiny: SimpleNamespace, entries: Sequence[Entry]) -> Path:
+    path = tiny.save(tmp_path, 100, [entries])
+    assert isinstance(path, Path)
+    return path
+
+
+def edit_manifest(path: Path, change: Callable[[Any], object]) -> None:
+    raw = json.loads((path / "manifest.json").read_text())
+    change(raw)
+    (path / "manifest.json").write_text(json.dumps(raw))
+
+
+def plant(path: Path, key: str, data: bytes) -> None:
+    """Put other bytes where a tensor is, with a manifest that vouches for them."""
+    file = path / "__0_0.distcp"
+    at = file.stat().st_size
+
+    def vouch(raw: Any) -> None:
+        raw["files"][file.name]["nbytes"] = at + len(data)
+        digest = hashlib.sha256(data).hexdigest()
+        raw["tensors"][key]["boxes"][0] |= {"offset": at, "nbytes": len(data), "sha256": digest}
+
+    with file.open("ab") as stream:
+        stream.write(data)
+    edit_manifest(path, vouch)
+
+
+@pytest.mark.parametrize("before", [(1, 1), (2, 1), (1, 3), (3, 2)])
+@pytest.mark.parametrize("after", [(1, 1), (3, 1), (1, 2), (2, 3)])
 def test_any_layout_loads_any_layout_bitwise(
-    tmp_path: Path, tiny: SimpleNamespace, saved: tuple[int, int], loaded: tuple[int, int]
+    tmp_path: Path, tiny: SimpleNamespace, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     model = tiny.model()
-    checkpoint = open_checkpoint(tiny.save(tmp_path, 100, tiny.cut(model, *saved)))
-    wanted, got = tiny.cut(model, *loaded), tiny.cut(model, *loaded, blank=True)
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 100, tiny.cut(model, *before)))
+    wanted, got = tiny.cut(model, *after), tiny.cut(model, *after, blank=True)
     for entries in got:
         checkpoint.load_into(entries, ALONE)
     for a, b in zip(wanted, got, strict=True):
         for x, y in zip(a, b, strict=True):
             assert torch.equal(x.tensor, y.tensor), x.key
     assert verify_checkpoint(checkpoint.path) == []
+
+
+def random_shards(rng: random.Random, name: str, shape: tuple[int, ...]) -> list[Shard]:
+    """Shards that tile the tensor: a random grid of boxes, some of them cut into flat ranges."""
+    spans = []
+    for n in shape:
+        cuts = sorted({0, n, *(rng.randint(0, n) for _ in range(rng.randint(0, 2)))})
+        spans.append(list(itertools.pairwise(cuts)))
+    shards = []
+    for box in itertools.product(*spans):
+        shard = Shard(name, shape, box)
+        marks = sorted([0, shard.numel, *(rng.randint(0, shard.numel) for _ in range(rng.randint(0, 2)))])
+        flats = [None] if rng.random() < 0.5 else list(itertools.pairwise(marks))
+        shards += [replace(shard, flat=flat) for flat in flats]
+    return shards
+
+
+def local(shard: Shard, tensor: Tensor) -> Tensor:
+    box = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
+    return (box if shard.flat is None else box[slice(*shard.flat)]).clone()
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_tilings_load_as_other_random_tilings(tmp_path: Path, tiny: SimpleNamespace, seed: int) -> None:
+    rng = random.Random(seed)
+    shapes = {f"w{i}": tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4))) for i in range(3)}
+    tensors = {name: tiny.values(shape, seed + i, torch.float32) for i, (name, shape) in enumerate(shapes.items())}
+    ranks: list[list[Entry]] = [[] for _ in range(rng.randint(1, 4))]
+    for name, tensor in tensors.items():
+        for shard in random_shards(rng, name, shapes[name]):
+            rng.choice(ranks).append(Entry(shard, "exp_avg", local(shard, tensor)))
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, ranks))
+    wanted = [(shard, tensor) for name, tensor in tensors.items() for shard in random_shards(rng, name, shapes[name])]
+    got = [Entry(shard, "exp_avg", torch.zeros_like(local(shard, tensor))) for shard, tensor in wanted]
+    checkpoint.load_into(got, ALONE)
+    assert all(
+        torch.equal(entry.tensor, local(shard, tensor)) for entry, (shard, tensor) in zip(got, wanted, strict=True)
+    )
+
+
+def test_each_stored_box_is_read_once(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 2, 1)))
+    reads: list[tuple[Path, int]] = []
+    read = storage.read_range
+
+    def counted(path: Path, start: int, nbytes: int) -> bytes:
+        reads.append((path, start))
+        return read(path, start, nbytes)
+
+    monkeypatch.setattr(storage, "read_range", counted)
+    checkpoint.load_into(tiny.cut(model, 1, 3, blank=True)[1], ALONE)
+    assert len(reads) == len(set(reads))
+    assert reads == sorted(reads), "in the order of the files"
+
+
+def test_a_box_of_a_tensor_can_be_read_in_another_dtype(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model()
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 3, 2)))
+    whole_one = model["master", "embed.weight"]
+    assert checkpoint.shape("optimizer.master.embed.weight") == (7, 6)
+    assert checkpoint.dtype("model.embed.weight") == torch.bfloat16
+    got = checkpoint.read("optimizer.master.embed.weight", ((2, 6), (1, 5)), torch.float64)
+    assert torch.equal(got, whole_one[2:6, 1:5].double())
+    assert checkpoint.read("model.norm.weight", ((3, 3),)).shape == (0,)
+    with pytest.raises(
+        CheckpointError, match=r"embed.weight has shape \[7, 6\], and \[0:8, 0:6\] was asked .* Use a box"
+    ):
+        checkpoint.read("model.embed.weight", ((0, 8), (0, 6)))
+    with pytest.raises(CheckpointError, match=r"holds no tensor model.embed.wait. Use .* model.embed.weight"):
+        checkpoint.read("model.embed.wait")
+
+
+def test_keys_name_every_role(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(tiny.model(), 1, 1)))
+    assert len(checkpoint.keys()) == 4 * len(tiny.shapes)
+    assert checkpoint.keys()[0] == "model.embed.weight" and checkpoint.keys()[-1] == "optimizer.master.norm.weight"
+
+
+def test_weights_wanted_in_another_dtype_come_from_their_masters(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model()
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 2, 1)))
+    got = entries_of({name: torch.zeros(shape) for name, shape in tiny.shapes.items()})
+    moments = [entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role.startswith("exp_avg")]
+    checkpoint.load_into(got + moments, ALONE)  # an fp32 run has no separate masters: they are not surplus
+    assert all(torch.equal(entry.tensor, model["master", entry.shard.name]) for entry in got)
+
+
+def test_masters_the_checkpoint_lacks_come_from_its_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    weights = {"w": torch.randn(3, 4)}
+    path = saved(tmp_path, tiny, entries_of(weights))
+    low, master = torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4)
+    open_checkpoint(path).load_into([*entries_of({"w": low}), *entries_of({"w": master}, "master")], ALONE)
+    assert torch.equal(master, weights["w"]) and torch.equal(low, weights["w"].bfloat16())
+
+
+def test_weights_alone_can_be_loaded(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model()
+    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, tiny.cut(model, 1, 2)))
+    got = [entry for entry in tiny.cut(model, 1, 1, blank=True)[0] if entry.role == "param"]
+    assert checkpoint.load_into(got, ALONE).surplus == ()
+    assert all(torch.equal(entry.tensor.view(-1), model["param", entry.shard.name].view(-1)) for entry in got)
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)}))
+    got = entries_of({"a": torch.zeros(4, 8), "b": torch.zeros(7), "c": torch.zeros(2)})
+    for strict in (True, False):
+        with pytest.raises(CheckpointError) as raised:
+            open_checkpoint(path).load_into(got, ALONE, strict=strict)
+        assert str(raised.value) == (
+            f"{path} is a checkpoint of another model:\n"
+            f"  model.a is [4, 8] in this run and [4, 6] in the checkpoint\n"
+            f"  model.b is [7] in this run and [5] in the checkpoint\n"
+            f"Set model.* and optim.* to what {path}/config.yaml says, or choose another checkpoint."
+        )
+    assert not any(entry.tensor.any() for entry in got), "nothing was changed"
+
+
+def test_missing_and_surplus_tensors_are_all_named_in_few_lines(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    stored = {f"layers.{i}.attention.q": torch.ones(2) for i in range(12)} | {"norm.weight": torch.ones(1)}
+    path = saved(tmp_path, tiny, entries_of(stored))
+    tensors = {f"layers.{i}.attention.q": torch.zeros(2) for i in (0, 1)} | {"head.weight": torch.zeros(3)}
+    got = entries_of(tensors)
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(path).load_into(got, ALONE)
+    assert "\n  only in this run: model.head.weight\n" in str(raised.value)
+    assert "only in the checkpoint: model.layers.*.attention.q (* = 10, 11, 2, 3, 4, 5, 6, 7, 8, 9)\n" in str(
+        raised.value
+    )
+    assert "only in the checkpoint: model.norm.weight\n" in str(raised.value)
+    report = open_checkpoint(path).load_into(got, ALONE, strict=False)
+    assert report.missing == ("model.head.weight",) and len(report.surplus) == 11
+    assert tensors["layers.1.attention.q"].tolist() == [1, 1] and not tensors["head.weight"].any()
+
+
+def test_an_optimizer_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"))
+    got = entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "exp_avg")
+    with pytest.raises(
+        CheckpointError, match=r"this run: optimizer.exp_avg.w\n  only .* checkpoint: optimizer.momentum.w"
+    ):
+        open_checkpoint(path).load_into(got, ALONE)
+
+
+def test_what_one_rank_does_not_want_another_may(
+    tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
+    parts = [entries_of({"a": torch.zeros(2)}), entries_of({"b": torch.zeros(3)})]
+    run_threads(2, lambda world: open_checkpoint(path).load_into(parts[world.rank], world))
+    assert all(entry.tensor.all() for part in parts for entry in part)
+
+
+def test_damage_that_one_rank_meets_ends_the_load_on_all(
+    tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(3)}))
+    (path / "__0_0.distcp").write_bytes(bytes(1) + (path / "__0_0.distcp").read_bytes()[1:])  # a comes first
+
+    def work(world: Group) -> Any:
+        entry = entries_of({"a": torch.zeros(2)} if world.rank else {"b": torch.zeros(3)})
+        return open_checkpoint(path).load_into(entry, world)
+
+    errors = run_threads(2, work)
+    assert str(errors[0]) == str(errors[1]) and "__0_0.distcp" in str(errors[0])
+    assert {type(error) for error in errors} == {CheckpointError}
+
+
+def test_a_flipped_bit_is_found_placed_and_said(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(64), "b": torch.ones(64)}))
+    file = path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[-700] ^= 4
+    file.write_bytes(data)
+    second = open_checkpoint(path).manifest.tensors["model.b"].boxes[0]
+    text = (
+        f"{file}: the {second.nbytes:,} bytes from {second.offset:,} on (model.b [0:64]): damaged. "
+        f"SHA-256 expected {second.sha256}, found "
+    )
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(path).read("model.b")
+    assert str(raised.value).startswith(text)
+    assert str(raised.value).endswith("Copy the checkpoint again, or use an older one.")
+    assert open_checkpoint(path).read("model.a").sum() == 64
+    assert [problem.startswith(text) for problem in verify_checkpoint(path)] == [True]
+
+
+@pytest.mark.parametrize("name", ["state.json", "config.yaml", ".metadata"])
+def test_a_changed_text_is_found(tmp_path: Path, tiny: SimpleNamespace, name: str) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    data = (path / name).read_bytes()
+    (path / name).write_bytes(data[:-2] + b"x" + data[-1:])
+    assert [problem.startswith(f"{path / name}: damaged. SHA-256 exp") for problem in verify_checkpoint(path)] == [True]
+    if name != ".metadata":  # which we never read
+        with pytest.raises(CheckpointError, match=f"{name}: damaged"):
+            open_checkpoint(path)
+
+
+def test_a_truncated_file_is_named_with_both_lengths(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    file = path / "__0_0.distcp"
+    full = file.stat().st_size
+    os.truncate(file, 1024)
+    text = f"{file} is 1,024 bytes, expected {full:,}: the checkpoint is incomplete. Copy"
+    with pytest.raises(CheckpointError, match=text):
+        open_checkpoint(path)
+    assert len(verify_checkpoint(path)) == 1 and text in verify_checkpoint(path)[0]
+
+
+def test_a_missing_file_is_named_with_what_it_held(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(2)}))
+    (path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"__0_0.distcp: cannot be read \(No such file.*parts of 2 tensors. Copy"):
+        open_checkpoint(path)
+
+
+def test_a_file_that_shrinks_after_opening_is_an_error_and_not_a_short_tensor(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    checkpoint = open_checkpoint(saved(tmp_path, tiny, entries_of({"a": torch.ones(2)})))
+    os.truncate(checkpoint.path / "__0_0.distcp", 100)
+    with pytest.raises(CheckpointError, match=r"the file ends after 100 of them. Copy"):
+        checkpoint.read("model.a")
+    (checkpoint.path / "__0_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"cannot be read \(.*No such file.*\). Copy"):
+        checkpoint.read("model.a")
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "legacy"])
+def test_a_pickle_in_place_of_a_tensor_is_refused_and_does_not_run(
+    tmp_path: Path, tiny: SimpleNamespace, how: str
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2), "b": torch.ones(2)}))
+    evil, stream = Evil(tmp_path / "ran"), io.BytesIO()
+    if how == "pickle":
+        pickle.dump(evil, stream)
+    else:
+        torch.save(evil, stream, _use_new_zipfile_serialization=how == "torch.save")
+    plant(path, "model.a", stream.getvalue())
+    with pytest.raises(
+        CheckpointError, match=r"\(model.a \[0:2\]\) are not a plain tensor, and nothing in them was run"
+    ):
+        open_checkpoint(path).read("model.a")
+    with pytest.raises(CheckpointError, match="nothing in them was run"):
+        open_checkpoint(path).load_into(entries_of({"a": torch.ones(2), "b": torch.ones(2)}), ALONE)
+    assert len(verify_checkpoint(path)) == 1
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(evil))  # the planted fault is a real one
+    assert (tmp_path / "ran").exists()
+
+
+def test_a_malicious_dcp_description_is_never_opened(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    data = pickle.dumps(Evil(tmp_path / "ran"))
+    (path / ".metadata").write_bytes(data)
+    digest = hashlib.sha256(data).hexdigest()
+    edit_manifest(path, lambda raw: raw["files"].update({".metadata": {"nbytes": len(data), "sha256": digest}}))
+    assert find_latest(tmp_path) == path
+    assert verify_checkpoint(path) == []
+    assert open_checkpoint(path).read("model.a").tolist() == [1, 1]
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("value,found", [
+    (torch.ones(3), r"\[3\] torch.float32"),
+    (torch.ones(2, dtype=torch.int64), r"\[2\] torch.int64"),
+    ({"a": torch.ones(2)}, "dict"),
+])  # fmt: skip
+def test_other_contents_than_promised_are_refused(
+    tmp_path: Path, tiny: SimpleNamespace, value: object, found: str
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    plant(path, "model.a", stream.getvalue())
+    with pytest.raises(CheckpointError, match=rf"hold {found}; expected \[2\] torch.float32"):
+        open_checkpoint(path).read("model.a")
+
+
+@pytest.mark.parametrize("state", ["[]", "{", "[" * 100_000])
+def test_a_state_that_is_no_object_is_refused(tmp_path: Path, tiny: SimpleNamespace, state: str) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    (path / "state.json").write_text(state)
+    record = {"nbytes": len(state), "sha256": hashlib.sha256(state.encode()).hexdigest()}
+    edit_manifest(path, lambda raw: raw["files"].update({"state.json": record}))
+    with pytest.raises(CheckpointError, match="cannot be read .*Use another"):
+        open_checkpoint(path)
+
+
+def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = tiny.save_alone(tmp_path / "run" / "checkpoints", 100).path
+    for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        with pytest.raises(
+            CheckpointError, match=f"{folder} holds checkpoints and is not one itself. Use one of {path}"
+        ):
+            open_checkpoint(folder)
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/no: no such folder. Set"):
+        open_checkpoint(tmp_path / "no")
+    (path / "manifest.json").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"is not a complete checkpoint: it has no manifest.json \(found: .metadata"
+    ):
+        open_checkpoint(path)
+    assert "no manifest.json" in verify_checkpoint(path)[0]
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="looks like a Hugging Face model.*Run `megalith convert`"):
+        open_checkpoint(tmp_path / "hf")
+
+
+def test_the_newest_complete_one_is_found_and_the_pointer_corrected(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_latest(tmp_path) is None
+    assert find_latest(tmp_path / "nowhere") is None
+    paths = [tiny.save_alone(tmp_path, step).path for step in (100, 20_000_000, 300)]
+    assert find_latest(tmp_path) == paths[1]
+    assert f"{tmp_path}/latest said 'step_0000300'; the newest complete checkpoint is step_20000000" in caplog.text
+    assert (tmp_path / "latest").read_text() == "step_20000000\n"
+    for text in ("", "\xff\n", None):
+        (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
+        assert find_latest(tmp_path) == paths[1]
+        assert (tmp_path / "latest").read_text() == "step_20000000\n"
+
+
+def test_a_damaged_newest_one_is_passed_over_with_the_reason(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second, third = (tiny.save_alone(tmp_path, step).path for step in (1, 2, 3))
+    os.truncate(third / "__0_0.distcp", 7)
+    (second / "manifest.json").unlink()
+    assert find_latest(tmp_path) == first
+    assert f"passing over checkpoint step_0000003: {third}/__0_0.distcp is 7 bytes" in caplog.text
+    assert "passing over checkpoint step_0000002" in caplog.text and "it has no manifest.json" in caplog.text
+    assert (tmp_path / "latest").read_text() == "step_0000001\n"
+
+
+def test_when_none_can_be_used_the_run_does_not_start_afresh_unasked(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    for step in (1, 2):
+        os.truncate(tiny.save_alone(tmp_path, step).path / "manifest.json", 9)
+    with pytest.raises(CheckpointError, match=r"(?s)none of its 2 checkpoints can be used:\n  step_0000002: .*--run"):
+        find_latest(tmp_path)
+
+
+def test_a_pointer_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny.save_alone(tmp_path, 1).path
+    (tmp_path / "latest").unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(storage, "replace_file", refuse)
+    assert find_latest(tmp_path) == path
+    assert "could not be corrected ([Errno 30] Read-only file system)" in caplog.text
+
+
+def test_a_symlink_to_a_checkpoint_elsewhere_is_followed(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = tiny.save_alone(tmp_path / "elsewhere", 5).path
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "step_0000005").symlink_to(path)
+    assert find_latest(tmp_path / "here") == tmp_path / "here" / "step_0000005"

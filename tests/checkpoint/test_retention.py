@@ -1,0 +1,104 @@
+"""Exactly the promised checkpoints stay, and what a dead run left goes."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megalith import storage
+from megalith.checkpoint import retention
+from megalith.checkpoint.load import find_latest, verify_checkpoint
+
+
+def save_steps(folder: Path, tiny: SimpleNamespace, *steps: int) -> None:
+    for step in steps:
+        tiny.save_alone(folder, step, roles=("param",))
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(name[5:]) for name in storage.list_names(folder) if name.startswith("step_")]
+
+
+@pytest.mark.parametrize("keep,keep_every,left", [
+    (1, None, [250]),
+    (2, 100, [100, 200, 250]),
+    (2, 250, [200, 250]),
+    (9, None, [50, 100, 150, 200, 250]),
+    (None, None, [50, 100, 150, 200, 250]),
+    (None, 100, [50, 100, 150, 200, 250]),
+])  # fmt: skip
+def test_the_newest_and_the_multiples_stay(
+    tmp_path: Path, tiny: SimpleNamespace, keep: int | None, keep_every: int | None, left: list[int]
+) -> None:
+    save_steps(tmp_path, tiny, 50, 100, 150, 200, 250)
+    removed = retention.apply(tmp_path, keep=keep, keep_every=keep_every)
+    assert steps(tmp_path) == left
+    assert len(removed) == 5 - len(left)
+    assert retention.apply(tmp_path, keep=keep, keep_every=keep_every) == [], "once is enough"
+
+
+def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    save_steps(tmp_path, tiny, 1, 2, 3)
+    os.truncate(tmp_path / "step_0000003" / "__0_0.distcp", 3)
+    retention.apply(tmp_path, keep=1, keep_every=None)
+    assert steps(tmp_path) == [2, 3]
+    latest = find_latest(tmp_path)
+    assert latest == tmp_path / "step_0000002" and verify_checkpoint(latest) == []
+
+
+def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    save_steps(tmp_path / "elsewhere", tiny, 1)
+    save_steps(tmp_path / "here", tiny, 2, 3, 4)
+    (tmp_path / "here" / "step_0000001").symlink_to(tmp_path / "elsewhere" / "step_0000001")
+    (tmp_path / "here" / "step_0000002" / retention.PIN).touch()
+    retention.apply(tmp_path / "here", keep=1, keep_every=None)
+    assert steps(tmp_path / "here") == [1, 2, 4]
+    assert steps(tmp_path / "elsewhere") == [1]
+
+
+def test_failing_to_delete_is_a_warning_and_the_next_call_tries_again(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, tiny, 1, 2)
+
+    def refuse(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "rename", refuse)
+        assert retention.apply(tmp_path, keep=1, keep_every=None) == []
+    assert f"could not delete the old checkpoint {tmp_path}/step_0000001: [Errno 16]" in caplog.text
+    assert retention.apply(tmp_path, keep=1, keep_every=None) == [tmp_path / "step_0000001"]
+
+
+def test_leftovers_of_the_dead_are_removed_and_nothing_else(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, tiny, 1)
+    for name in ("step_0000002.tmp-0123abcd", "step_0000001.old-0123abcd", "step_0000000.trash-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
+    for name in ("notes.tmp-0123abcd", "step_0000009", "step_0000003.tmp-mine"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "latest.tmp-77").touch()
+    dealt_with = retention.sweep(tmp_path)
+    assert sorted(path.name for path in dealt_with) == [
+        "step_0000000.trash-0123abcd", "step_0000001.old-0123abcd", "step_0000002.tmp-0123abcd",
+    ]  # fmt: skip
+    assert storage.list_names(tmp_path) == [
+        "latest", "notes.tmp-0123abcd", "step_0000001", "step_0000003.tmp-mine", "step_0000009"
+    ]  # fmt: skip
+    assert "step_0000002.tmp-0123abcd, left by an interrupted save" in caplog.text
+    assert retention.sweep(tmp_path / "nowhere") == []
+
+
+def test_an_overwrite_killed_between_its_renames_is_undone(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, tiny, 1, 2)
+    os.rename(tmp_path / "step_0000002", tmp_path / "step_0000002.old-0123abcd")
+    assert find_latest(tmp_path) == tmp_path / "step_0000002.old-0123abcd", "before the sweep too"
+    retention.sweep(tmp_path)
+    assert find_latest(tmp_path) == tmp_path / "step_0000002"
+    assert f"recovered {tmp_path}/step_0000002 from an interrupted overwrite" in caplog.text
