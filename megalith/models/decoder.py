@@ -66,7 +66,12 @@ def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module,
 
 def allocate(model: nn.Module, device: torch.device) -> None:
     """Give every parameter memory on `device`, with undefined values; a tied head keeps sharing its parameter."""
-    model.to_empty(device=device)
+    placed: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in placed:
+                placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+            setattr(module, name, placed[id(parameter)])
 
 
 def initialise(model: nn.Module, *, seed: int) -> None:

@@ -1,5 +1,6 @@
 """From a config to what a step needs: model, data-parallel engine, optimizer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,11 @@ def checkpoint_entries(trainer: Trainer) -> list[Entry]:
         mine = is_first_holder(slot.shard, trainer.mesh)
         entries += [Entry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()]
     return entries
+
+
+def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Entry]:
+    """Weights alone, for reading into a model that is not trained."""
+    return [Entry(shard, "param", tensor, is_first_holder(shard, mesh)) for shard, tensor in parameters]
 
 
 def is_first_holder(shard: Shard, mesh: Mesh) -> bool:

@@ -1,15 +1,24 @@
 """Evaluation: the mean loss over held-out samples, and what it means per byte of text."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from megalith.data.loader import Loader, Masks
+from megalith.checkpoint.load import find_latest
+from megalith.config.train import TrainRun
+from megalith.data.build import Splits, build_datasets
+from megalith.data.loader import Batch, Masks, build_batch
 from megalith.data.sample import Dataset
-from megalith.data.tokenizer import Tokenizer
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.pretrained import load_pretrained
 from megalith.parallel.group import all_reduce_
-from megalith.train.build import Trainer
+from megalith.parallel.mesh import Mesh
+from megalith.train.build import DTYPES, weight_entries
+from megalith.train.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,27 +29,72 @@ class Evaluation:
     """Mean of -log p(label), in nats per token."""
 
     bits_per_byte: float | None
-    """The same in bits per byte of the text that the labels decode to; None without a tokenizer that knows text."""
+    """The same in bits per byte of the text that the labels decode to; None where tokens are no text."""
 
     num_labels: int
     """Tokens it was measured on."""
 
+    @property
+    def perplexity(self) -> float:
+        """e to the loss: as uncertain as a choice among so many equally likely tokens."""
+        return math.exp(min(self.loss, 700.0))
 
-def evaluate(trainer: Trainer, dataset: Dataset, masks: Masks, *, steps: int, tokenizer: Tokenizer | None) -> Evaluation:
-    """Mean loss over the first `steps` global batches of `dataset`. Collective over the whole mesh; changes nothing."""
-    mesh, train = trainer.mesh, trainer.run.train
-    loader = Loader(
-        dataset, masks, mesh.dp, global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size,
-        consumed=0, steps=steps, device=trainer.device,
-    )  # fmt: skip
-    total = torch.zeros(3, dtype=torch.float64, device=trainer.device)  # loss, labels, bytes
+
+def evaluate(
+    model: Decoder, dataset: Dataset, masks: Masks, mesh: Mesh, *, samples: int, rows: int, tokenizer: Tokenizer,
+    device: torch.device,
+) -> Evaluation:  # fmt: skip
+    """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
+
+    Samples are dealt out over the data-parallel ranks; the last rows of a rank may be fewer.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with torch.no_grad():
-        for _ in range(steps):
-            for batch in loader.next().microbatches:
-                total[0] += trainer.model.loss(batch.ids, batch.labels, batch.tokens)
-                total[1] += batch.num_labels
-                if tokenizer is not None:
-                    total[2] += tokenizer.num_bytes(batch.labels[batch.labels >= 0].tolist())
+        for batch in _batches(dataset, masks, mesh, samples, rows, device):
+            total[0] += model.loss(batch.ids, batch.labels, batch.tokens)
+            total[1] += batch.num_labels
+            total[2] += tokenizer.num_bytes(batch.labels[batch.labels >= 0].tolist())
     loss_sum, labels, num_bytes = all_reduce_(total, mesh.dp).tolist()
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
     return Evaluation(loss_sum / max(1.0, labels), bits, int(labels))
+
+
+def run_evaluation(
+    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, split: str, samples: int | None
+) -> Evaluation:
+    """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: all of it, once.
+
+    Raises:
+        CheckpointError: the run has no checkpoint yet, or it is of another model.
+        ConfigError: the split is empty.
+    """
+    found = find_latest(folder.checkpoints)
+    source = str(found) if found is not None else run.checkpoint.load
+    if source is None:
+        raise CheckpointError(f"{folder.checkpoints} holds no checkpoint. Run `megalith train` first, or set checkpoint.load.")
+    tokenizer = build_tokenizer(run.tokenizer)
+    counts: dict[str, int | None] = {"train": 0, "valid": 0, "test": 0} | {split: samples}
+    splits: Splits = build_datasets(
+        run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=counts["train"],
+        valid_samples=counts["valid"], test_samples=counts["test"], vocab_size=run.model.vocab_size, eod=tokenizer.eod,
+    )  # fmt: skip
+    dataset: Dataset | None = getattr(splits, split)
+    if dataset is None:
+        raise ConfigError(f"--split={split} has no samples in this run. Choose one of train, valid, test that has some.")
+    model = Decoder(run.model, mesh, sp=run.parallel.sp, dtype=DTYPES[run.precision.params])
+    allocate(model, device)
+    parameters = [(declared.shard, getattr(module, name).data) for declared, module, name in declared_parameters(model)]
+    load_pretrained(weight_entries(parameters, mesh), source, mesh.world)
+    masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
+    count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
+    return evaluate(
+        model, dataset, masks, mesh, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer, device=device
+    )
+
+
+def _batches(
+    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device
+) -> Iterator[Batch]:
+    mine = range(mesh.dp.rank, samples, mesh.dp.size)
+    for start in range(0, len(mine), rows):
+        yield build_batch([dataset.sample(k) for k in mine[start : start + rows]], masks, device=device)

@@ -162,8 +162,10 @@ class _Loop:
         if not due or train.eval_steps == 0 or self.splits.valid is None:
             return
         found = evaluate(
-            self.trainer, self.splits.valid, self._masks(), steps=train.eval_steps, tokenizer=self.tokenizer
-        )
+            self.trainer.model, self.splits.valid, self._masks(), self.mesh,
+            samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
+            device=self.trainer.device,
+        )  # fmt: skip
         if self.metrics is not None:
             self.metrics.write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"

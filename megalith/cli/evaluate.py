@@ -1,0 +1,86 @@
+"""`megalith evaluate`: loss and bits per byte of a run's newest checkpoint on held-out text."""
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
+from megalith.cli.train import must_start_workers
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateCommand:
+    """Loss, perplexity and bits per byte of a run's newest checkpoint on one of its splits."""
+
+    run: Positional[str]
+    """Folder of a run: a path, or its name under runs/."""
+
+    split: Literal["valid", "test", "train"] = "valid"
+    """Which part of the data."""
+
+    samples: int | None = None
+    """Rows to read; default: all of the split, once."""
+
+    nproc: int = 1
+    """Processes to start on this machine; under torchrun leave it out."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command."""
+    rest, overrides = split_overrides(argv, TrainRun)
+    command = parse_options(EvaluateCommand, rest, prog="megalith evaluate", root=TrainRun)
+    if command.samples is not None and command.samples < 1:
+        raise ConfigError(f"--samples={command.samples} must be at least 1. Leave it out to read the whole split.")
+    from megalith.recipes import resolve
+
+    folder = find_run(command.run)
+    run = apply_overrides(resolve(str(folder)), overrides)
+    if must_start_workers(run, command.nproc):
+        from megalith.parallel.launch import run_workers
+
+        return run_workers(["evaluate", *argv], command.nproc)
+    return _evaluate(run, folder, command)
+
+
+def find_run(name: str) -> Path:
+    """The folder of a run, by path or by its name under runs/.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    for folder in (Path(name), Path("runs") / name):
+        if (folder / "config.yaml").is_file():
+            return folder
+    there = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
+    raise ConfigError(f"{name} is not the folder of a run. Use a path, or one of runs/: {', '.join(there) or 'none yet'}.")
+
+
+def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
+    from megalith.train.evaluate import run_evaluation
+    from megalith.train.folder import RunFolder
+    from megalith.train.job import joined
+
+    with joined(run, os.environ) as job:
+        found = run_evaluation(
+            run, RunFolder(folder), job.mesh, job.device, split=command.split, samples=command.samples
+        )
+        first = job.first
+    if first and command.json:
+        print_json({"run": str(folder), "split": command.split, **asdict(found), "perplexity": found.perplexity})
+    elif first:
+        bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
+        print(
+            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}{bits} "
+            f"({found.num_labels:,} tokens)"
+        )
+    return 0
