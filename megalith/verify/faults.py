@@ -57,19 +57,26 @@ class Fault:
     """In which it is in place."""
 
 
+def fault_named(name: str) -> Fault:
+    """The fault of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    by_name = {fault.name: fault for fault in FAULTS}
+    if name not in by_name:
+        advice = did_you_mean(name, list(by_name)) or f" Use one of {', '.join(by_name)}."
+        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice}")
+    return by_name[name]
+
+
 def planted(name: str | None) -> AbstractContextManager[None]:
     """A context in which the named fault is in place; None: nothing changes.
 
     Raises:
         ConfigError: there is no such fault.
     """
-    if name is None:
-        return nullcontext()
-    by_name = {fault.name: fault for fault in FAULTS}
-    if name not in by_name:
-        advice = did_you_mean(name, list(by_name)) or f" Use one of {', '.join(by_name)}."
-        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice}")
-    return by_name[name].context()
+    return nullcontext() if name is None else fault_named(name).context()
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.grid import Grid
 from megalith.plan.shards import DENSE_AXES, Shard
 from megalith.train.loss import share_of_mean
-from megalith.verify.faults import planted
+from megalith.verify.faults import fault_named, planted
 
 DATA_AXES = ("dp", "cp")
 """Axes along which every rank reads tokens of its own."""
@@ -509,6 +509,8 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
         yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
     except RuntimeError as error:
+        if "meta tensor" in str(error):
+            raise  # something reads numbers, of which there are none on paper
         yield Problem(where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,))
     else:
         renamed = {_in_our_words(key, place.mesh.grid): number for key, number in counts.items()}
@@ -568,10 +570,13 @@ def type_check_in_child(
 
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
+        ConfigError: there is no such fault.
     """
     grid = model_grid(parallel, model, world)
     for rank in ranks or ():
         grid.coordinates(rank)  # refuses a rank that is not there, before a process is started
+    if fault is not None:
+        fault_named(fault)
     question = Question(
         model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks), fault=fault
     )

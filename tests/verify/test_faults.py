@@ -1,0 +1,97 @@
+"""Planted faults: what the type check says of each, and that nothing is left of them afterwards."""
+
+import pytest
+from torch.autograd import Function
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import ConfigError
+from megalith.models.decoder import Decoder
+from megalith.parallel import data
+from megalith.parallel.tensor import RowLinear
+from megalith.train import loss
+from megalith.verify.faults import FAULTS, Fault, fault_named, planted
+from megalith.verify.types import TypeReport, type_check
+
+MODEL = ModelConfig(
+    vocab_size=100, hidden_size=24, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=40, output_bias=True
+)
+
+REFUSALS = {
+    "column_enter_removed": ("layers.0.attention.qkv", "Found types: [I, V]", "enter over tp_copy on the Invariant"),
+    "row_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
+    "row_sum_over_dp": ("layers.0.attention.out", "over dp expects P", "was given V (every rank has its own). Use"),
+    "embedding_not_summed": ("layers.0", "hidden states before layers.0 must be", "over tp_kv, but they are P"),
+    "bias_before_sum": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
+    "sp_gather_removed": ("layers.0.attention", "shapes do not fit", "should be broadcastable to [8, 1, 3]"),
+    "sp_norm_invariant": ("layers.0.attention_norm", "Found types: [V, I]", "bf16[24] {dp: R, tp_kv: I, tp_copy: I}"),
+    "vocab_loss_local": ("loss", "losses must be I", "over tp_kv, but they are V (every rank has its own)"),
+    "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
+}
+"""Of each fault that types or shapes find: where, and two parts of the text."""
+
+
+def check(*, sp: bool) -> TypeReport:
+    """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than one rank."""
+    return type_check(MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,))
+
+
+def regions(fault: Fault) -> list[bool]:
+    """With and without sp, as far as the fault matters there."""
+    return [sp for sp in (False, True) if ("whole tokens" if sp else "sp") not in fault.needs]
+
+
+CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
+    with planted(None):
+        assert check(sp=sp).problems == ()
+
+
+@pytest.mark.parametrize(("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES])
+def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
+    with planted(fault.name):
+        report = check(sp=sp)
+    if fault.found_by == "numbers":
+        assert report.ok
+        return
+    where, *texts = REFUSALS[fault.name]
+    (problem,) = report.problems
+    assert problem.where == where and problem.ranks == (5,)
+    for text in texts:
+        assert text in str(problem)
+    assert "MeshAxis" not in str(problem)
+
+
+def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
+    assert {fault.name for fault in FAULTS if fault.found_by != "numbers"} == set(REFUSALS)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+
+
+def test_nothing_is_left_of_a_fault() -> None:
+    def changed() -> tuple[object, ...]:
+        engine = (data._tensor_axes, data.DataParallel.finish)
+        return (
+            Decoder.__init__,
+            Decoder.loss,
+            RowLinear.forward,
+            vars(loss)["partial"],
+            *engine,
+            Function.__dict__["apply"],
+        )
+
+    before = changed()
+    for fault in FAULTS:
+        with pytest.raises(KeyError), planted(fault.name):
+            assert changed() != before
+            raise KeyError
+        assert changed() == before
+
+
+def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="fault=row_sum: there is no such fault to plant. Did you mean row_sum_"):
+        planted("row_sum")
+    with pytest.raises(ConfigError, match="fault=zzz: .* Use one of column_enter_removed, "):
+        fault_named("zzz")

@@ -1,0 +1,391 @@
+"""The type check accepts right layouts at any world size, and refuses wrong collectives, shards and losses."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import spmd_types as checker
+import torch
+from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V
+from spmd_types.checker import typecheck
+from torch import Tensor
+from torch.autograd import Function
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.tree import from_dict, to_dict
+from megalith.errors import ConfigError, PlanError
+from megalith.kernels.cross_entropy import token_losses
+from megalith.kernels.tokens import Tokens
+from megalith.models.decoder import Decoder
+from megalith.nn.block import Block
+from megalith.nn.mlp import SwiGLU
+from megalith.nn.norm import RMSNorm
+from megalith.parallel import autograd
+from megalith.parallel import tensor as layers
+from megalith.parallel.group import Group, alone
+from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.recipes.llama3 import llama3_70b
+from megalith.verify.faults import changed_model, planted, replaced
+from megalith.verify.types import (
+    TypeReport,
+    _shards_of,
+    declare,
+    installed_rules,
+    mesh_axes,
+    our_functions,
+    places,
+    type_check,
+    type_check_in_child,
+    types_of,
+)
+
+MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
+BIASED = replace(MODEL, qkv_bias=True, output_bias=True, mlp_bias=True, tied_embeddings=True)
+THREE = replace(MODEL, num_kv_heads=3, ffn_hidden_size=41)
+
+LAYOUTS = [
+    (MODEL, ParallelConfig(), 1),
+    (MODEL, ParallelConfig(), 3),
+    (MODEL, ParallelConfig(tp=2), 2),
+    (MODEL, ParallelConfig(tp=2, sp=True), 4),
+    (BIASED, ParallelConfig(tp=2), 6),
+    (BIASED, ParallelConfig(tp=2, sp=True), 12),
+    (THREE, ParallelConfig(tp=3), 6),
+    (THREE, ParallelConfig(tp=3, sp=True), 12),
+    (BIASED, ParallelConfig(tp=4), 12),  # two ranks share each key/value head
+    (BIASED, ParallelConfig(tp=4, sp=True), 4096),
+    (replace(MODEL, num_kv_heads=1), ParallelConfig(tp=3, sp=True), 4095),  # all share the only one
+    (MODEL, ParallelConfig(tp=2, sp=True, order="dp-tp"), 32768),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "world"), LAYOUTS)
+def test_a_right_layout_has_no_problem(model: ModelConfig, parallel: ParallelConfig, world: int) -> None:
+    report = type_check(model, parallel, world=world)
+    assert report.problems == () and report.ok
+    assert report.world == world and report.parameters == len(_shards_of(built(model, parallel, world)))
+
+
+def layer(model: Decoder, number: int) -> Any:
+    return model.layers[number]
+
+
+def built(model: ModelConfig, parallel: ParallelConfig, world: int) -> Decoder:
+    return Decoder(model, mesh_on_paper(model_grid(parallel, model, world), rank=0), sp=parallel.sp)
+
+
+def test_the_collectives_of_a_forward_pass_are_counted() -> None:
+    """The embedding and both halves of each of two layers leave divided work; they and the head enter it."""
+    whole = type_check(MODEL, ParallelConfig(tp=4), world=8).collectives
+    assert whole == {"enter over tp": 5, "leave over tp": 5, "loss_sum over tp": 1}
+    split = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=4).collectives
+    assert split == {"gather over tp": 5, "loss_sum over tp": 1, "reduce_scatter over tp": 5}
+
+
+def test_axes_of_one_rank_are_said_to_be_unproved() -> None:
+    assert type_check(MODEL, ParallelConfig(tp=2), world=2).unproved == ("dp", "cp")
+    assert type_check(MODEL, ParallelConfig(), world=2).unproved == ("cp", "tp")
+
+
+def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
+    grid = model_grid(ParallelConfig(tp=4), MODEL, 4096)
+    assert places(grid) == (0, 512 * 4 + 3, 4095)  # tp_kv 1 of 2, tp_copy 1 of 2, dp 512 of 1024
+    assert places(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
+
+
+def test_llama_70b_on_4096_ranks_is_checked_within_a_minute_and_4_gib() -> None:
+    run = llama3_70b()
+    report = type_check_in_child(run.model, run.parallel, world=4096, ranks=(2052,))
+    assert report.ok and report.parameters == 563
+    assert report.collectives == {"gather over tp": 161, "loss_sum over tp": 1, "reduce_scatter over tp": 161}
+    assert report.seconds < 60 and report.peak_gib < 4
+
+
+@pytest.mark.slow
+def test_llama_70b_on_4096_ranks_is_checked_at_three_places_within_a_minute_and_4_gib() -> None:
+    run = llama3_70b()
+    report = type_check_in_child(run.model, run.parallel, world=4096)
+    print(f"type check of 70B at 4096 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
+    assert report.ok and report.ranks == (0, 2052, 4095)
+    assert report.seconds < 60 and report.peak_gib < 4
+
+
+# --- problems
+
+
+def test_problems_of_several_ranks_are_told_once() -> None:
+    with changed_model(invariant_norms):
+        (problem,) = type_check(MODEL, ParallelConfig(tp=2, sp=True), world=4).problems
+    assert problem.ranks == (0, 3)
+    assert str(problem).startswith("layers.0.attention_norm (rank 0, 3): Invariant type on axis tp cannot mix")
+    assert "bf16[24] {tp: I, dp: R}" in str(problem) or "bf16[24] {dp: R, tp: I}" in str(problem)
+
+
+def invariant_norms(model: Decoder, mesh: Mesh) -> None:
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            change_shard(module, "weight", invariant=frozenset(mesh.tp.axes))
+
+
+def change_shard(module: torch.nn.Module, name: str, **changes: Any) -> None:
+    notes = module.__dict__["declared"]
+    notes[name] = replace(notes[name], shard=replace(notes[name].shard, **changes))
+
+
+def test_shared_heads_that_are_called_cut_are_refused() -> None:
+    """The checker alone accepts it: V is never refused, and never summed."""
+
+    def call_it_cut(model: Decoder, mesh: Mesh) -> None:
+        change_shard(layer(model, 0).attention.qkv, "kv", cut=("tp_kv", "tp_copy"))
+
+    with changed_model(call_it_cut):
+        (problem,) = type_check(MODEL, ParallelConfig(tp=4), world=4, ranks=(2,)).problems
+    assert problem.where == "layers.0.attention.kv"
+    assert "cut along tp_copy, but rank 3 holds the same box. Use cut_dim with exactly the axes" in problem.what
+
+
+def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
+    def call_it_whole(model: Decoder, mesh: Mesh) -> None:
+        change_shard(layer(model, 1).mlp.down, "down", cut=())
+
+    with changed_model(call_it_whole):
+        problems = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
+    assert [(problem.where, problem.what[:60]) for problem in problems] == [
+        ("layers.1.mlp.down", "its shard is whole along tp_kv, but rank 1 holds another box")
+    ]
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named() -> None:
+    def without_weight(self: RMSNorm, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    with replaced(RMSNorm, "forward", without_weight):
+        problems = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
+    assert [problem.where for problem in problems] == [
+        *(f"layers.{layer}.{norm}_norm.weight" for layer in range(2) for norm in ("attention", "mlp")),
+        "norm.weight",
+    ]
+    assert "no gradient reached this parameter. Use it in the loss, or remove it." in str(problems[0])
+
+
+def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
+    with replaced(layers, "partial", lambda x, group: x):
+        (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
+    assert problem.where == "embed"
+    assert "leave over tp expects P (parts of a sum that is still to be taken), but was given V" in problem.what
+    assert "Use `partial` in the line that contracts a cut dimension" in problem.what
+
+
+def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
+    right = Block.forward
+
+    def wrong(self: Block, x: Tensor, tokens: Tokens, cache: None) -> Tensor:
+        return autograd.enter(right(self, x, tokens, cache), self.mlp.down.region.group)
+
+    with replaced(Block, "forward", wrong):
+        (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
+    assert problem.where == "layers.0"
+    assert problem.what == (
+        "hidden states after layers.0 must be I (the same on every rank, for the same work) over tp, "
+        "but they are R (the same on every rank, for different work)."
+    )
+
+
+def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
+    def reads_a_number(self: SwiGLU, x: Tensor) -> Tensor:
+        return x * x.sum().item()
+
+    with replaced(SwiGLU, "forward", reads_a_number), pytest.raises(RuntimeError, match="meta tensors"):
+        type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,))
+
+
+def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() -> None:
+    with pytest.raises(PlanError, match="set parallel.tp to one of"):
+        type_check(MODEL, ParallelConfig(tp=3), world=4)
+    with pytest.raises(PlanError, match="rank=4 is not in this grid. Pass one of ranks 0 to 3."):
+        type_check_in_child(MODEL, ParallelConfig(), world=4, ranks=(4,))
+    with pytest.raises(ConfigError, match="fault=none: there is no such fault"):
+        type_check_in_child(MODEL, ParallelConfig(), world=4, fault="none")
+
+
+# --- the child, and what is left behind
+
+
+def test_a_child_gives_the_same_report_with_the_same_fault() -> None:
+    parallel, fault = ParallelConfig(tp=4, sp=True), "row_sum_removed"
+    with planted(fault):
+        here = type_check(MODEL, parallel, world=8, ranks=(0, 7))
+    there = type_check_in_child(MODEL, parallel, world=8, ranks=(0, 7), fault=fault)
+    assert replace(there, seconds=0.0, peak_gib=0.0) == replace(here, seconds=0.0, peak_gib=0.0)
+    assert there.problems and from_dict(TypeReport, to_dict(there)) == there
+
+
+def test_nothing_of_the_check_is_left_behind() -> None:
+    apply = Function.__dict__["apply"]
+    type_check(MODEL, ParallelConfig(tp=2), world=2)
+    assert Function.__dict__["apply"] is apply and checker.current_mesh() is None
+    assert not any(hasattr(cls, name) for cls in our_functions() for name in ("spmd_typecheck", "typecheck_forward"))
+
+
+def test_every_autograd_function_says_what_it_does_to_types() -> None:
+    assert len(our_functions()) >= 15
+    assert [cls for cls in our_functions() if not hasattr(cls, "moves") and not hasattr(cls, "reference")] == []
+
+
+# --- the rules one by one
+
+GROUP = Group(axes=("tp_kv", "tp_copy"), ranks=tuple(range(8, 16)), rank=3, name="paper")
+AXES = {"dp": MeshAxis.of(4, 8), "cp": MeshAxis.of(1, 8), "tp_kv": MeshAxis.of(4, 2), "tp_copy": MeshAxis.of(2, 1)}
+SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
+
+CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
+    "enter": (lambda x: autograd.enter(x, GROUP), I, R, (8, 2)),
+    "leave": (lambda x: autograd.leave(x, GROUP), P, I, (8, 2)),
+    "all_reduce": (lambda x: autograd.all_reduce(x, GROUP), P, R, (8, 2)),
+    "gather": (lambda x: autograd.gather(x, GROUP, dim=1), V, R, (8, 16)),
+    "gather_uneven": (lambda x: autograd.gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
+    "reduce_scatter": (lambda x: autograd.reduce_scatter(x, GROUP), P, V, (1, 2)),
+    "reduce_scatter_uneven": (lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES), P, V, (1, 2)),
+    "gather_same": (lambda x: autograd.gather_same(x, GROUP), V, I, (64, 2)),
+    "split": (lambda x: autograd.split(x, GROUP), I, V, (1, 2)),
+    "all_to_all": (lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8), V, V, (16, 2)),
+    "partial": (lambda x: autograd.partial(x, GROUP), V, P, (8, 2)),
+}
+
+
+@contextmanager
+def checking() -> Iterator[Counter[str]]:
+    counts: Counter[str] = Counter()
+    with installed_rules(counts), checker.traceback_filtering("off"), typecheck(), checker.set_current_mesh(AXES):
+        yield counts
+
+
+def tensor(tp: Any, *shape: int, dp: Any = V, grad: bool = True) -> Tensor:
+    x = torch.empty(shape or (8, 2), device="meta", requires_grad=grad)
+    checker.assert_type(x, {AXES["dp"]: dp, AXES["tp_kv"]: tp, AXES["tp_copy"]: tp})
+    return x
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_moves_its_own_axes_and_no_others(name: str) -> None:
+    call, before, after, shape = CALLS[name]
+    with checking() as counts:
+        x = tensor(before)
+        out = call(x)
+        assert types_of(out) == {"dp": V, "tp_kv": after, "tp_copy": after}
+        assert types_of(x) == {"dp": V, "tp_kv": before, "tp_copy": before}
+        out.sum().backward(torch.empty((), device="meta"))
+    assert out.shape == shape and x.grad is not None and x.grad.shape == (8, 2)
+    assert sum(counts.values()) == (name != "partial")
+
+
+@pytest.mark.parametrize("given", [R, I, V, P])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
+    call, before, _, _ = CALLS[name]
+    if given is before:
+        return
+    function = name.removesuffix("_uneven")
+    with checking(), pytest.raises(SpmdTypeError, match=f"{function} over MeshAxis\\(4:2\\) expects {before!r} \\("):
+        call(tensor(given))
+
+
+def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
+    with checking():
+        assert types_of(autograd.enter(tensor(R, grad=False), GROUP))["tp_kv"] is R
+        assert types_of(autograd.split(tensor(R, grad=False), GROUP))["tp_kv"] is V
+        with torch.no_grad():
+            assert types_of(autograd.enter(tensor(R), GROUP))["tp_kv"] is R
+        with pytest.raises(SpmdTypeError, match="but was given V"):
+            autograd.enter(tensor(V, grad=False), GROUP)
+
+
+def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
+    x = torch.empty(8, 2, device="meta")
+    with checking(), pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"):
+        checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
+        autograd.gather(x, GROUP)
+
+
+def test_a_tensor_without_types_is_refused() -> None:
+    with checking(), pytest.raises(SpmdTypeError, match="leave over .* but was given of no known type"):
+        autograd.leave(torch.empty(8, 2, device="meta"), GROUP)
+
+
+def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
+    half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
+    with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, which its axes do not"):
+        autograd.enter(tensor(I), half)
+
+
+def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -> None:
+    with checking():
+        x = torch.empty(8, 2, device="meta")
+        with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
+            checker.assert_type(x, {MeshAxis.of(2, 16): V, MeshAxis.of(16, 1): V})
+        assert types_of(autograd.gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
+
+
+def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
+    return token_losses(x, weight, labels, vocab=group, first_row=0, vocab_size=40)
+
+
+def labels_of(tp: Any) -> Tensor:
+    labels = torch.empty(8, device="meta", dtype=torch.int64)
+    checker.assert_type(labels, {AXES["dp"]: V, AXES["tp_kv"]: tp, AXES["tp_copy"]: tp})
+    return labels
+
+
+def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() -> None:
+    with checking():
+        x, weight = tensor(R), tensor(V, 5, 2, dp=R)
+        out = losses(x, weight, labels_of(R))
+        assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
+        autograd.partial(out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")).backward()
+    assert x.grad is not None and weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "labels", "text"),
+    [
+        (I, V, R, "token_losses, x over .* expects R .* was given I .* Use enter first"),
+        (V, V, R, "token_losses, x over .* expects R .* was given V .* Use gather first"),
+        (R, R, R, "token_losses, weight over .* expects V"),
+        (R, V, V, "token_losses, labels over .* expects R"),
+    ],
+)
+def test_the_loss_refuses_wrong_operands(x: Any, weight: Any, labels: Any, text: str) -> None:
+    with checking(), pytest.raises(SpmdTypeError, match=text):
+        losses(tensor(x), tensor(weight, 5, 2, dp=R), labels_of(labels))
+
+
+def test_a_loss_over_a_part_of_the_vocabulary_stays_different_on_every_rank() -> None:
+    with checking():
+        out = losses(tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), alone("tp_kv", "tp_copy"))
+        assert types_of(out)["tp_kv"] is V
+
+
+def test_parameters_are_typed_from_their_shards() -> None:
+    parallel = ParallelConfig(tp=4)
+    model, grid = built(BIASED, parallel, 8), model_grid(parallel, BIASED, 8)
+    with typecheck(), checker.set_current_mesh(mesh_axes(grid)):
+        declare(model)
+        first = layer(model, 0)
+        found = {
+            "q": types_of(first.attention.qkv.q),
+            "kv": types_of(first.attention.qkv.kv),
+            "o_bias": types_of(first.attention.out.o_bias),
+            "norm": types_of(first.mlp_norm.weight),
+            "constants": types_of(model.frequencies),
+        }
+    assert found == {
+        "q": {"dp": R, "tp_kv": V, "tp_copy": V},
+        "kv": {"dp": R, "tp_kv": V, "tp_copy": R},
+        "o_bias": {"dp": R, "tp_kv": I, "tp_copy": I},
+        "norm": {"dp": R, "tp_kv": I, "tp_copy": I},
+        "constants": {"dp": R, "tp_kv": R, "tp_copy": R},
+    }
