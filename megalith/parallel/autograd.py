@@ -1,9 +1,9 @@
 """Differentiable collectives, each with its conjugate in backward and one typing rule.
 
 A tensor is, along each axis of the grid, one of four types. R: the same on every rank, each rank uses it for other work
-(its gradients are parts of a sum). I: the same on every rank, used the same way (its gradients are equal). V: every rank
-has its own. P: parts of a sum that is still to be taken. Backward exchanges R with P and keeps I and V; every function
-below states its pair in `moves`, from which a layout's types are checked without running it.
+(its gradients are parts of a sum). I: the same on every rank, used the same way (its gradients are equal). V: every
+rank has its own. P: parts of a sum that is still to be taken. Backward exchanges R with P and keeps I and V; every
+function below states its pair in `moves`, from which a layout's types are checked without running it.
 
 Functional ops only: they run under torch.compile and, on meta tensors, without any process group. A group of one rank
 returns its input.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed._functional_collectives  # gives the operations below their kernels for meta tensors
 from torch import Tensor
 
 from megalith.parallel.group import Group, my_range
@@ -22,15 +23,20 @@ _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
 
 
+def _wait(started: Tensor) -> Tensor:
+    y: Tensor = _ops.wait_tensor(started)
+    return y
+
+
 def _sum(x: Tensor, group: Group) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", group.name))
+    return _wait(_ops.all_reduce(x.contiguous(), "sum", group.name))
 
 
 def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """Every rank's part, joined along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        out = _ops.wait_tensor(_ops.all_gather_into_tensor(x, group.size, group.name))
+        out = _wait(_ops.all_gather_into_tensor(x, group.size, group.name))
     else:  # gloo cannot gather uneven parts: send my part to everyone
         out = _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), group, [sizes[group.rank]] * group.size, sizes)
     return out.movedim(0, dim)
@@ -40,7 +46,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
     """My part, along `dim`, of the sum over ranks."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        out = _ops.wait_tensor(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+        out = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
     else:
         mine = sizes[group.rank]
         parts = _exchange(x, group, sizes, [mine] * group.size)
@@ -49,7 +55,7 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
 
 
 def _exchange(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name))
+    return _wait(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name))
 
 
 def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
@@ -190,52 +196,57 @@ class Partial(torch.autograd.Function):
         return dy, None
 
 
+def _apply(function: type[torch.autograd.Function], *arguments: Any) -> Tensor:
+    y: Tensor = function.apply(*arguments)
+    return y
+
+
 def enter(x: Tensor, group: Group) -> Tensor:
     """Begin work that `group` divides: I -> R. x is the same on every rank; backward sums its gradients."""
-    return x if group.size == 1 else Enter.apply(x, group)
+    return x if group.size == 1 else _apply(Enter, x, group)
 
 
 def leave(x: Tensor, group: Group) -> Tensor:
     """Finish divided work: P -> I. Sums the ranks' parts; backward hands every rank the same gradient."""
-    return x if group.size == 1 else Leave.apply(x, group)
+    return x if group.size == 1 else _apply(Leave, x, group)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum parts that the ranks then use differently: P -> R; backward sums too."""
-    return x if group.size == 1 else AllReduce.apply(x, group)
+    return x if group.size == 1 else _apply(AllReduce, x, group)
 
 
 def gather(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """Join the ranks' parts along `dim`: V -> R. `sizes`: each rank's length, when they differ."""
     if group.size == 1:
         return x
-    return Gather.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+    return _apply(Gather, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length; default: even."""
     if group.size == 1:
         return x
-    return ReduceScatter.apply(x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
+    return _apply(ReduceScatter, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
 def gather_same(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """Join the ranks' parts for work that every rank repeats: V -> I; backward keeps my slice."""
     if group.size == 1:
         return x
-    return GatherSame.apply(x, group, dim, sizes or [x.shape[dim]] * group.size)
+    return _apply(GatherSame, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
 def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """Keep my slice along `dim` of a tensor that every rank has: I -> V; backward joins the slices."""
     if group.size == 1:
         return x
-    return Split.apply(x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
+    return _apply(Split, x, group, dim, sizes or split_evenly(x.shape[dim], group.size))
 
 
 def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Send `send[r]` rows to each rank r and receive `receive[r]` from it: V -> V."""
-    return x if group.size == 1 else AllToAll.apply(x, group, send, receive)
+    return x if group.size == 1 else _apply(AllToAll, x, group, send, receive)
 
 
 def partial(x: Tensor, group: Group) -> Tensor:
@@ -243,4 +254,4 @@ def partial(x: Tensor, group: Group) -> Tensor:
 
     Free: only on meta tensors, where types are checked, does it leave a trace.
     """
-    return Partial.apply(x, group) if group.size > 1 and x.is_meta else x
+    return _apply(Partial, x, group) if group.size > 1 and x.is_meta else x

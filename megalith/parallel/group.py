@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -52,7 +51,8 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     """Start summing `x` over `group` in place; the result may be read after `.wait()`. None: already done."""
     if group.size == 1:
         return None
-    return dist.all_reduce(x, group=group.handle, async_op=True)
+    work: dist.Work | None = dist.all_reduce(x, group=group.handle, async_op=True)
+    return work
 
 
 def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
@@ -81,7 +81,7 @@ def gather_objects(value: object, group: Group) -> list[object]:
 def barrier(group: Group) -> None:
     """Wait until every rank of `group` is here."""
     if group.size > 1:
-        all_reduce_(torch.zeros(1), group)
+        dist.barrier(group=group.handle)
 
 
 def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:

@@ -12,7 +12,15 @@ from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid
 from megalith.plan.shards import DENSE_AXES, key_value_ranks
 
-SPANS = (("tp_kv", "tp_copy"), ("tp_kv",), ("tp_copy",), ("dp",), ("cp",), ("dp", "cp"), DENSE_AXES)
+SPANS: tuple[tuple[str, ...], ...] = (
+    ("tp_kv", "tp_copy"),
+    ("tp_kv",),
+    ("tp_copy",),
+    ("dp",),
+    ("cp",),
+    ("dp", "cp"),
+    DENSE_AXES,
+)
 """Combinations of axes that something sums, gathers or waits over."""
 
 

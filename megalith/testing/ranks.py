@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from megalith.errors import RankError
 from megalith.parallel.failure import Failure, describe, die_with_parent, explain_exit, failure_of, failure_of_exit
+from megalith.parallel.group import Group, alone
 
 Result = TypeVar("Result")
 
@@ -57,6 +58,15 @@ def run_ranks(fn: Callable[..., Result], world: int, *args: Any, timeout: float 
             failed first and its traceback, or shows where every rank hangs.
     """
     return _pool(os.getpid()).run(fn, world, args, timeout=timeout)
+
+
+def everyone(rank: int, world: int, *axes: str) -> Group:
+    """All ranks of this call as one group along `axes`; called in the function that `run_ranks` runs."""
+    if world == 1:
+        return alone(*axes)
+    handle = dist.group.WORLD
+    assert handle is not None, "everyone() is for functions that run_ranks runs"
+    return Group(axes=axes, ranks=tuple(range(world)), rank=rank, handle=handle, name=handle.group_name)
 
 
 @functools.cache

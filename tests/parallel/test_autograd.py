@@ -1,0 +1,292 @@
+"""Every differentiable collective equals dense algebra on one process, forward and backward, for any sizes and dims."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import RankError
+from megalith.parallel import autograd
+from megalith.parallel.autograd import (
+    all_reduce,
+    all_to_all,
+    enter,
+    gather,
+    gather_same,
+    leave,
+    partial,
+    reduce_scatter,
+    split,
+)
+from megalith.parallel.group import Group, alone
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tolerance import EXACT, FP64, assert_close, assert_equals
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Sizes and memory layout of one test of a collective."""
+
+    dim: int = 0
+    uneven: bool = False
+    empty: bool = False
+    """One rank's part has no elements."""
+    transposed: bool = False
+    """The input is not contiguous."""
+
+    def sizes(self, world: int) -> list[int]:
+        """Each rank's length along `dim`."""
+        if self.empty:
+            return [0, 3, 2, 1][:world]
+        return [3, 1, 4, 2][:world] if self.uneven else [2] * world
+
+    def part(self, length: int, seed: int) -> Tensor:
+        """A leaf tensor of odd sizes, `length` long along `dim`."""
+        shape = [3, 5, 2]
+        shape[self.dim] = length
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        if self.transposed:
+            x = x.transpose(0, 2).contiguous().transpose(0, 2)
+        return x.requires_grad_()
+
+
+VARIANTS = (
+    Variant(),
+    Variant(dim=1),
+    Variant(dim=-1, transposed=True),
+    Variant(uneven=True),
+    Variant(dim=1, uneven=True, transposed=True),
+    Variant(empty=True),
+    Variant(dim=-1, empty=True),
+)
+
+Parallel = Callable[[Tensor, Group, int, list[int]], Tensor]
+Dense = Callable[[Sequence[Tensor], int, int, list[int]], Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collective, its types, and what rank r's output is in terms of all ranks' inputs."""
+
+    before: str
+    after: str
+    parallel: Parallel
+    dense: Dense
+
+
+def _total(xs: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(xs)).sum(0)
+
+
+CASES = {
+    "enter": Case("I", "R", lambda x, g, d, s: enter(x, g), lambda xs, r, d, s: xs[0]),
+    "leave": Case("P", "I", lambda x, g, d, s: leave(x, g), lambda xs, r, d, s: _total(xs)),
+    "all_reduce": Case("P", "R", lambda x, g, d, s: all_reduce(x, g), lambda xs, r, d, s: _total(xs)),
+    "gather": Case(
+        "V", "R", lambda x, g, d, s: gather(x, g, dim=d, sizes=s), lambda xs, r, d, s: torch.cat(list(xs), d)
+    ),
+    "gather_same": Case(
+        "V", "I", lambda x, g, d, s: gather_same(x, g, dim=d, sizes=s), lambda xs, r, d, s: torch.cat(list(xs), d)
+    ),
+    "reduce_scatter": Case(
+        "P", "V", lambda x, g, d, s: reduce_scatter(x, g, dim=d, sizes=s), lambda xs, r, d, s: _total(xs).split(s, d)[r]
+    ),
+    "split": Case("I", "V", lambda x, g, d, s: split(x, g, dim=d, sizes=s), lambda xs, r, d, s: xs[0].split(s, d)[r]),
+}
+
+
+def _inputs(case: Case, variant: Variant, world: int) -> list[Tensor]:
+    """Every rank's input: one and the same for I, each its own for V and P; whole along dim unless it is V."""
+    sizes = variant.sizes(world)
+    if case.before == "I":
+        return [variant.part(sum(sizes), seed=0)] * world
+    return [variant.part(sizes[r] if case.before == "V" else sum(sizes), seed=r) for r in range(world)]
+
+
+def _cotangent(case: Case, y: Tensor, rank: int) -> Tensor:
+    """dL/dy on one rank: of its own for V and R, which ranks use differently; the same everywhere for I."""
+    seed = 100 if case.after == "I" else 100 + rank
+    return torch.randn(y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradient_of(x: Tensor) -> Tensor:
+    """Its gradient, which must exist."""
+    assert x.grad is not None
+    return x.grad
+
+
+def _dense_gradients(case: Case, variant: Variant, world: int) -> list[Tensor]:
+    """dL/dx of every rank's input, by plain autograd on one process; an I output counts once."""
+    xs, sizes = _inputs(case, variant, world), variant.sizes(world)
+    counted = [0] if case.after == "I" else range(world)
+    ys = {r: case.dense(xs, r, variant.dim, sizes) for r in counted}
+    loss = torch.stack([(y * _cotangent(case, y.detach(), r)).sum() for r, y in ys.items()]).sum()
+    loss.backward()
+    return [gradient_of(x) for x in xs]
+
+
+def _equals_dense_algebra(rank: int, world: int, name: str, parallel_name: str) -> None:
+    case, group = CASES[name], everyone(rank, world, "tp")
+    for variant in VARIANTS:
+        x, sizes = _inputs(case, variant, world)[rank], variant.sizes(world)
+        before = x.detach().clone()
+        y = CASES[parallel_name].parallel(x, group, variant.dim, sizes)
+        expected = case.dense(_inputs(case, variant, world), rank, variant.dim, sizes).detach()
+        if expected.numel():
+            assert_equals(f"{name} {variant}", y, expected, FP64)
+        assert y.shape == expected.shape
+        dy = _cotangent(case, y.detach(), rank)
+        kept = dy.clone()
+        y.backward(dy)
+        gradient = _dense_gradients(case, variant, world)[rank]
+        assert gradient_of(x).shape == gradient.shape
+        if gradient.numel():
+            assert_equals(f"gradient of {name} {variant}", gradient_of(x), gradient, FP64)
+        assert_equals("the input", x, before, EXACT)
+        assert_equals("the gradient handed in", dy, kept, EXACT)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", list(CASES))
+def test_it_equals_dense_algebra_forward_and_backward(name: str, world: int) -> None:
+    run_ranks(_equals_dense_algebra, world, name, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [("all_reduce", "leave"), ("leave", "all_reduce"), ("gather", "gather_same"), ("gather_same", "gather")],
+)
+def test_the_comparison_sees_a_wrong_backward(name: str, other: str) -> None:
+    with pytest.raises(RankError, match=rf"AssertionError: gradient of {name} Variant"):
+        run_ranks(_equals_dense_algebra, 2, name, other)
+
+
+TRAFFIC = ([[1, 2, 0, 3], [2, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]], [[0, 0, 0, 0]] * 4, [[2, 2, 2, 2]] * 4)
+"""Rows that each rank (outer) sends to each rank (inner)."""
+
+
+def _exchanges(rank: int, world: int) -> None:
+    group = everyone(rank, world, "ep")
+    for full in TRAFFIC:
+        rows = [line[:world] for line in full[:world]]
+        xs = [Variant().part(sum(line), seed=r) for r, line in enumerate(rows)]
+        receive = [rows[r][rank] for r in range(world)]
+        y = all_to_all(xs[rank], group, send=rows[rank], receive=receive)
+        expected = torch.cat([xs[r].split(rows[r])[rank] for r in range(world)]).detach()
+        assert torch.equal(y, expected)
+        dys = [Variant().part(sum(rows[r][s] for r in range(world)), seed=50 + s).detach() for s in range(world)]
+        y.backward(dys[rank])
+        back = [dys[s].split([rows[r][s] for r in range(world)])[rank] for s in range(world)]
+        assert_equals("the gradient sent back", gradient_of(xs[rank]), torch.cat(back), EXACT)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_an_exchange_of_any_rows_goes_back_the_same_way(world: int) -> None:
+    run_ranks(_exchanges, world)
+
+
+def _defaults_without_sizes(rank: int, world: int) -> None:
+    group = everyone(rank, world, "tp")
+    whole = torch.arange(7.0)
+    assert split(whole, group).tolist() == whole.split([3, 2, 2])[rank].tolist()
+    assert reduce_scatter(whole, group).tolist() == (3 * whole).split([3, 2, 2])[rank].tolist()
+    assert gather(torch.full((2,), rank), group).tolist() == [0, 0, 1, 1, 2, 2]
+    assert gather_same(torch.full((1, 2), rank), group, dim=1).tolist() == [[0, 0, 1, 1, 2, 2]]
+
+
+def test_without_sizes_parts_are_as_even_as_can_be_and_integers_travel_too() -> None:
+    run_ranks(_defaults_without_sizes, 3)
+
+
+def _bfloat16(rank: int, world: int) -> None:
+    group = everyone(rank, world, "tp")
+    x = torch.full((4, 3), 1.0 + rank, dtype=torch.bfloat16).requires_grad_()
+    y = gather(leave(x, group) + reduce_scatter(all_reduce(enter(x, group), group), group).sum(), group)
+    y.sum().backward()
+    assert y.dtype == x.dtype == torch.bfloat16
+    assert gradient_of(x).dtype == torch.bfloat16
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    run_ranks(_bfloat16, 2)
+
+
+def test_a_group_of_one_returns_its_input_itself() -> None:
+    x, group = torch.randn(3, 2), alone("tp")
+    results = [enter(x, group), leave(x, group), all_reduce(x, group), gather(x, group), gather_same(x, group, dim=1)]
+    results += [reduce_scatter(x, group), split(x, group, dim=1), all_to_all(x, group, send=[3], receive=[3])]
+    assert all(result is x for result in [*results, partial(x, group)])
+
+
+def _partial_is_free(rank: int, world: int) -> None:
+    x = torch.randn(3)
+    assert partial(x, everyone(rank, world, "tp")) is x
+
+
+def test_stating_a_pending_sum_is_free_off_paper() -> None:
+    run_ranks(_partial_is_free, 2)
+
+
+def _paper(size: int) -> Group:
+    return Group(axes=("tp",), ranks=tuple(range(size)), rank=1, name="paper-tp")
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_on_meta_tensors_shapes_come_out_without_any_process_group(name: str) -> None:
+    case, world = CASES[name], 3
+    for variant in (Variant(), Variant(dim=1), Variant(uneven=True)):
+        sizes = variant.sizes(world)
+        xs = _inputs(case, variant, world)
+        x = xs[1].detach().to("meta").requires_grad_()
+        y = case.parallel(x, _paper(world), variant.dim, sizes)
+        assert y.is_meta
+        assert y.shape == case.dense(xs, 1, variant.dim, sizes).shape
+        y.backward(torch.empty_like(y))
+        assert gradient_of(x).shape == x.shape
+
+
+def test_on_meta_tensors_a_pending_sum_leaves_a_trace_for_the_checker() -> None:
+    x = torch.empty(2, device="meta", requires_grad=True)
+    y = partial(x, _paper(4))
+    assert y is not x
+    assert type(y.grad_fn).__name__ == "PartialBackward"
+
+
+def test_every_function_states_the_types_it_moves_between() -> None:
+    stated = {
+        value.__name__: getattr(value, "moves", None)
+        for value in vars(autograd).values()
+        if isinstance(value, type) and issubclass(value, torch.autograd.Function)
+    }
+    table = {
+        "".join(word.title() for word in name.split("_")): (case.before, case.after) for name, case in CASES.items()
+    }
+    assert stated == {**table, "AllToAll": ("V", "V"), "Partial": ("V", "P")}
+
+
+def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:
+    """Every collective once, in an order whose types fit."""
+    sizes = [sum(line) for line in rows]
+    whole = gather(x, group, sizes=sizes)
+    y = reduce_scatter(whole @ w, group, sizes=sizes) + all_reduce(whole * 2, group).sum()
+    same = gather_same(y, group, sizes=sizes) + leave(y.sum(), group)
+    y = split(same, group, sizes=sizes) * enter(same.sum(), group)
+    return all_to_all(y, group, send=rows[group.rank], receive=[line[group.rank] for line in rows])
+
+
+def _compiles(rank: int, world: int, rows: list[list[int]]) -> None:
+    group, found = everyone(rank, world, "tp"), []
+    for function in (_step, torch.compile(_step, fullgraph=True, backend="aot_eager")):
+        x = torch.randn(sum(rows[rank]), 5, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+        w = torch.eye(5, dtype=torch.float64).requires_grad_()
+        y = function(x.requires_grad_(), w, group, rows)
+        y.square().sum().backward()
+        found.append({"y": y, "dx": gradient_of(x), "dw": gradient_of(w)})
+    assert_close(found[1], found[0], EXACT)
+
+
+@pytest.mark.parametrize("rows", [[[1, 1], [1, 1]], [[0, 1], [2, 1]]], ids=["even", "uneven"])
+def test_compiled_as_one_graph_it_gives_what_eager_gives(rows: list[list[int]]) -> None:
+    run_ranks(_compiles, 2, rows, timeout=240)
