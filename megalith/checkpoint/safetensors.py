@@ -8,9 +8,9 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors in a file.
 
     Raises:
-        CheckpointError: it cannot be read, is no safetensors file, or ends early (the tensors that are cut off are named).
+        CheckpointError: it cannot be read, is no safetensors file, or ends early (what is cut off is named).
     """
     try:
         nbytes = storage.file_nbytes(file)
@@ -88,21 +88,12 @@ def show_names(names: Sequence[str], *, limit: int = 6) -> str:
     return ", ".join(names[:limit]) + more
 
 
-class Reader:
+class Reader(ExitStack):
     """Boxes of the tensors of several files, each opened once; a context."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._open: dict[Path, Any] = {}  # Any: safetensors ships no types
-
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._open.values():
-            handle.__exit__(None, None, None)
-        self._open.clear()
 
     def read(self, name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
         """One box of a tensor, on the host, in the file's dtype; no more of it is read.
@@ -112,7 +103,7 @@ class Reader:
         """
         try:
             if info.file not in self._open:
-                self._open[info.file] = safe_open(info.file, framework="pt").__enter__()
+                self._open[info.file] = self.enter_context(safe_open(info.file, framework="pt"))
             values: Tensor = self._open[info.file].get_slice(name)[part]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {name} cannot be read ({error}). Copy the folder again.") from error
@@ -127,7 +118,7 @@ def write_file(file: Path, plan: Sequence[Planned], tensors: Iterator[Tensor], m
         for planned, tensor in zip(plan, tensors, strict=True):
             assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned
             if planned.nbytes:
-                out.write(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+                out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         storage.sync_file(out)
 
 

@@ -28,7 +28,7 @@ class HuggingFaceTokenizer:
         Raises:
             DataError: there is no tokenizer, it cannot be read, or it has no token `eod`.
         """
-        file = _find_file(path)
+        file = find_tokenizer_file(path)
         self.path = path
         self._add_special_tokens = add_special_tokens
         self._tokenizer = _read(file)
@@ -114,8 +114,12 @@ def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFace
     return HuggingFaceTokenizer(path, eod=eod, add_special_tokens=add_special_tokens)
 
 
-def _find_file(path: str) -> Path:
-    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache."""
+def find_tokenizer_file(path: str) -> Path:
+    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache.
+
+    Raises:
+        DataError: there is none.
+    """
     place = Path(path)
     for file in (place, place / "tokenizer.json"):
         if file.is_file():

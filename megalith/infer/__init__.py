@@ -1,0 +1,1 @@
+"""Writing text with a trained model."""

@@ -1,0 +1,385 @@
+"""Hugging Face folders: config.json and safetensors, read box by box and written tensor by tensor."""
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megalith import storage
+from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, numel, pieces
+from megalith.checkpoint.safetensors import (
+    DTYPES,
+    Planned,
+    Reader,
+    TensorInfo,
+    read_header,
+    show_names,
+    write_file,
+)
+from megalith.config.model import ModelConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.llama import LLAMA
+from megalith.models.names import Family, TensorRule, by_parameter, extent, slices
+from megalith.plan.shards import Box, Shard, intersect
+
+FAMILIES = (LLAMA,)
+"""Every architecture that can be read and written."""
+
+PADDED = ("embed.weight", "head.weight")
+"""Our tables whose rows may be more than their tensors have; the rows added are zero."""
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+GENERATION = "generation_config.json"
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+COMPANIONS = (*TOKENIZER_FILES, GENERATION, "LICENSE", "LICENSE.txt")
+"""Files that go with the weights as they are."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of config.json that are about text; unset they would default to ids of the first Llama's tokenizer."""
+
+PIECE_NBYTES = 64 * 2**20
+"""Read at once (guess: large enough for a disk, small beside any model)."""
+
+
+class Weights(Protocol):
+    """Somewhere that parameters can be read from by our names."""
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """As it is stored."""
+
+    def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of it, on the host; rows that only pad a vocabulary may be left out by those who ask."""
+
+
+class HuggingFaceFolder:
+    """A folder with config.json and safetensors, checked whole when it is opened; values are read when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the config and the headers.
+
+        Raises:
+            CheckpointError: it is no such folder, of an unsupported architecture, or tensors are missing, surplus, of
+                the wrong shape or cut off; each is named.
+        """
+        self.path = path
+        self.raw = read_json(path / CONFIG)
+        self.family = find_family(self.raw, path)
+        try:
+            self.model_config: ModelConfig = self.family.read_config(self.raw)
+        except ConfigError as error:
+            raise CheckpointError(f"{path / CONFIG}: {error}") from error
+        self.rules = self.family.rules(self.model_config)
+        self._rules = by_parameter(self.rules)
+        self._tensors = _stored(path)
+        self._check_names()
+        self._check_shapes()
+        self._check_tied()
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """As stored; of the widest, where several tensors make one parameter."""
+        dtypes = [DTYPES[self._tensors[rule.name].dtype] for rule in self._rules[parameter]]
+        return reduce(torch.promote_types, dtypes)
+
+    def tensor_dtype(self, name: str) -> torch.dtype:
+        """Of one tensor, by their name."""
+        return DTYPES[self._tensors[name].dtype]
+
+    def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of one of our parameters, on the host."""
+        values = torch.empty(lengths(box), dtype=dtype)
+        with Reader() as reader:
+            self._fill_piece(parameter, Piece(box, values), reader)
+        return values
+
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; padded rows become zero.
+
+        Raises:
+            CheckpointError: a parameter that the folder lacks, or of another shape.
+        """
+        self._check_wanted([entry.shard for entry in entries])
+        with Reader() as reader:
+            for entry in entries:
+                wide = max(entry.tensor.element_size(), self.dtype(entry.shard.name).itemsize)
+                for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
+                    self._fill_piece(entry.shard.name, piece, reader)
+
+    def _fill_piece(self, parameter: str, piece: Piece, reader: Reader) -> None:
+        left = numel(piece.box)
+        parts = [(rule, both) for rule in self._rules[parameter] if (both := intersect(rule.box, piece.box))]
+        left -= sum(numel(part) for _, part in parts)
+        if left:
+            piece.values.zero_()
+        for rule, part in parts:
+            stored = reader.read(rule.name, self._tensors[rule.name], slices(rule, part))
+            inner_view(piece, part).copy_(stored.reshape(lengths(part)))
+
+    def _check_wanted(self, shards: Sequence[Shard]) -> None:
+        problems = []
+        for shard in shards:
+            if shard.name not in self._rules:
+                problems.append(f"{shard.name} is in this run and not in the folder")
+                continue
+            theirs = extent(self._rules[shard.name])
+            padded = shard.name in PADDED and shard.shape[0] >= theirs[0]
+            if shard.shape != ((shard.shape[0], *theirs[1:]) if padded else theirs):
+                problems.append(f"{shard.name} is {list(shard.shape)} in this run and {list(theirs)} in the folder")
+        if problems:
+            lines = "\n".join(f"  {text}" for text in problems)
+            raise CheckpointError(
+                f"{self.path} is another model:\n{lines}\nSet model.* to what {self.path / CONFIG} says."
+            )
+
+    def _check_names(self) -> None:
+        wanted = {rule.name for rule in self.rules}
+        missing = sorted(wanted - self._tensors.keys())
+        ignored = {name for name in self._tensors if self.family.ignored.fullmatch(name)}
+        surplus = sorted(self._tensors.keys() - wanted - ignored - {self.family.tied})
+        problems = [f"missing: {show_names(missing)}"] if missing else []
+        problems += [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
+        if missing == [self.family.tied]:
+            problems = [f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves as head)"]
+        if problems:
+            raise CheckpointError(
+                f"{self.path}: its tensors are not those that its config.json describes; {'; '.join(problems)}. "
+                f"Copy the folder again, or use the config.json that came with the weights."
+            )
+
+    def _check_shapes(self) -> None:
+        found = [(rule, self._tensors[rule.name]) for rule in self.rules]
+        wrong = [
+            f"{rule.name} is {list(info.shape)}, expected {list(rule.shape)}"
+            for rule, info in found
+            if info.shape != rule.shape
+        ]
+        wrong += [
+            f"{rule.name} is stored as {info.dtype}, expected one of {', '.join(DTYPES)}"
+            for rule, info in found
+            if info.dtype not in DTYPES
+        ]
+        if wrong:
+            raise CheckpointError(
+                f"{self.path}: {'; '.join(wrong[:6])}{f'; and {len(wrong) - 6} more' if len(wrong) > 6 else ''}. "
+                f"Use the config.json that came with the weights."
+            )
+
+    def _check_tied(self) -> None:
+        """A tied model may store its head as well, as long as it is the embedding."""
+        tied = self._tensors.get(self.family.tied)
+        if tied is None or not self.model_config.tied_embeddings:
+            return
+        table = self._rules["embed.weight"][0]
+        rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
+        with Reader() as reader:
+            same = tied.shape == table.shape and all(
+                torch.equal(
+                    reader.read(self.family.tied, tied, (slice(start, start + rows),)),
+                    reader.read(table.name, self._tensors[table.name], (slice(start, start + rows),)),
+                )
+                for start in range(0, table.shape[0], rows)
+            )
+        if not same:
+            raise CheckpointError(
+                f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from {table.name}. "
+                f"Set tie_word_embeddings to false in config.json if the head is one of its own."
+            )
+
+
+def find_family(raw: Mapping[str, Any], path: Path) -> Family:
+    """The family of a config.json.
+
+    Raises:
+        CheckpointError: its architecture is not supported.
+    """
+    named = raw.get("architectures") or []
+    for family in FAMILIES:
+        if family.architecture in named or (not named and raw.get("model_type") == family.model_type):
+            return family
+    found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')}"
+    raise CheckpointError(
+        f"{path}: the architecture {found} is not supported. Use one of {', '.join(f.architecture for f in FAMILIES)}."
+    )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: there is no such file, or it holds something else.
+    """
+    try:
+        raw = json.loads(storage.read_bytes(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}). Use a folder that save_pretrained wrote.") from error
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} holds {type(raw).__name__}; expected an object. Use the model's own file.")
+    return raw
+
+
+def _stored(path: Path) -> dict[str, TensorInfo]:
+    """Every tensor of the folder, from the headers of its files."""
+    files = _weight_files(path)
+    found: dict[str, TensorInfo] = {}
+    for file in files:
+        found |= read_header(file)
+    if (path / INDEX).exists() and len(files) > 1:
+        index = read_json(path / INDEX)["weight_map"]
+        lost = sorted(name for name, file in index.items() if name not in found or found[name].file.name != file)
+        if lost:
+            raise CheckpointError(
+                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. Copy the folder again."
+            )
+    return found
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / WEIGHTS).exists():
+        return [path / WEIGHTS]
+    if (path / INDEX).exists():
+        index = read_json(path / INDEX).get("weight_map")
+        names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
+        outside = [name for name in names if Path(name).name != name]
+        missing = [name for name in names if not (path / name).exists()]
+        if not names or outside or missing:
+            wrong = show_names(outside or missing) or "nothing"
+            raise CheckpointError(f"{path / INDEX} names {wrong}, not files of this folder. Copy the folder again.")
+        return [path / name for name in names]
+    there = [name for name in storage.list_names(path) if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)]
+    raise CheckpointError(
+        f"{path} has neither {WEIGHTS} nor {INDEX} (found: {show_names(there) or 'no weights'}). Use safetensors: "
+        f"save_pretrained of transformers writes them."
+    )
+
+
+# --- writing
+
+
+def plan_files(
+    rules: Sequence[TensorRule], dtype_of: Callable[[TensorRule], torch.dtype], shard_nbytes: int
+) -> list[list[tuple[TensorRule, Planned]]]:
+    """The tensors of each file, in order; a file is at most `shard_nbytes`, or one tensor."""
+    files: list[list[tuple[TensorRule, Planned]]] = []
+    room = 0
+    for rule in rules:
+        planned = Planned(rule.name, dtype_of(rule), rule.shape)
+        if planned.nbytes > room or not files:
+            files.append([])
+            room = shard_nbytes
+        files[-1].append((rule, planned))
+        room -= planned.nbytes
+    return files
+
+
+def write_folder(
+    path: Path,
+    config: ModelConfig,
+    weights: Weights,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_nbytes: int = 5 * 10**9,
+    family: Family = LLAMA,
+    extra: Mapping[str, Any] | None = None,  # JSON
+    companions: Mapping[str, Path] | None = None,
+    wrote: Callable[[TensorRule], None] = lambda rule: None,
+) -> int:
+    """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
+
+    `dtype` unset keeps that of each parameter. `extra` goes into config.json (token ids), `companions` are copied under
+    their names, `wrote` is called after each tensor. The folder appears whole or not at all.
+
+    Raises:
+        CheckpointError: the path exists, or the disk refused something.
+        ConfigError: the family has no words for the model.
+    """
+    raw = family.write_config(config) | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
+    rules = family.rules(config)
+
+    def dtype_of(rule: TensorRule) -> torch.dtype:
+        source = rule.parameter or "embed.weight"  # zeros are stored like the rest
+        return dtype or weights.dtype(source)
+
+    files = plan_files(rules, dtype_of, shard_nbytes)
+    widest = max((planned.dtype for file in files for _, planned in file), key=lambda dtype: dtype.itemsize)
+    raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
+    staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    check_absent(path)
+    try:
+        storage.make_folder(staging)
+        total = _write_weights(staging, files, weights, wrote)
+        for name, source in (companions or {}).items():
+            storage.write_new(staging / name, storage.read_bytes(source))
+        for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
+            if not (staging / name).exists():
+                storage.write_new(staging / name, (json.dumps(document, indent=2) + "\n").encode())
+        storage.sync_folder(staging)
+        storage.rename(staging, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
+    finally:
+        storage.remove_tree(staging)
+    return total
+
+
+def check_absent(path: Path) -> None:
+    """Refuse to write where something is already.
+
+    Raises:
+        CheckpointError: the path exists.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
+
+
+def _write_weights(
+    staging: Path,
+    files: Sequence[Sequence[tuple[TensorRule, Planned]]],
+    weights: Weights,
+    wrote: Callable[[TensorRule], None],
+) -> int:
+    """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
+    names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
+    for name, content in zip(names, files, strict=True):
+        tensors = _read_tensors(content, weights, wrote)
+        write_file(staging / name, [planned for _, planned in content], tensors, {"format": "pt"})
+    total = sum(planned.nbytes for content in files for _, planned in content)
+    if len(files) > 1:
+        places = {rule.name: name for name, content in zip(names, files, strict=True) for rule, _ in content}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        storage.write_new(staging / INDEX, (json.dumps(index, indent=2) + "\n").encode())
+    return total
+
+
+def _shard_name(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _read_tensors(
+    content: Sequence[tuple[TensorRule, Planned]], weights: Weights, wrote: Callable[[TensorRule], None]
+) -> Iterator[Tensor]:
+    for rule, planned in content:
+        if rule.parameter is None:
+            yield torch.zeros(rule.shape, dtype=planned.dtype)
+        else:
+            yield weights.read(rule.parameter, rule.box, planned.dtype).reshape(rule.shape)
+        wrote(rule)
+
+
+def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """generation_config.json: the token ids that start and end a text."""
+    ids = {name: raw[name] for name in TOKEN_IDS if raw.get(name) is not None}
+    return {"_from_model_config": True, **ids}
+
+
+def companion_files(folder: Path) -> dict[str, Path]:
+    """The files of a folder that go with its weights."""
+    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
