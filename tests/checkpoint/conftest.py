@@ -55,8 +55,8 @@ def _cut(whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blan
             local = tensor[tuple(slice(a, b) for a, b in shard.box)].reshape(-1)
             mine = ((d == 0 and role == "param") or role != "param") and (tensor.dim() > 1 or t == 0)
             if role != "param":
-                shard = replace(shard, flat=my_range(split_evenly(shard.numel, dp), d))
-                local = local[slice(*shard.flat)]
+                start, stop = my_range(split_evenly(shard.numel, dp), d)
+                shard, local = replace(shard, flat=(start, stop)), local[start:stop]
             entries.append(Entry(shard, role, torch.zeros_like(local) if blank else local.clone(), mine))
         ranks.append(entries)
     return ranks

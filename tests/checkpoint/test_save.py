@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from megalith import storage
@@ -201,8 +201,7 @@ def test_killed_at_any_change_of_the_disk_the_newest_complete_checkpoint_loads(
     assert seen == ({1, 2} if again else {0, 2})
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("again,lasting", [(False, False), (True, False), (True, True)])
 def test_an_error_at_any_change_of_the_disk_leaves_nothing_behind_and_harms_nothing(
     tmp_path: Path, tiny: SimpleNamespace, break_disk: Callable[..., Any], again: bool, lasting: bool
 ) -> None:
