@@ -6,7 +6,6 @@ weights after three steps, and a fourth step after saving and loading are compar
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +31,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries
 from megalith.train.step import train_step
+from megalith.verify.faults import planted
 
 STEPS = 3
 """Steps before saving; gradients are compared in the first."""
@@ -135,7 +135,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with nullcontext() if case.fault is None else planted(case.fault):
+        with planted(case.fault):
             mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
             return _run_case(case, mesh, Path(folder))
     finally:
