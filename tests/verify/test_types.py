@@ -1,9 +1,11 @@
 """The type check accepts right layouts at any world size, and refuses wrong collectives, shards and losses."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from megalith.parallel import tensor as layers
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.recipes.llama3 import llama3_70b
-from megalith.verify.faults import changed_model, planted, replaced
+from megalith.verify.faults import FAULTS, changed_model, planted, replaced
 from megalith.verify.types import (
     TypeReport,
     _shards_of,
@@ -43,6 +45,7 @@ from megalith.verify.types import (
     types_of,
 )
 
+PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
 BIASED = replace(MODEL, qkv_bias=True, output_bias=True, mlp_bias=True, tied_embeddings=True)
 THREE = replace(MODEL, num_kv_heads=3, ffn_hidden_size=41)
@@ -97,12 +100,26 @@ def test_the_first_the_middle_and_the_last_rank_are_checked() -> None:
     assert places(model_grid(ParallelConfig(), MODEL, 1)) == (0,)
 
 
-def test_llama_70b_on_4096_ranks_is_checked_within_a_minute_and_4_gib() -> None:
-    run = llama3_70b()
-    report = type_check_in_child(run.model, run.parallel, world=4096, ranks=(2052,))
-    assert report.ok and report.parameters == 563
-    assert report.collectives == {"gather over tp": 161, "loss_sum over tp": 1, "reduce_scatter over tp": 161}
-    assert report.seconds < 60 and report.peak_gib < 4
+def test_the_example_of_the_page_about_types_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """Llama 70B on 4096 ranks, at one place, in a child."""
+    code, printed = re.findall(
+        r"```(?:python)?\n(.*?)```", PAGE.read_text().split("## What the check does")[1], re.DOTALL
+    )[:2]
+    names: dict[str, Any] = {}
+    exec(code, names)  # lint: allow eval-exec: our own page
+    assert capsys.readouterr().out == printed
+    assert names["report"].parameters == 563
+    assert names["report"].seconds < 60 and names["report"].peak_gib < 4
+
+
+def test_the_page_about_types_has_the_refusal_and_every_fault_with_the_proof_that_finds_it() -> None:
+    page = PAGE.read_text()
+    with planted("column_enter_removed"):
+        (problem,) = type_check(replace(MODEL, num_layers=1), ParallelConfig(tp=2), world=4).problems
+    assert f"```\n{problem}\n```" in page
+    for fault in FAULTS:
+        verdict = "not seen: numbers" if fault.found_by == "numbers" else f"refused: {fault.found_by}"
+        assert re.search(rf"^\| `{fault.name}`: [^|]+ \| {verdict} \|", page, re.MULTILINE), fault.name
 
 
 @pytest.mark.slow
