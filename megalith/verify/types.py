@@ -54,7 +54,7 @@ IN_WORDS: Mapping[Type | None, str] = {
     I: "I (the same on every rank, for the same work)",
     V: "V (every rank has its own)",
     P: "P (parts of a sum that is still to be taken)",
-    None: "of no known type",
+    None: "? (made outside the check)",
 }
 HINTS: Mapping[tuple[Type, Type | None], str] = {
     (P, V): "Use `partial` in the line that contracts a cut dimension, or the group of the axis that was cut.",
@@ -148,6 +148,7 @@ def type_check(
 ) -> TypeReport:
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
+    Every second place reads documents of uneven lengths instead of rows.
     Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
     threads: use `type_check_in_child` there.
 
@@ -156,7 +157,7 @@ def type_check(
     """
     started = time.perf_counter()
     grid = model_grid(parallel, model, world)
-    chosen = tuple(ranks) if ranks is not None else places(grid)
+    chosen = tuple(ranks or places(grid))
     found: dict[tuple[str, str], Problem] = {}
     counts: Counter[str] = Counter()
     for number, rank in enumerate(chosen):
@@ -170,7 +171,7 @@ def type_check(
         axes={axis: grid.size(axis) for axis in DENSE_AXES},
         ranks=chosen,
         parameters=len(place.shards),
-        collectives=dict(sorted(counts.items())),
+        collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
@@ -398,7 +399,7 @@ def declare(model: nn.Module) -> None:
     for declared, module, name in declared_parameters(model):
         checker.assert_type(getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard)))
     for module in model.modules():
-        for value in module.__dict__.values():
+        for value in (*module.__dict__.values(), *module.buffers(recurse=False)):
             if isinstance(value, Tensor):
                 checker.assert_type(value, _by_axis(lambda _: R))
 
@@ -440,7 +441,7 @@ def _shard_problems(place: Place, model: ModelConfig, parallel: ParallelConfig) 
             same, cut = mine.box == theirs[name].box, axis in mine.cut
             if same == cut and mine.numel > 0:
                 what = (
-                    f"its shard is {'cut' if cut else 'whole'} along {axis}, but rank {neighbour} holds "
+                    f"its shard is {'cut' if cut else 'whole'} along {axis}, but the next rank there holds "
                     f"{'the same' if same else 'another'} box. Use cut_dim with exactly the axes that divide it: the "
                     f"sum of gradients is read off them."
                 )
@@ -503,19 +504,14 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
             expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
             phase = "backward"
             share_of_mean(loss, num_labels=1000, mesh=place.mesh).backward()
-    except NotImplementedError:
-        raise  # an operation without a meta kernel is a fault of ours, not of the layout
     except SpmdTypeError as error:
         what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
         yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
     except RuntimeError as error:
-        if "meta tensor" in str(error):
-            raise  # something reads numbers, of which there are none on paper
+        if isinstance(error, NotImplementedError) or "meta tensor" in str(error):
+            raise  # an operation without a meta kernel, or one that reads numbers: a fault of ours, not of the layout
         yield Problem(where=watch.where(phase), what=f"shapes do not fit: {error}", ranks=(place.mesh.rank,))
     else:
-        renamed = {_in_our_words(key, place.mesh.grid): number for key, number in counts.items()}
-        counts.clear()
-        counts.update(renamed)
         yield from _without_gradient(place)
 
 

@@ -162,7 +162,7 @@ def test_shared_heads_that_are_called_cut_are_refused() -> None:
     with changed_model(call_it_cut):
         (problem,) = type_check(MODEL, ParallelConfig(tp=4), world=4, ranks=(2,)).problems
     assert problem.where == "layers.0.attention.kv"
-    assert "cut along tp_copy, but rank 3 holds the same box. Use cut_dim with exactly the axes" in problem.what
+    assert "cut along tp_copy, but the next rank there holds the same box. Use cut_dim with exactly" in problem.what
 
 
 def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
@@ -171,8 +171,8 @@ def test_a_cut_weight_that_is_called_whole_is_refused() -> None:
 
     with changed_model(call_it_whole):
         problems = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).problems
-    assert [(problem.where, problem.what[:60]) for problem in problems] == [
-        ("layers.1.mlp.down", "its shard is whole along tp_kv, but rank 1 holds another box")
+    assert [(problem.where, problem.what[:70]) for problem in problems] == [
+        ("layers.1.mlp.down", "its shard is whole along tp_kv, but the next rank there holds another box"[:70])
     ]
 
 
@@ -329,7 +329,7 @@ def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
 
 
 def test_a_tensor_without_types_is_refused() -> None:
-    with checking(), pytest.raises(SpmdTypeError, match="leave over .* but was given of no known type"):
+    with checking(), pytest.raises(SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"):
         autograd.leave(torch.empty(8, 2, device="meta"), GROUP)
 
 
