@@ -62,7 +62,9 @@ def find_run(name: str) -> Path:
         if (folder / "config.yaml").is_file():
             return folder
     there = sorted(file.parent.name for file in Path("runs").glob("*/config.yaml"))
-    raise ConfigError(f"{name} is not the folder of a run. Use a path, or one of runs/: {', '.join(there) or 'none yet'}.")
+    raise ConfigError(
+        f"{name} is not the folder of a run. Use a path, or one of runs/: {', '.join(there) or 'none yet'}."
+    )
 
 
 def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megalith.checkpoint.load import find_latest
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Batch, Masks, build_batch
 from megalith.data.sample import Dataset
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
 from megalith.parallel.group import all_reduce_
@@ -68,10 +67,6 @@ def run_evaluation(
         CheckpointError: the run has no checkpoint yet, or it is of another model.
         ConfigError: the split is empty.
     """
-    found = find_latest(folder.checkpoints)
-    source = str(found) if found is not None else run.checkpoint.load
-    if source is None:
-        raise CheckpointError(f"{folder.checkpoints} holds no checkpoint. Run `megalith train` first, or set checkpoint.load.")
     tokenizer = build_tokenizer(run.tokenizer)
     counts: dict[str, int | None] = {"train": 0, "valid": 0, "test": 0} | {split: samples}
     splits: Splits = build_datasets(
@@ -80,11 +75,13 @@ def run_evaluation(
     )  # fmt: skip
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
-        raise ConfigError(f"--split={split} has no samples in this run. Choose one of train, valid, test that has some.")
+        raise ConfigError(
+            f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
+        )
     model = Decoder(run.model, mesh, sp=run.parallel.sp, dtype=DTYPES[run.precision.params])
     allocate(model, device)
     parameters = [(declared.shard, getattr(module, name).data) for declared, module, name in declared_parameters(model)]
-    load_pretrained(weight_entries(parameters, mesh), source, mesh.world)
+    load_pretrained(weight_entries(parameters, mesh), str(folder.path), mesh.world, model=run.model)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     return evaluate(

@@ -19,6 +19,7 @@ from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.pretrained import load_pretrained
 from megalith.observe.machine import measured_peak_flops, peak_flops
 from megalith.observe.metrics import MetricsFile, has_tensorboard
 from megalith.observe.plots import plot_run
@@ -27,7 +28,7 @@ from megalith.optim.schedule import learning_rate, schedule_lengths, weight_deca
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.costs import flops_per_token
-from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries
+from megalith.train.build import DTYPES, build_trainer, checkpoint_entries
 from megalith.train.evaluate import evaluate
 from megalith.train.folder import RunFolder, changed_settings, write_config
 from megalith.train.state import TrainState
@@ -211,8 +212,11 @@ class _Loop:
             self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
         elif self.run_config.checkpoint.load is not None:
-            load_weights(self.trainer, self.run_config.checkpoint.load)
-            self.progress.say(f"starting from {self.run_config.checkpoint.load}")
+            weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
+            source = self.run_config.checkpoint.load
+            for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model):
+                self.progress.say(f"{source}: {line}")
+            self.progress.say(f"starting from {source}")
 
     def _order_samples(self, saved: Checkpoint | None) -> int:
         """The count of samples that decides the data's order: that of the first start, while it suffices."""
@@ -247,7 +251,9 @@ class _Loop:
         wanted = self.run_config.observe.tensorboard
         use = has_tensorboard() if wanted is None else wanted
         if use and not has_tensorboard():
-            raise ConfigError(f"observe.tensorboard={wanted} needs the tensorboard package. Run pip install tensorboard.")
+            raise ConfigError(
+                f"observe.tensorboard={wanted} needs the tensorboard package. Run pip install tensorboard."
+            )
         return MetricsFile(
             self.folder.metrics, resume_at=self.state.step, tensorboard=self.folder.tensorboard if use else None
         )
@@ -266,13 +272,6 @@ class _Clock:
         seconds = (now - self._since) / max(1, self.steps)
         self.steps, self._since = 0, now
         return seconds
-
-
-def load_weights(trainer: Trainer, source: str) -> None:
-    """Fill the weights, and nothing else, from a checkpoint of ours."""
-    checkpoint = open_checkpoint(source)
-    checkpoint.load_into([e for e in checkpoint_entries(trainer) if e.role == "param"], trainer.mesh.world)
-    trainer.optimizer.reload_masters()
 
 
 def _matching_tokenizer(run: TrainRun) -> Tokenizer:

@@ -33,7 +33,12 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
         dp = p.dp or world // p.tp
         problems += batch_problems(global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp)
     problems += [text for rule in RULES if (text := rule(run, world)) is not None]
-    return problems + schedule_problems(run.schedule, t.steps) + data_problems(run.data) + tokenizer_problems(run.tokenizer)
+    return (
+        problems
+        + schedule_problems(run.schedule, t.steps)
+        + data_problems(run.data)
+        + tokenizer_problems(run.tokenizer)
+    )
 
 
 def model_problems(run: TrainRun) -> list[str]:
@@ -60,7 +65,9 @@ def _positive_problems(run: TrainRun) -> list[str]:
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
     counts |= {name: value for name, value in optional.items() if value is not None}
-    return [f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1]
+    return [
+        f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1
+    ]
 
 
 def heads_share_keys(run: TrainRun, world: int) -> str | None:
@@ -92,7 +99,9 @@ def rope_turns_pairs(run: TrainRun, world: int) -> str | None:
     size = run.model.head_size()
     if size % 2 == 0:
         return None
-    return f"model.head_dim={size} is odd, and rotary positions turn pairs of features. Set model.head_dim to {size + 1}."
+    return (
+        f"model.head_dim={size} is odd, and rotary positions turn pairs of features. Set model.head_dim to {size + 1}."
+    )
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:

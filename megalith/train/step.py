@@ -30,7 +30,9 @@ class StepResult:
     """Some rank was asked to stop."""
 
 
-def train_step(trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False) -> StepResult:
+def train_step(
+    trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False
+) -> StepResult:
     """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
 
     Raises:

@@ -36,6 +36,7 @@ from megalith.verify.faults import planted
 STEPS = 3
 """Steps before saving; gradients are compared in the first."""
 
+
 @dataclass(frozen=True, slots=True)
 class RaggedRows:
     """Made-up rows with uneven losses: each row keeps a random part of its labels, some rows none at all."""
@@ -136,7 +137,11 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     torch.set_num_threads(1)
     try:
         with planted(case.fault):
-            mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
+            mesh = (
+                mesh_of_one()
+                if world == 1
+                else build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank)
+            )
             return _run_case(case, mesh, Path(folder))
     finally:
         torch.set_num_threads(threads)

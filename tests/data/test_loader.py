@@ -28,7 +28,14 @@ class Counting:
 
 def loader(group: Group, *, micro: int = 2, consumed: int = 0, steps: int = 2) -> Loader:
     return Loader(
-        Counting(), Masks(), group, global_batch_size=8, micro_batch_size=micro, consumed=consumed, steps=steps, device=CPU
+        Counting(),
+        Masks(),
+        group,
+        global_batch_size=8,
+        micro_batch_size=micro,
+        consumed=consumed,
+        steps=steps,
+        device=CPU,
     )
 
 

@@ -31,7 +31,11 @@ LAYOUTS = {
     "tp2 sp": (tiny(bias=True), ParallelConfig(tp=2, sp=True), 2),
     "tp3 sp tied": (tiny(tied=True), ParallelConfig(tp=3, sp=True), 3),
     "tp4, 2 key/value heads": (SHARED, ParallelConfig(tp=4), 4),
-    "tp4 sp, 2 key/value heads, biases": (tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True), 4),
+    "tp4 sp, 2 key/value heads, biases": (
+        tiny(num_heads=8, num_kv_heads=2, bias=True),
+        ParallelConfig(tp=4, sp=True),
+        4,
+    ),
     "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True), 4),
     "tp2 dp2 sp tied, dp inside": (tiny(tied=True), ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp"), 4),
     "tp3 dp2": (tiny(bias=True), ParallelConfig(tp=3, dp=2), 6),

@@ -20,7 +20,9 @@ CONFIG = ModelConfig(
 )  # fmt: skip
 
 
-def build(mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300) -> tuple[Decoder, DataParallel]:
+def build(
+    mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300
+) -> tuple[Decoder, DataParallel]:
     """A small float64 model on the engine."""
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]

@@ -1,0 +1,123 @@
+"""`megalith quickstart`: tokenizer, token store, a small GPT on two processes, a plot and a sample, in minutes.
+
+It runs the commands a person would type, and shows each before it runs.
+"""
+
+import contextlib
+import io
+import json
+import shlex
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.cli.arguments import parse_options
+from megalith.cli.main import run_command
+from megalith.data.local_text import LocalText, find_local_text, share_of_known_words, zlib_bits_per_byte
+
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuickstartCommand:
+    """Train a small GPT on text that is already on this machine, on two processes, and let it write."""
+
+    folder: str = "runs/quickstart"
+    """Where everything goes; the same command resumes there."""
+
+    nproc: int = 2
+    """Processes that train."""
+
+
+def main(argv: list[str]) -> int:
+    """Run every step; a step that is done already is not repeated."""
+    command = parse_options(QuickstartCommand, argv, prog="megalith quickstart")
+    started = time.monotonic()
+    run, text = Path(command.folder), find_local_text()
+    data = run / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    print(f"corpus: {_describe(text.training)} of this Python's standard library; held out: {_describe(text.held_out)}")
+    code = _prepare(data, text) or _train(run, data, command.nproc)
+    return code or _look_back(run, text, started)
+
+
+def _prepare(data: Path, text: LocalText) -> int:
+    """Tokenizer and token stores."""
+    lists = {"train": text.training, "valid": text.held_out}
+    for name, files in lists.items():
+        if (data / f"{name}.idx").exists():
+            continue
+        trained = ["--train-tokenizer", str(VOCABULARY)] if name == "train" else []
+        (data / f"{name}.jsonl").write_text("".join(_as_line(file) for file in files), encoding="utf-8")
+        code = _run(
+            "prepare", "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}", "--tokenizer", f"{data}/tokenizer",
+            *trained, "--workers", "2",
+        )  # fmt: skip
+        if code:
+            return code
+    return 0
+
+
+def _train(run: Path, data: Path, nproc: int) -> int:
+    return _run(
+        "train", "quickstart", "--run", f"./{run}" if not run.is_absolute() else str(run), "--nproc", str(nproc),
+        "--data.mock", "false", "--data.train_path", f"{data}/train", "--data.valid_path", f"{data}/valid",
+        "--tokenizer.kind", "huggingface", "--tokenizer.path", f"{data}/tokenizer", "--tokenizer.vocab_size", "none",
+    )  # fmt: skip
+
+
+def _look_back(run: Path, text: LocalText, started: float) -> int:
+    """What came out of it, and what to try next."""
+    found = json.loads(_captured("evaluate", str(run), "--json"))
+    sample = json.loads(
+        _captured(
+            "generate",
+            str(run),
+            "--prompt",
+            "def ",
+            "--max-new-tokens",
+            "500",
+            "--top-k",
+            "40",
+            "--seed",
+            "1",
+            "--json",
+        )
+    )["texts"][0]
+    (run / "sample.txt").write_text(sample, encoding="utf-8")
+    print(f"\n{sample[:600]}\n")
+    known = share_of_known_words(sample, (*text.training, *text.held_out))
+    print(
+        f"held-out files: {found['bits_per_byte']:.3f} bits per byte; zlib -9 needs {zlib_bits_per_byte(text.held_out):.3f}\n"
+        f"sample: {run}/sample.txt, {known:.0%} of its words occur in the corpus\n"
+        f"loss plot: {run}/plots/loss.png\n"
+        f"all of it took {time.monotonic() - started:.0f} s\n\n"
+        f"try next:\n"
+        f"  megalith generate {run} --prompt 'class ' --temperature 0.7\n"
+        f"  megalith train {run} --run {run} --train.steps 1000      # goes on where it stopped\n"
+        f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on this machine\n"
+        f"  megalith recipes                                         # larger models"
+    )
+    return 0
+
+
+def _run(*words: str) -> int:
+    print(f"\n$ megalith {shlex.join(words)}", flush=True)
+    return run_command(words[0], list(words[1:]))
+
+
+def _captured(*words: str) -> str:
+    print(f"\n$ megalith {shlex.join(words)}", flush=True)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        run_command(words[0], list(words[1:]))
+    return output.getvalue()
+
+
+def _as_line(file: Path) -> str:
+    return json.dumps({"text": file.read_text(encoding="utf-8")}) + "\n"
+
+
+def _describe(files: Sequence[Path]) -> str:
+    return f"{len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
