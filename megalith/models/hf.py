@@ -290,12 +290,12 @@ def write_folder(
     family: Family = LLAMA,
     extra: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, Path] | None = None,
-    wrote: Callable[[TensorRule], None] = lambda rule: None,
+    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
 
     `dtype` unset keeps that of each parameter. `extra` goes into config.json (token ids), `companions` are copied under
-    their names, `wrote` is called after each tensor. The folder appears whole or not at all.
+    their names, `wrote` is told the bytes of each tensor. The folder appears whole or not at all.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -344,7 +344,7 @@ def _write_weights(
     staging: Path,
     files: Sequence[Sequence[tuple[TensorRule, Planned]]],
     weights: Weights,
-    wrote: Callable[[TensorRule], None],
+    wrote: Callable[[int], None],
 ) -> int:
     """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
     names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
@@ -364,14 +364,14 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _read_tensors(
-    content: Sequence[tuple[TensorRule, Planned]], weights: Weights, wrote: Callable[[TensorRule], None]
+    content: Sequence[tuple[TensorRule, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> Iterator[Tensor]:
     for rule, planned in content:
         if rule.parameter is None:
             yield torch.zeros(rule.shape, dtype=planned.dtype)
         else:
             yield weights.read(rule.parameter, rule.box, planned.dtype).reshape(rule.shape)
-        wrote(rule)
+        wrote(planned.nbytes)
 
 
 def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -54,11 +54,12 @@ def write_release(
     dtype: torch.dtype | None = None,
     state: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, Path] | None = None,
-    wrote: Callable[[Shard], None] = lambda shard: None,
+    wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
 
-    `dtype` unset keeps that of each parameter; `companions` are copied under their names.
+    `dtype` unset keeps that of each parameter; `companions` are copied under their names, `wrote` is
+    told the bytes of each parameter.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -74,7 +75,7 @@ def write_release(
             parts.append(write_boxes(staging, number, batch))
             nbytes += sum(entry.tensor.nbytes for entry in batch)
             for entry in batch:
-                wrote(entry.shard)
+                wrote(entry.tensor.nbytes)
         written = Written(
             merge_tensors(part.tensors for part in parts), {k: v for part in parts for k, v in part.files.items()}
         )

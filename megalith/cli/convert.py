@@ -1,0 +1,122 @@
+"""`megalith convert`: a Hugging Face folder to a checkpoint, and a checkpoint or run to a Hugging Face folder."""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
+from megalith.errors import ConfigError, raise_all
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions:
+    """Turn a Hugging Face model into a Megalith checkpoint, or a checkpoint or run into a Hugging Face folder.
+
+    Few tensors are in memory at a time; the target appears whole or not at all. A checkpoint made so holds weights and
+    the tokenizer: `megalith generate` takes it, `megalith train` as a recipe, and checkpoint.load of any other run.
+    """
+
+    source: Positional[str]
+    """Hugging Face folder, run, or checkpoint."""
+
+    target: Positional[str]
+    """Folder to write; it must not exist."""
+
+    to: Literal["megalith", "huggingface"] | None = None
+    """What to write; left out: the other kind than the source."""
+
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
+    """Store all weights so; left out: as they are."""
+
+    shard_gb: float = 5.0
+    """Largest file of a Hugging Face folder, in GB; one tensor may be larger."""
+
+    vocab_multiple: int | None = None
+    """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
+
+    dry_run: bool = False
+    """Only list every tensor and what becomes of it."""
+
+    json: bool = False
+    """Print one JSON document."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith convert`."""
+    options = parse_options(ConvertOptions, argv, prog="megalith convert")
+    raise_all(option_problems(options))
+    import torch  # help should not have to wait for it
+
+    from megalith.models.convert import convert, kind_of, plan_moves
+    from megalith.models.hf import check_absent
+    from megalith.models.pretrained import locate, open_pretrained
+
+    target = Path(options.target)
+    check_absent(target)
+    source = open_pretrained(locate(options.source))
+    to = options.to or ("huggingface" if kind_of(source) == "megalith" else "megalith")
+    if options.vocab_multiple is not None:
+        if kind_of(source) == "megalith" or to == "huggingface":
+            raise ConfigError(
+                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging Face folders, whose "
+                f"vocabulary is not padded. Remove it."
+            )
+        source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
+    dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
+    moves = plan_moves(source, to, dtype)
+    nbytes = sum(move.nbytes for move in moves)
+    if not options.dry_run:
+        with shown_progress(nbytes) as advance:
+            nbytes = convert(
+                source, target, to, dtype=dtype, shard_nbytes=int(options.shard_gb * 1e9), wrote=advance
+            )  # fmt: skip
+    report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
+    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json)
+    return 0
+
+
+def option_problems(options: ConvertOptions) -> list[str]:
+    """Numbers that cannot be."""
+    problems = []
+    if not 0 < options.shard_gb < math.inf:
+        problems.append(f"--shard-gb={options.shard_gb} must be above 0. Use 5.")
+    if options.vocab_multiple is not None and options.vocab_multiple < 1:
+        problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
+    return problems
+
+
+@contextmanager
+def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, nothing elsewhere; gives the function that is told what was done."""
+    console = Console(stderr=True)
+    columns = (TextColumn("convert"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task("convert", total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def show(report: dict[str, Any], *, json: bool) -> None:  # Any: JSON
+    """Print what was done, or would be: for a program, the table of a dry run, or a line."""
+    if json:
+        print_json(report)
+        return
+    tensors, size = report["tensors"], f"{report['nbytes'] / 1e9:.3g} GB"
+    if not report["dry_run"]:
+        print(f"wrote {report['target']}: {len(tensors)} tensors, {size}, from {report['source']}")
+        print(f"try: megalith generate {report['target']}")
+        return
+    for move in tensors:
+        dtype = move["source_dtype"]
+        dtype += "" if dtype == move["target_dtype"] else f" -> {move['target_dtype']}"
+        print(f"{move['source']} -> {move['target']}  {move['shape']} {dtype}")
+    print(f"{len(tensors)} tensors, {size}; nothing was written")

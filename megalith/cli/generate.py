@@ -1,0 +1,225 @@
+"""`megalith generate`: write on from prompts with a run, a checkpoint or a Hugging Face folder."""
+
+import json
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
+from megalith.config.parallel import ParallelConfig
+from megalith.config.sample import SampleConfig, sample_problems
+from megalith.errors import DataError, raise_all
+
+if TYPE_CHECKING:
+    from megalith.infer.text import Transcript
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions:
+    """Write on from prompts with the model of a run, a checkpoint, or a Hugging Face folder.
+
+    Without a prompt the model begins a text of its own. A model without a tokenizer reads and writes ids: "17 4 99".
+    """
+
+    source: Positional[str]
+    """Folder of a run (its newest checkpoint), of a checkpoint, or of a Hugging Face model; or a name under runs/."""
+
+    prompts: Positional[tuple[str, ...]] = ()
+    """Texts to write on from, all at once; - reads one from standard input."""
+
+    file: str | None = None
+    """File of more prompts: one in every line, or with the ending .jsonl an object with the key "prompt"."""
+
+    max_new_tokens: int = 256
+    """Tokens to write at most, for each prompt."""
+
+    temperature: float = 1.0
+    """Scores are divided by it: below 1 bolder choices get rarer; 0 always takes the best token."""
+
+    top_k: int | None = None
+    """Choose among this many best tokens; left out: all."""
+
+    top_p: float | None = None
+    """Choose among the best tokens that together have this probability; left out: all."""
+
+    seed: int = 1234
+    """The same seed and prompts give the same text."""
+
+    greedy: bool = False
+    """Always take the best token; the same as --temperature 0."""
+
+    ignore_eod: bool = False
+    """Write on after the end of a document."""
+
+    dtype: Literal["fp32", "bf16", "fp64"] | None = None
+    """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
+
+    nproc: int = 1
+    """Processes on this machine that share the model (tensor parallel); under torchrun leave it out."""
+
+    json: bool = False
+    """Print one JSON document at the end instead of streaming text."""
+
+
+def main(argv: list[str]) -> int:
+    """Run `megalith generate`."""
+    options = parse_options(GenerateOptions, argv, prog="megalith generate")
+    raise_all(option_problems(options))
+    prompts = read_prompts(options)
+    from megalith.infer.load import open_source  # help should not have to wait for torch
+    from megalith.parallel.launch import in_worker, run_workers
+
+    if in_worker(os.environ) or options.nproc == 1:
+        return write(options, prompts)
+    path = open_source(options.source, options.nproc).path
+    with tempfile.TemporaryDirectory(prefix="megalith-") as folder:  # standard input cannot be read by each worker
+        file = Path(folder) / "prompts.jsonl"
+        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
+        return run_workers(["generate", *worker_words(options, path, file)], options.nproc)
+
+
+def option_problems(options: GenerateOptions) -> list[str]:
+    """Every option that cannot be, as texts."""
+    problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
+    if options.greedy and options.temperature != 1.0:
+        problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
+    if options.nproc < 1:
+        problems.append(f"--nproc={options.nproc} must be at least 1. Use the number of processes to start.")
+    return problems
+
+
+def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str]:
+    """The command line of each worker: the same, with all prompts in one file."""
+    words = [str(source), "--file", str(file)]
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if field.name in ("source", "prompts", "file", "nproc") or value == field.default:
+            continue
+        name = f"--{field.name.replace('_', '-')}"
+        words += [name] if value is True else [name, str(value)]
+    return words
+
+
+def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
+    """Load the model and write, as one rank of the job that the environment describes; rank 0 speaks."""
+    import torch
+
+    from megalith.infer.load import load_writer, open_source
+    from megalith.infer.text import write_texts
+    from megalith.parallel.launch import Worker, connect, disconnect, set_threads
+    from megalith.parallel.mesh import build_mesh, model_grid
+
+    worker = Worker.from_environment(os.environ)
+    source = open_source(options.source, worker.world)
+    set_threads(worker, None)
+    connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
+    try:
+        grid = model_grid(ParallelConfig(tp=worker.world), source.model, worker.world)
+        name = options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")
+        dtype: torch.dtype = getattr(torch, DTYPES[name])
+        writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
+        show = print_now if worker.rank == 0 and not options.json else ignore
+        started = time.perf_counter()
+        transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
+        seconds = time.perf_counter() - started
+    finally:
+        disconnect(worker)
+    if worker.rank == 0 and options.json:
+        print_json(report(str(source.path), transcripts, seconds))
+    elif worker.rank == 0 and sys.stderr.isatty():
+        print(summary(transcripts, seconds), file=sys.stderr)
+    return 0
+
+
+def print_now(text: str) -> None:
+    """Show text at once. On a terminal, control characters that a model may write are not obeyed."""
+    shown = CONTROL.sub("\ufffd", text) if sys.stdout.isatty() else text
+    print(shown, end="", flush=True)
+
+
+def ignore(text: str) -> None:
+    """Show nothing: another rank speaks, or there will be one document at the end."""
+
+
+def report(source: str, transcripts: "Sequence[Transcript]", seconds: float) -> dict[str, Any]:  # Any: JSON
+    """Everything as one JSON document."""
+    num_tokens = sum(len(transcript.ids) for transcript in transcripts)
+    results = [
+        {
+            "prompt": transcript.prompt, "prompt_ids": transcript.prompt_ids, "text": transcript.text,
+            "ids": transcript.ids, "finish": transcript.finish,
+        }
+        for transcript in transcripts
+    ]  # fmt: skip
+    return {
+        "source": source, "results": results, "num_tokens": num_tokens, "seconds": round(seconds, 3),
+        "tokens_per_second": round(num_tokens / seconds, 1),
+    }  # fmt: skip
+
+
+def summary(transcripts: "Sequence[Transcript]", seconds: float) -> str:
+    """How much was written and why it ended, in a line."""
+    num_tokens = sum(len(transcript.ids) for transcript in transcripts)
+    words = {"stop": "the end of the document", "length": "--max-new-tokens", "context": "the model's longest context"}
+    ends = ", ".join(sorted({words[transcript.finish] for transcript in transcripts if transcript.finish}))
+    return f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f}/s; ended by {ends}]"
+
+
+def settings(options: GenerateOptions) -> SampleConfig:
+    """How tokens are chosen."""
+    return SampleConfig(
+        max_new_tokens=options.max_new_tokens, temperature=0.0 if options.greedy else options.temperature,
+        top_k=options.top_k, top_p=options.top_p, seed=options.seed,
+    )  # fmt: skip
+
+
+def read_prompts(options: GenerateOptions) -> list[str]:
+    """All prompts: those of the command line, then those of the file; one empty prompt where there is none.
+
+    Raises:
+        DataError: the file is missing, is not text, or a line of it is no prompt.
+    """
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in options.prompts]
+    if options.file is not None:
+        texts += read_prompt_file(Path(options.file))
+    return texts or [""]
+
+
+def read_prompt_file(path: Path) -> list[str]:
+    """The prompts in a file, one in every line; empty lines of a plain file are left out.
+
+    Raises:
+        DataError: there is no such file, it is not UTF-8, or a line of a .jsonl file has no prompt.
+    """
+    try:
+        lines = [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n")]
+    except OSError as error:
+        raise DataError(f"--file={path}: {error.strerror}. Pass a text file with one prompt in every line.") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--file={path}: byte {error.start} is not UTF-8. Pass a text file.") from None
+    if path.suffix != ".jsonl":
+        return [line for line in lines if line.strip()]
+    return [_prompt_of(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+
+
+def _prompt_of(path: Path, number: int, line: str) -> str:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise DataError(f'{path}:{number}: not JSON ({error}). Use an object like {{"prompt": "..."}}.') from None
+    text = document.get("prompt") if isinstance(document, dict) else document
+    if not isinstance(text, str):
+        raise DataError(f'{path}:{number}: no text under "prompt", found {line!r:.60}. Use {{"prompt": "..."}}.')
+    return text

@@ -1,0 +1,84 @@
+"""A trained model with its tokenizer, ready to write."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import DataError, raise_all
+from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.pretrained import Pretrained, load_pretrained, locate, open_pretrained
+from megalith.models.release import release_run
+from megalith.parallel.mesh import Mesh
+from megalith.train.rules import model_problems
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """What writing text needs."""
+
+    model: Decoder
+    tokenizer: Tokenizer
+    stops: frozenset[int]
+    """Tokens that end a text."""
+
+
+def open_source(source: str, tp: int) -> Pretrained:
+    """The model that a person means, which must be one that `tp` ranks can share.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+        ConfigError: the ranks are too many, or do not fit its heads.
+    """
+    opened = open_pretrained(locate(source))
+    run = release_run("generate", opened.model, opened.tokenizer, opened.path)
+    raise_all(model_problems(replace(run, parallel=ParallelConfig(tp=tp))))
+    return opened
+
+
+def load_writer(source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Writer:
+    """Build this rank's slice of the model and fill it. Collective over the mesh.
+
+    Raises:
+        CheckpointError: its weights are damaged.
+        DataError: its tokenizer is gone, or has more tokens than the model.
+    """
+    tokenizer = build_tokenizer(source.tokenizer)
+    check_vocabulary(tokenizer, source.model, source.path)
+    model = Decoder(source.model, mesh, dtype=dtype)
+    allocate(model, device)
+    entries = [
+        Entry(declared.shard, "param", getattr(module, name)) for declared, module, name in declared_parameters(model)
+    ]
+    load_pretrained(entries, str(source.path), mesh.world, model=source.model)
+    return Writer(model.eval(), tokenizer, stop_ids(source, tokenizer))
+
+
+def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> None:
+    """Refuse a tokenizer that makes ids the model has no rows for.
+
+    Raises:
+        DataError: it does.
+    """
+    if tokenizer.vocab_size > model.vocab_size:
+        raise DataError(
+            f"{path}: the tokenizer has {tokenizer.vocab_size} tokens, and the model knows {model.vocab_size}. "
+            f"Use the tokenizer that the model was trained with."
+        )
+
+
+def stop_ids(source: Pretrained, tokenizer: Tokenizer) -> frozenset[int]:
+    """The tokens that end a text: those the folder names, and the tokenizer's own end of a document."""
+    named = source.stop_ids()
+    if (
+        source.checkpoint is None and source.tokenizer.kind == "null"
+    ):  # no tokenizer came with it; its ids have no names
+        return named
+    try:
+        return named | {tokenizer.eod}
+    except DataError:  # the tokenizer has none: fine for writing, which then ends by length
+        return named

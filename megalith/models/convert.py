@@ -1,0 +1,130 @@
+"""From one kind of model folder to another: what becomes of every tensor, and doing it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from megalith.checkpoint.boxes import show_box
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml
+from megalith.data.tokenizer import build_tokenizer
+from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.models.llama import LLAMA
+from megalith.models.names import Family, TensorRule
+from megalith.models.pretrained import Pretrained
+from megalith.models.release import parameters, release_run, write_release
+from megalith.plan.shards import Shard
+
+Kind = Literal["megalith", "huggingface"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What becomes of one tensor."""
+
+    source: str
+    """Where it is read from: a name, and the box of it where it is not whole."""
+
+    target: str
+    shape: tuple[int, ...]
+    """As a tensor of the Hugging Face folder has it; of the parameter, where there is none."""
+
+    source_dtype: str
+    target_dtype: str
+    nbytes: int
+    """In the target."""
+
+
+def kind_of(source: Pretrained) -> Kind:
+    """What a source is."""
+    return "huggingface" if source.checkpoint is None else "megalith"
+
+
+def family_of(source: Pretrained) -> Family:
+    """The architecture it is, or will be, in a Hugging Face folder."""
+    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else LLAMA
+
+
+def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[Move]:
+    """Every tensor in the order of the forward pass, and what becomes of it; reads no values.
+
+    Raises:
+        ConfigError: the model has no form of that kind.
+    """
+    if kind_of(source) == to == "megalith":
+        return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
+    family = family_of(source)
+    if to == "huggingface":
+        family.write_config(source.model)  # raises, if anything does
+    return [_tensor_move(rule, source, to, dtype) for rule in family.rules(source.model)]
+
+
+def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
+    stored = source.weights.dtype(shard.name)
+    kept = dtype or stored
+    return Move(shard.name, shard.name, shard.shape, _word(stored), _word(kept), shard.numel * kept.itemsize)
+
+
+def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
+    stored = source.weights.dtype(rule.parameter or "embed.weight")
+    kept = dtype or stored
+    if isinstance(source.weights, HuggingFaceFolder):
+        stored = source.weights.tensor_dtype(rule.name)
+    ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
+    here, there = (rule.name, ours) if kind_of(source) == "huggingface" else (ours, rule.name)
+    if kind_of(source) == to:
+        there = here
+    return Move(here, there, rule.shape, _word(stored), _word(kept), math.prod(rule.shape) * kept.itemsize)
+
+
+def convert(
+    source: Pretrained,
+    target: Path,
+    to: Kind,
+    *,
+    dtype: torch.dtype | None = None,
+    shard_nbytes: int = 5 * 10**9,
+    wrote: Callable[[int], None] = lambda nbytes: None,
+) -> int:
+    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor.
+
+    Raises:
+        CheckpointError: the target exists, a source file is damaged, or the disk refused something.
+        ConfigError: the model has no form of that kind.
+        DataError: its tokenizer is gone.
+    """
+    ids = token_ids(source)
+    if to == "huggingface":
+        return write_folder(
+            target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
+            extra=ids, companions=source.companions(), wrote=wrote,
+        )  # fmt: skip
+    return write_release(
+        target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
+        state={"token_ids": ids}, companions=source.companions(), wrote=wrote,
+    )  # fmt: skip
+
+
+def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
+    """bos_token_id, eos_token_id and pad_token_id: those that came with the model, else its tokenizer's."""
+    if source.token_ids or source.tokenizer.kind == "null":
+        return source.token_ids
+    tokenizer = build_tokenizer(source.tokenizer)
+    return {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+
+
+def _release_config(source: Pretrained, target: Path) -> str:
+    if source.checkpoint is not None:
+        return source.checkpoint.config_text
+    tokenizer = source.tokenizer
+    if tokenizer.kind == "huggingface":
+        tokenizer = TokenizerConfig(kind="huggingface", path=str(target.absolute()))
+    return dump_yaml(release_run(target.name, source.model, tokenizer, target))
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
