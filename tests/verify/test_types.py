@@ -59,6 +59,7 @@ LAYOUTS = [
     (BIASED, ParallelConfig(tp=2, sp=True), 12),
     (THREE, ParallelConfig(tp=3), 6),
     (THREE, ParallelConfig(tp=3, sp=True), 12),
+    (replace(MODEL, num_heads=8, num_kv_heads=4, head_dim=6, vocab_size=61, vocab_multiple=4), ParallelConfig(tp=3), 3),
     (BIASED, ParallelConfig(tp=4), 12),  # two ranks share each key/value head
     (BIASED, ParallelConfig(tp=4, sp=True), 4096),
     (replace(MODEL, num_kv_heads=1), ParallelConfig(tp=3, sp=True), 4095),  # all share the only one
