@@ -207,7 +207,7 @@ def _manifest(raw: Any) -> Manifest:  # JSON from a stranger; so are the functio
     tensors = {str(key): _stored_tensor(str(key), tensor, files) for key, tensor in raw["tensors"].items()}
     for name in (STATE, CONFIG):
         if name not in files or files[name].sha256 is None:
-            raise ValueError(f"no hash of {name}")
+            raise ValueError(f"no hash of {name}, expected one")
     return Manifest(_natural(raw["step"]), _natural(raw["world_size"]), tensors, files)
 
 
@@ -218,11 +218,11 @@ def _stored_file(raw: Any) -> StoredFile:
 def _stored_tensor(key: str, raw: Any, files: Mapping[str, StoredFile]) -> StoredTensor:
     shape = tuple(_natural(n) for n in raw["shape"])
     if raw["dtype"] not in DTYPES:
-        raise ValueError(f"{key} is of dtype {raw['dtype']!r}")
+        raise ValueError(f"{key} is of dtype {raw['dtype']!r}, expected one of {', '.join(DTYPES)}")
     boxes = tuple(_stored_box(box, files) for box in raw["boxes"])
     problem = tiling_problem(shape, [stored.box for stored in boxes])
     if problem:
-        raise ValueError(f"{key}: {problem}")
+        raise ValueError(f"{key}: {problem}, expected once")
     return StoredTensor(shape, raw["dtype"], boxes)
 
 
@@ -230,7 +230,7 @@ def _stored_box(raw: Any, files: Mapping[str, StoredFile]) -> StoredBox:
     box = tuple((_natural(start), _natural(stop)) for start, stop in raw["box"])
     stored = StoredBox(box, raw["file"], _natural(raw["offset"]), _natural(raw["nbytes"]), _digest(raw["sha256"]))
     if stored.offset + stored.nbytes > files[stored.file].nbytes:
-        raise ValueError(f"a box ends behind the end of {stored.file}")
+        raise ValueError(f"a box ends behind the end of {stored.file}, expected inside")
     return stored
 
 
@@ -249,5 +249,5 @@ def _digest(value: Any) -> str:
 def _file_name(name: str) -> str:
     """Only plain names: a manifest must not lead anywhere outside its folder."""
     if not _FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} cannot be a file of a checkpoint")
+        raise ValueError(f"{name!r} cannot be a file of a checkpoint, expected a plain name")
     return name

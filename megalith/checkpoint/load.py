@@ -104,7 +104,11 @@ class Checkpoint:
         wanted = {key: (source, shape) for part in asked for key, source, shape in part}
         differ, report = self._other_shapes(wanted), self._left_out(wanted)
         if differ or (strict and (report.missing or report.surplus)):
-            raise CheckpointError(_other_model(self.path, differ, report if strict else LoadReport((), ())))
+            lines = _differences(differ, report if strict else LoadReport((), ()))
+            raise CheckpointError(
+                f"{self.path} is a checkpoint of another model:\n{lines}\nSet model.* and optim.* to what "
+                f"{self.path / layout.CONFIG} says, or choose another checkpoint."
+            )
         parts: dict[str, list[Piece]] = {}
         for entry in entries:
             if sources[entry.key] in self.manifest.tensors:
@@ -195,7 +199,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     manifest = _read_manifest(path)
     wrong = _wrong_lengths(path, manifest)
     if wrong:
-        raise CheckpointError("\n".join(wrong.values()))
+        lines = "\n".join(wrong.values())
+        raise CheckpointError(f"{lines}\n{_REPLACE}")
     state_text, config_text = (
         _checked(path / name, manifest.files[name], str(path / name)) for name in (layout.STATE, layout.CONFIG)
     )
@@ -267,23 +272,24 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         data = storage.read_bytes(path / layout.MANIFEST)
     except FileNotFoundError:
-        raise CheckpointError(_not_a_checkpoint(path)) from None
+        raise CheckpointError(f"{path}: {_looks_like(path)}") from None
     except OSError as error:
         raise CheckpointError(f"{path / layout.MANIFEST} cannot be read ({error}). {_REPLACE}") from error
     return layout.parse_manifest(data, path / layout.MANIFEST)
 
 
-def _not_a_checkpoint(path: Path) -> str:
+def _looks_like(path: Path) -> str:
+    """What a folder without a manifest is, and what to use instead."""
     if not path.exists():
-        return f"{path}: no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
+        return "no such folder. Set the path to a step_NNNNNNN folder of a run's checkpoints."
     names = storage.list_names(path)
     steps = [found for folder in (path, path / "checkpoints") for found in layout.step_folders(folder).values()]
     if steps:
-        return f"{path} holds checkpoints and is not one itself. Use one of {', '.join(map(str, steps))}."
+        return f"this folder holds checkpoints and is not one itself. Use one of {', '.join(map(str, steps))}."
     if any(name.endswith(".safetensors") for name in names):
-        return f"{path} looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
+        return "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
     shown = ", ".join(names[:5]) or "nothing"
-    return f"{path} is not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_REPLACE}"
+    return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_REPLACE}"
 
 
 def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
@@ -296,13 +302,11 @@ def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
             tensors = sum(any(box.file == name for box in tensor.boxes) for tensor in manifest.tensors.values())
             wrong[name] = (
                 f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes, "
-                f"parts of {tensors} tensors. {_REPLACE}"
+                f"parts of {tensors} tensors."
             )
             continue
         if found != file.nbytes:
-            wrong[name] = (
-                f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is incomplete. {_REPLACE}"
-            )
+            wrong[name] = f"{path / name} is {found:,} bytes, expected {file.nbytes:,}: the checkpoint is incomplete."
     return wrong
 
 
@@ -326,17 +330,14 @@ def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, S
     return sorted(found, key=lambda item: (item[1].file, item[1].offset))
 
 
-def _other_model(path: Path, differ: Sequence[str], left_out: LoadReport) -> str:
-    """What does not fit, all of it; tensors that differ only in numbers of their names share a line."""
+def _differences(differ: Sequence[str], left_out: LoadReport) -> str:
+    """What does not fit, all of it; tensors that differ only in a number of their names share a line."""
     lines = [
         *(f"  {text}" for text in differ),
         *(f"  only in this run: {text}" for text in _by_pattern(left_out.missing)),
         *(f"  only in the checkpoint: {text}" for text in _by_pattern(left_out.surplus)),
     ]
-    return (
-        f"{path} is a checkpoint of another model:\n" + "\n".join(lines) + f"\nSet model.* and optim.* to what "
-        f"{path / layout.CONFIG} says, or choose another checkpoint."
-    )
+    return "\n".join(lines)
 
 
 def _by_pattern(keys: Sequence[str]) -> list[str]:

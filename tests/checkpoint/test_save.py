@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -214,9 +215,35 @@ def test_an_error_at_any_change_of_the_disk_leaves_nothing_behind_and_harms_noth
         seed = next(s for s in range(3) if torch.equal(weights(latest), tiny.model(s)["param", "embed.weight"]))
         assert seed == 2 if saved else seed >= int(again), (at, saved, seed)
         if not lasting and not saved:
+            assert (folder / "step_0000200").exists() or not again, at
             left = [name for name in saves(folder) if "." in name]
             # An overwrite whose renames may not be on the disk keeps the old one until the next start.
             assert left == [] or (again and [name[:17] for name in left] == ["step_0000200.old-"]), at
+
+
+def test_each_thing_is_on_the_disk_before_the_next_relies_on_it(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny.save_alone(tmp_path, 1)
+    calls: list[tuple[str, str]] = []
+
+    def recorded(name: str, call: Callable[..., Any], first: Any, *rest: Any) -> Any:
+        calls.append((name, Path(getattr(first, "name", first) if name == "sync_file" else first).name))
+        return call(first, *rest)
+
+    for name in ("open_new", "sync_file", "sync_folder", "rename", "remove_tree", "replace_file"):
+        monkeypatch.setattr(storage, name, partial(recorded, name, getattr(storage, name)))
+    tiny.save_alone(tmp_path, 1)
+    staging = next(name for call, name in calls if call == "rename" and ".tmp-" in name)
+    old = next(name for call, name in calls if call == "remove_tree")
+    files = [name for call, name in calls if call == "open_new" and "latest" not in name]
+    assert files[0] == "__0_0.distcp" and files[-1] == "manifest.json" and ".old-" in old
+    assert [call for call in calls if call[1].startswith(("__0", "manifest", "step", tmp_path.name))] == [
+        ("open_new", "__0_0.distcp"), ("sync_file", "__0_0.distcp"),
+        ("open_new", "manifest.json"), ("sync_file", "manifest.json"), ("sync_folder", staging),
+        ("rename", "step_0000001"), ("rename", staging), ("sync_folder", tmp_path.name), ("remove_tree", old),
+        ("sync_folder", tmp_path.name),
+    ]  # fmt: skip
 
 
 def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(tmp_path: Path, tiny: SimpleNamespace) -> None:
