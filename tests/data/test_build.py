@@ -1,5 +1,6 @@
 """Settings to datasets: which samples each split has, blends, caches, and what is refused."""
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,45 @@ def write(folder: Path, name: str, first_id: int = 0, documents: int = 20) -> st
 
 def tokens(dataset: Any) -> set[int]:
     return {int(token) for k in range(len(dataset)) for token in dataset.sample(k).ids}
+
+
+def write_uneven(folder: Path, name: str, documents: int, step: int, first: int) -> str:
+    """Documents of 0 to 40 tokens, made by a formula that Megatron's golden samples were made with, too."""
+    with IndexedDatasetBuilder(str(folder / name), np.uint16) as builder:
+        for document in range(documents):
+            if length := document * step % 41:
+                builder.add_item((np.arange(length) * 31 + document * 977 + first) % 50021)
+            builder.end_document()
+        builder.finalize()
+    return str(folder / name)
+
+
+# SHA-256 (16 digits) of the first 400, 37 and 5 samples that megatron-core 0.16.1 gives of the three splits, and their
+# numbers, recorded with its BlendedMegatronDatasetBuilder on stores of the same bytes.
+MEGATRON = [
+    ("A", 16, ("53aefbc82b81916c", "966ee88e682d63e4", "c478bae41ce9c510"), (444, 52, 19)),
+    ("A", 31, ("1228f9564e011937", "0d8325c9c35cd43a", "8d618b66bd30df1d"), (459, 44, 10)),
+    ("0.3 A 0.7 B", 16, ("3a09d6252f6d8bfa", "445049d8c05bea7b", "34c35df6796b8041"), (400, 38, 6)),
+    ("0.3 A 0.7 B", 31, ("9357a2489079f9b3", "03c6478a57b062e0", "61add8093a94201d"), (400, 38, 6)),
+    ("2 A 1 B", 16, ("e825729ba2746e2b", "2267c7ec038cd75b", "a026e2f5af73a47e"), (401, 38, 6)),
+    ("2 A 1 B", 31, ("4e095eac3f8c9de6", "84678496d41c96db", "23e111c0e937bd5c"), (401, 38, 6)),
+]
+
+
+@pytest.mark.parametrize("words, seq_len, digests, sizes", MEGATRON)
+def test_samples_are_megatrons(
+    tmp_path: Path, words: str, seq_len: int, digests: tuple[str, ...], sizes: tuple[int, ...]
+) -> None:
+    stores = {"A": write_uneven(tmp_path, "A", 150, 7919, 0), "B": write_uneven(tmp_path, "B", 220, 104729, 9)}
+    data = DataConfig(path=tuple(stores.get(word, word) for word in words.split()), split="8,1,1")
+    counts = {"train_samples": 400, "valid_samples": 37, "test_samples": 5}
+    splits = build(data, seq_len=seq_len, vocab_size=50021, **counts)
+    made = []
+    for dataset, count in zip((splits.train, splits.valid, splits.test), counts.values()):
+        assert dataset is not None
+        digest = hashlib.sha256(b"".join(dataset.sample(k).ids.tobytes() for k in range(count)))
+        made.append((digest.hexdigest()[:16], len(dataset)))
+    assert made == list(zip(digests, sizes))
 
 
 def test_mock_data_gives_all_three_splits_without_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,72 @@
+"""`megalith data info|verify|cat|merge` from the command line."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.cli.main import main
+from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
+from megalith.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    with IndexedDatasetBuilder(str(tmp_path / "store"), np.uint16) as builder:
+        for text in ("hello", "", "Größe"):
+            ids = [*ByteTokenizer().encode(text), 256] if text else []
+            builder.add_document(np.array(ids), [len(ids)] if ids else [])
+        builder.finalize()
+    return str(tmp_path / "store")
+
+
+def run(*words: object) -> int:
+    return main(["data", *map(str, words)])
+
+
+def test_info_tells_sizes_and_the_end_token(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", prefix) == 0
+    told = capsys.readouterr().out
+    for text in ("14 tokens as uint16", "documents  3, 1 of them empty", "100.0% of documents end with id 256"):
+        assert text in told
+    assert run("info", prefix, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["longest"] == 8
+
+
+def test_cat_prints_text_or_ids(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("cat", prefix, "--document", 2) == 0
+    assert capsys.readouterr().out == "Größe\n"
+    assert run("cat", prefix, "--ids") == 0
+    assert capsys.readouterr().out == "104 101 108 108 111 256\n"
+    assert run("cat", prefix, "--document", 3) == 2
+    assert "has no document 3: choose one of 0 to 2" in capsys.readouterr().err
+
+
+def test_cat_with_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with IndexedDatasetBuilder(str(tmp_path / "wide"), np.uint16) as builder:
+        builder.add_document(np.array([300]), [1])
+        builder.finalize()
+    assert run("cat", tmp_path / "wide") == 2
+    assert "has id 300, but tokenizer byte has 257. Pass --tokenizer" in capsys.readouterr().err
+
+
+def test_verify_answers_with_its_exit_code(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", prefix) == 0
+    assert capsys.readouterr().out == f"{prefix}: correct\n"
+    Path(f"{prefix}.bin").write_bytes(b"short")
+    assert run("verify", tmp_path, "--json") == 1
+    assert "likely a truncated copy" in json.loads(capsys.readouterr().out)[prefix][0]
+
+
+def test_merge_joins_stores(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("merge", "--input", prefix, prefix, "--output", tmp_path / "twice") == 0
+    assert "twice: 28 tokens, 6 documents" in capsys.readouterr().out
+    assert IndexedDataset(str(tmp_path / "twice")).verify() == []
+
+
+def test_unknown_actions_are_refused_and_help_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("mege") == 2
+    assert "mege is not something `megalith data` does." in capsys.readouterr().err
+    assert run() == 0
+    assert "{info,verify,cat,merge}" in capsys.readouterr().out

@@ -1,0 +1,132 @@
+"""`megalith prepare` from the command line: results, reports, exit codes."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.data.indexed import IndexedDataset
+
+LINES = '{"text": "one two three"}\n{"text": "four"}\nbroken\n'
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # The command catches SIGTERM for its process, which here is the whole test run's.
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)
+    (tmp_path / "corpus.jsonl").write_text(LINES * 30)
+    return tmp_path / "corpus.jsonl"
+
+
+def run(*words: object) -> int:
+    return main(["prepare", *map(str, words)])
+
+
+def test_text_becomes_a_store_and_bad_lines_are_reported(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--input", corpus, "--output", corpus.parent / "out") == 0
+    told = capsys.readouterr().out
+    assert "out: 570 tokens, 60 documents (0 empty)" in told
+    assert "left out 30 lines or files: 30 not JSON. The first:" in told
+    assert "corpus.jsonl:3: not JSON: broken" in told
+    assert IndexedDataset(str(corpus.parent / "out")).num_tokens == 570
+
+
+def test_json_is_one_document(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--input", corpus, "--output", corpus.parent / "out", "--json", "--no-append-eod") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["tokens"], document["documents"], document["rejected"]) == (510, 60, {"not JSON": 30})
+    assert document["outputs"] == [str(corpus.parent / "out")]
+
+
+def test_a_tokenizer_can_be_trained_on_the_way(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--input", corpus, "--train-tokenizer", 270)
+    assert run(*words, "--output", corpus.parent / "out") == 0
+    assert (corpus.parent / "out.tokenizer" / "tokenizer.json").exists()
+    assert IndexedDataset(str(corpus.parent / "out")).num_tokens < 570
+    assert run(*words, "--output", corpus.parent / "out") == 2
+    told = capsys.readouterr().err
+    assert "out.tokenizer has a tokenizer already. Pass --overwrite to replace it" in told
+    assert (
+        run("--input", corpus, "--tokenizer", corpus.parent / "out.tokenizer", "--output", corpus.parent / "two") == 0
+    )
+    assert (corpus.parent / "two.bin").read_bytes() == (corpus.parent / "out.bin").read_bytes()
+
+
+def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
+    (tmp_path / "two.jsonl").write_text('{"text": "a", "title": "b"}\n')
+    assert run("--input", tmp_path / "two.jsonl", "--output", tmp_path / "x", "--keys", "text", "title") == 0
+    assert IndexedDataset(str(tmp_path / "x_title")).get(0).tolist() == [98, 256]
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--strict"], "corpus.jsonl:3: not JSON: broken. Correct it, or run without --strict"),
+        (["--workers", "0"], "workers=0 must be 1 or more"),
+        (["--tokenizer", "no/such"], "tokenizer.path=no/such: neither a folder nor a model in the local"),
+        (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
+        (["--keys", "body"], "no text in 1 files"),
+        (["--tokeniser", "byte"], "--tokeniser is not an option of this command. Did you mean --tokenizer"),
+    ],
+)
+def test_what_the_user_can_fix_exits_with_2(
+    corpus: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
+    assert text in capsys.readouterr().err
+    assert [path.name for path in corpus.parent.iterdir()] == ["corpus.jsonl"]
+
+
+def test_a_second_end_token_is_warned_about(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--input", corpus, "--train-tokenizer", 270, "--output", corpus.parent / "out") == 0
+    file = corpus.parent / "out.tokenizer" / "tokenizer.json"
+    description = json.loads(file.read_text())
+    token = {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}
+    description["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"Sequence": {"id": "A", "type_id": 0}}, token],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}},
+    }
+    file.write_text(json.dumps(description))
+    words = ("--input", corpus, "--tokenizer", file.parent)
+    assert run(*words, "--output", corpus.parent / "two") == 0
+    assert "documents get two end tokens. Pass --no-append-eod for one" in capsys.readouterr().err
+    assert run(*words, "--output", corpus.parent / "one", "--no-append-eod") == 0
+    assert "two end tokens" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_exits_with_75_and_the_run_goes_on_later(tmp_path: Path, corpus: Path, number: signal.Signals) -> None:
+    (tmp_path / "corpus.jsonl").write_text(LINES)
+    words = ["--input", str(tmp_path / "corpus.jsonl"), "--output", str(tmp_path / "out")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "first block\n"
+    process.send_signal(number)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "out.preparing keeps what is done. Pass --resume to go on" in told
+    assert not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
+    assert run(*words, "--resume") == 0 and (tmp_path / "out.idx").exists()
+
+
+# The command, except that it stops for a while after the first block.
+SLOW = """
+import sys, time
+from megalith.cli import prepare
+from megalith.cli.main import main
+
+def slow(self, progress):
+    print("first block", flush=True)
+    time.sleep(60)
+
+prepare.Display.show = slow
+sys.exit(main(["prepare", *sys.argv[1:]]))
+"""

@@ -1,0 +1,112 @@
+"""The journal of unfinished stores: counts only what was written, and never takes what is not its own."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.data.corpus import Position, Source
+from megalith.data.indexed import IndexedDataset
+from megalith.data.journal import EncodedKey, Journal, Totals
+from megalith.errors import DataError
+
+SOURCES = [Source("a", True, 100, 1), Source("b", True, 100, 2)]
+
+
+def journal(folder: Path, *, settings: str = "same", sources: list[Source] | None = None) -> Journal:
+    return Journal(folder / "work", ["text"], {"tokenizer": settings}, SOURCES if sources is None else sources)
+
+
+def block(*documents: list[int]) -> EncodedKey:
+    ids = np.array([token for document in documents for token in document], np.uint16)
+    lengths = np.array([len(document) for document in documents if document], np.int32)
+    return EncodedKey(ids, lengths, np.array([bool(document) for document in documents], np.int32))
+
+
+def test_blocks_become_a_store(tmp_path: Path) -> None:
+    with journal(tmp_path) as work:
+        work.start(resume=False, overwrite=False)
+        work.append(Position(0, 2, 10), [block([1, 2], [])], Totals(documents=2, tokens=2))
+        work.append(Position(1), [block([3])], Totals(documents=1, tokens=1, rejected={"blank": 1}))
+        work.finish(np.dtype("<u2"))
+        work.publish([str(tmp_path / "out")])
+        assert (work.totals.documents, work.totals.tokens, work.totals.rejected) == (3, 3, {"blank": 1})
+    store = IndexedDataset(str(tmp_path / "out"))
+    assert [store.document(n).tolist() for n in range(3)] == [[1, 2], [], [3]]
+    assert not (tmp_path / "work").exists()
+
+
+def interrupted(folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), journal(folder) as work:
+        work.start(resume=False, overwrite=False)
+        work.append(Position(1), [block([1, 2])], Totals(documents=1, tokens=2))
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_keeps_what_is_done(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    with journal(tmp_path) as work:
+        work.start(resume=True, overwrite=False)
+        assert (work.position, work.totals.documents) == (Position(1), 1)
+
+
+def test_bytes_of_an_interrupted_append_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted(tmp_path)
+    with pytest.raises(KeyboardInterrupt), journal(tmp_path) as work:
+        work.start(resume=True, overwrite=False)
+        monkeypatch.setattr(Totals, "__add__", lambda *both: (_ for _ in ()).throw(KeyboardInterrupt))
+        work.append(Position(2), [block([7, 8, 9])], Totals(documents=1))
+    monkeypatch.undo()
+    with journal(tmp_path) as work:
+        work.start(resume=True, overwrite=False)
+        assert work.position == Position(1)
+        work.append(Position(2), [block([3])], Totals(documents=1, tokens=1))
+        work.finish(np.dtype("<u2"))
+        work.publish([str(tmp_path / "out")])
+    assert [item.tolist() for item in IndexedDataset(str(tmp_path / "out"))[:]] == [[1, 2], [3]]
+
+
+def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    others = [Source("a", True, 101, 1), SOURCES[1]]
+    for work, options, text in (
+        (journal(tmp_path), {"resume": False}, r"holds an unfinished run\. Pass --resume to go on"),
+        (journal(tmp_path, settings="x"), {"resume": True}, r"other settings or files \(tokenizer differ\)"),
+        (journal(tmp_path, sources=others), {"resume": True}, r"\(the files read so far differ\)\. Use the same"),
+    ):
+        with pytest.raises(DataError, match=text), work:
+            work.start(overwrite=False, **options)
+    with journal(tmp_path) as work:
+        work.start(resume=True, overwrite=False)
+        assert work.totals.documents == 1
+
+
+def test_files_not_read_yet_may_change(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    with journal(tmp_path, sources=[SOURCES[0], Source("b", True, 55, 9)]) as work:
+        work.start(resume=True, overwrite=False)
+        assert work.position == Position(1)
+
+
+def test_a_file_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+    interrupted(tmp_path)
+    (tmp_path / "work" / "text.lengths").write_bytes(b"")
+    with (
+        pytest.raises(DataError, match=r"text\.lengths: 0 bytes, 4 expected\. Pass --overwrite"),
+        journal(tmp_path) as w,
+    ):
+        w.start(resume=True, overwrite=False)
+
+
+def test_work_without_a_token_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), journal(tmp_path) as work:
+        work.start(resume=False, overwrite=False)
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_examples_are_few() -> None:
+    totals = Totals()
+    for number in range(9):
+        totals.reject("blank", f"line {number}")
+    assert totals.rejected == {"blank": 9} and len((totals + totals).examples) == 5
