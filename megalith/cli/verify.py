@@ -52,7 +52,7 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
 
     rows = rule_rows(run_problems(run, world))
     if all(row.holds for row in rows):  # the other parts need a layout that can be built
-        rows += type_rows(type_check_in_child(run.model, run.parallel, world))
+        rows += type_rows(type_check_in_child(run.model, run.parallel, world=world))
         case = shrink(run, world)
         rows += difference_rows(case, prove_layout(case))
     if json:

@@ -14,6 +14,8 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
+    weight: nn.Parameter
+
     def __init__(
         self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype
     ) -> None:

@@ -38,9 +38,13 @@ class Declared:
 class Region(Protocol):
     """How tokens come into work that tensor parallelism divides, and leave it."""
 
-    group: Group
-    invariant: frozenset[str]
-    """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
+    @property
+    def group(self) -> Group:
+        """The ranks that divide the work."""
+
+    @property
+    def invariant(self) -> frozenset[str]:
+        """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
 
     def enter(self, x: Tensor) -> Tensor:
         """My tokens -> all tokens [t, h], for work that each rank does differently (R)."""
@@ -161,6 +165,8 @@ class VocabEmbedding(nn.Module):
     ids [t], the same on every rank of the group -> [t, h] as the region has tokens.
     """
 
+    weight: nn.Parameter
+
     def __init__(self, weight: Declared, region: Region, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
@@ -183,6 +189,8 @@ class VocabHead(nn.Module):
 
     Full logits are never gathered in training. A tied head is given the embedding's parameter.
     """
+
+    weight: nn.Parameter
 
     def __init__(
         self, weight: Declared, region: Region, *, vocab_size: int, tied: nn.Parameter | None, dtype: torch.dtype

@@ -68,7 +68,8 @@ def run_evaluation(
         ConfigError: the split is empty.
     """
     tokenizer = build_tokenizer(run.tokenizer)
-    counts: dict[str, int | None] = {"train": 0, "valid": 0, "test": 0} | {split: samples}
+    counts: dict[str, int | None] = dict.fromkeys(("train", "valid", "test"), 0)
+    counts[split] = samples
     splits: Splits = build_datasets(
         run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=counts["train"],
         valid_samples=counts["valid"], test_samples=counts["test"], vocab_size=run.model.vocab_size, eod=tokenizer.eod,
