@@ -1,0 +1,174 @@
+"""A list of Megatron's arguments as typed values, with everything in it that cannot be read."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.config.fields import Plain
+from megalith.config.megatron.already import ALREADY, EXPLAINED
+from megalith.config.megatron.elsewhere import OTHERS, REMOVED
+from megalith.config.megatron.mapped import MAPPED
+from megalith.config.megatron.table import Row, Takes, expand
+from megalith.config.megatron.waiting import LATER, MODEL, NUMBERS
+from megalith.config.suggest import did_you_mean
+from megalith.errors import ConfigError
+
+ROWS: Mapping[str, Row] = {name: row for row in MAPPED for name in (row.name, *row.aliases)}
+"""Every flag that becomes settings of ours, under each of its spellings."""
+
+UNMAPPED = expand((*ALREADY, *EXPLAINED, *LATER, *NUMBERS, *MODEL, *REMOVED, *OTHERS))
+"""Every flag that becomes nothing here, with the reason."""
+
+FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path")
+"""Flags whose file holds the words of others; `with_files` puts these in their place."""
+
+_WORDS: Mapping[Takes, str] = {"int": "a whole number", "float": "a number", "text": "one word", "place": "a path"}
+_VARIABLE = re.compile(r"\$\{?(\w+|[@*#?])")
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What was typed."""
+
+    words: Mapping[str, tuple[str, ...]]
+    """The words behind each flag, under its first spelling; the last of two counts."""
+
+    values: Mapping[str, Plain]
+    """Those of the flags that become settings, as values."""
+
+    problems: tuple[str, ...]
+    """What cannot be read, as messages."""
+
+    def given(self, name: str) -> bool:
+        """Was this flag typed?"""
+        return name in self.words
+
+    def value(self, name: str) -> Plain:
+        """The value of a flag that becomes settings, or the one Megatron assumes."""
+        row = ROWS[name]
+        return self.values.get(name, False if row.takes == "nothing" else row.default)
+
+    def typed(self, name: str) -> str:
+        """The flag as it was typed, or with the value that Megatron assumes."""
+        if name in self.words:
+            return " ".join((name, *self.words[name]))
+        row = ROWS.get(name)
+        assumed = "" if row is None or row.default is None else f" {row.default}"
+        return f"{name}{assumed} (left out)"
+
+
+def known_flags() -> list[str]:
+    """Every flag of Megatron's that the table explains."""
+    return sorted({*ROWS, *UNMAPPED, *FILE_FLAGS})
+
+
+def read_arguments(words: Sequence[str]) -> Arguments:
+    """The flags of a list of arguments. Nothing is raised: all that is wrong is in `problems`."""
+    found: dict[str, tuple[str, ...]] = {}
+    problems: list[str] = []
+    for name, behind in _flags(words, problems):
+        if name in ROWS:
+            found[ROWS[name].name] = behind
+        elif name in UNMAPPED or name in FILE_FLAGS:
+            found[name] = behind
+        else:
+            advice = did_you_mean(name, known_flags()) or " Remove it, or use the name that Megatron gives it."
+            problems.append(f"{' '.join((name, *behind))}: Megatron has no such argument.{advice}")
+    values: dict[str, Plain] = {}
+    for name, behind in found.items():
+        if name in ROWS:
+            value, problem = _value(ROWS[name], behind)
+            problems += [problem] if problem else []
+            values |= {} if problem else {name: value}
+    return Arguments(found, values, tuple(problems))
+
+
+def with_files(words: Sequence[str]) -> list[str]:
+    """The same arguments, with the prefixes that a file lists in place of the flag that names the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not what Megatron expects.
+    """
+    result: list[str] = []
+    for name, behind in _flags(words, result):
+        if name not in FILE_FLAGS or len(behind) != 1:
+            result += [name, *behind]
+        elif name == FILE_FLAGS[0]:
+            result += ["--data-path", *_read(name, behind[0]).split()]
+        else:
+            result += _split_paths(name, behind[0])
+    return result
+
+
+def _read(name: str, path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path}: {error}. Pass a file of data prefixes, or the prefixes.") from None
+
+
+def _split_paths(name: str, path: str) -> list[str]:
+    """A JSON object of prefixes for each split, as flags."""
+    try:
+        splits = json.loads(_read(name, path))
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name} {path} is not JSON: {error}. Use an object with train, valid and test.") from None
+    if not isinstance(splits, dict) or not set(splits) <= {"train", "valid", "test"}:
+        raise ConfigError(f"{name} {path} holds {splits!s:.60}: expected an object with train, valid and test.")
+    words: list[str] = []
+    for split, value in splits.items():
+        prefixes = value.split() if isinstance(value, str) else [str(word) for word in value or ()]
+        words += [f"--{split}-data-path", *prefixes] if prefixes else []
+    return words
+
+
+def same_value(left: str, right: str) -> bool:
+    """Are two texts the same value? Numbers may be written in several ways."""
+    try:
+        return float(left) == float(right)
+    except ValueError:
+        return left == right
+
+
+def _flags(words: Sequence[str], problems: list[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """Each flag with the words up to the next one; words before the first flag are a problem."""
+    flags: list[tuple[str, tuple[str, ...]]] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and len(word) > 2:
+            flags.append((name, (value,) if equals else ()))
+        elif flags:
+            flags[-1] = (flags[-1][0], (*flags[-1][1], word))
+        else:
+            problems.append(f"{word} stands before the first argument. Use Megatron's --name value, or --script FILE.")
+    return flags
+
+
+def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
+    """The value behind a flag, or what is wrong with it."""
+    typed = " ".join((row.name, *words))
+    unset = [name for word in words for name in _VARIABLE.findall(word)]
+    if unset and row.takes != "place":
+        return None, f"{typed}: nothing says what ${unset[0]} is. Pass --set {unset[0]}=VALUE."
+    if row.takes == "words":
+        return list(words), None if words else f"{row.name} has no value. Use {row.name} with one or more prefixes."
+    if row.takes == "nothing":
+        return (None, f"{typed}: expected nothing after {row.name}. Use {row.name} alone.") if words else (True, None)
+    if len(words) != 1:
+        expected = _WORDS.get(row.takes) or f"one of {', '.join(row.choices)}"
+        return None, f"{typed}: expected {expected}, found {len(words)} words. Use {row.name} with one."
+    return _one(row, words[0])
+
+
+def _one(row: Row, word: str) -> tuple[Plain, str | None]:
+    if row.takes == "choice" and word not in row.choices:
+        advice = did_you_mean(word, row.choices) or f" Use one of {', '.join(row.choices)}."
+        return None, f"{row.name} {word}: Megatron has no such choice.{advice}"
+    if row.takes in ("int", "float"):
+        try:
+            return (int if row.takes == "int" else float)(word), None
+        except ValueError:
+            return None, f"{row.name} {word}: expected {_WORDS[row.takes]}. Set {row.name} to one."
+    return word, None

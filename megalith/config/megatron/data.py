@@ -1,0 +1,127 @@
+"""Megatron's data, tokenizer and vocabulary as our `data`, `tokenizer` and vocabulary settings."""
+
+import math
+
+from megalith.config.data import DEFAULT_SPLIT
+from megalith.config.megatron.draft import Draft
+
+_PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
+
+
+def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
+    """Where tokens come from. `tokenizer_vocab`: the ids of the tokenizer that the arguments name, where known."""
+    for flag in (*_PATHS, "--data-cache-path", "--mid-level-dataset-surplus"):
+        draft.copy(flag)
+    if draft.arguments.value("--mock-data"):
+        draft.put("--mock-data", "data.mock", True)
+    if draft.arguments.value("--no-mmap-bin-files"):
+        draft.put("--no-mmap-bin-files", "data.mmap", False)
+    _split(draft)
+    _documents(draft)
+    _tokenizer(draft, tokenizer_vocab)
+    _padding(draft)
+
+
+def _split(draft: Draft) -> None:
+    split = draft.arguments.value("--split")
+    if split is None:
+        return
+    words = ",".join(part.strip() for part in str(split).split(","))
+    if words == DEFAULT_SPLIT and not draft.arguments.value("--mock-data"):
+        draft.say("already", "--split", "the default, in Megatron and here")
+    else:
+        draft.put("--split", "data.split", words)
+
+
+def _documents(draft: Draft) -> None:
+    """What end-of-document tokens do to attention, to positions, and to the loss."""
+    arguments = draft.arguments
+    masks = ("--reset-attention-mask", "--dataloader-inter-document-masking")
+    cut = next((flag for flag in masks if arguments.value(flag)), None)
+    masked = "--eod-mask-loss" if arguments.value("--eod-mask-loss") else None
+    if masked:
+        draft.put(masked, "data.eod_mask_loss", True)
+    if cut:
+        for flag in (*masks, "--reset-position-ids"):
+            if arguments.given(flag):
+                draft.put(flag, "data.documents", True)
+    elif arguments.value("--reset-position-ids"):
+        text = "positions start again together with attention. Add --reset-attention-mask, or remove it"
+        draft.say("not mapped", "--reset-position-ids", text, "numbers")
+    if cut and not masked:
+        text = (
+            "the first token of a document is not predicted from the one before it; Megatron does predict it, "
+            "unless --eod-mask-loss is given"
+        )
+        draft.say("explained", cut, text, "numbers")
+    either = masked or cut
+    if either and not arguments.given("--calculate-per-token-loss"):
+        text = (
+            "microbatches have different numbers of labels now: the loss here is the sum over the global batch "
+            "divided by its labels, Megatron's the mean of the means of its microbatches. They are the same with "
+            "--calculate-per-token-loss"
+        )
+        draft.say("explained", either, text, "numbers")
+
+
+def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
+    kind, size = draft.arguments.value("--tokenizer-type"), draft.arguments.value("--vocab-size")
+    if kind == "NullTokenizer":
+        if draft.need("--vocab-size", "the number of ids"):
+            draft.put("--tokenizer-type", "tokenizer.kind", "null")
+            draft.put("--vocab-size", "tokenizer.vocab_size", size)
+            draft.put("--vocab-size", "model.vocab_size", size)
+            text = "the last of these ids ends documents; Megatron before 0.18 adds one more id for that"
+            draft.say("explained", "--vocab-size", text)
+    elif kind == "HuggingFaceTokenizer":
+        _hugging_face(draft, tokenizer_vocab)
+    else:
+        text = (
+            "only Hugging Face tokenizers and the null one are read yet. Save the same tokenizer as a Hugging Face "
+            "folder (tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
+        )
+        draft.say("not mapped", "--tokenizer-type", text, "model")
+        draft.settings["model.vocab_size"] = size or 1  # the run is refused; its other rules are still to be checked
+        draft.settings["tokenizer.kind"] = "byte"
+
+
+def _hugging_face(draft: Draft, tokenizer_vocab: int | None) -> None:
+    draft.put("--tokenizer-type", "tokenizer.kind", "huggingface")
+    draft.need("--tokenizer-model", "the tokenizer's folder or its name on the hub")
+    draft.copy("--tokenizer-model")
+    if draft.arguments.value("--tokenizer-hf-no-include-special-tokens"):
+        draft.put("--tokenizer-hf-no-include-special-tokens", "tokenizer.add_special_tokens", False)
+    size = draft.arguments.value("--vocab-size")
+    if size is not None:
+        draft.put("--vocab-size", "model.vocab_size", size)
+    elif tokenizer_vocab is not None:
+        draft.put("--tokenizer-model", "model.vocab_size", tokenizer_vocab, "counted in its files")
+    else:
+        model = draft.arguments.value("--tokenizer-model")
+        draft.problems.append(
+            f"--tokenizer-model {model}: the tokenizer's files are not on this machine, so the size of the vocabulary "
+            f"is not known. Pass --vocab-size with the number of its ids."
+        )
+
+
+def _padding(draft: Draft) -> None:
+    """Rows of the vocabulary's table: Megatron pads to a multiple of so many per tensor-parallel rank."""
+    arguments = draft.arguments
+    padded = arguments.value("--padded-vocab-size")
+    if padded is not None:
+        draft.put("--padded-vocab-size", "model.vocab_multiple", padded, "the table has exactly these rows")
+    elif arguments.value("--no-pad-vocab-size"):
+        draft.put("--no-pad-vocab-size", "model.vocab_multiple", 1)
+    else:
+        each, tp = draft.number("--make-vocab-size-divisible-by"), draft.number("--tensor-model-parallel-size")
+        text = f"{each} · tp {tp}" if tp > 1 else ""
+        draft.put("--make-vocab-size-divisible-by", "model.vocab_multiple", each * tp, text)
+    size, multiple = draft.settings.get("model.vocab_size"), draft.settings["model.vocab_multiple"]
+    if isinstance(size, int) and multiple > 0 and size % multiple:
+        rows = -(-size // multiple) * multiple
+        flag = "--make-vocab-size-divisible-by" if padded is None else "--padded-vocab-size"
+        text = (
+            f"the {rows - size} rows beyond the {size} tokens are never predicted; in Megatron they take part in the "
+            f"softmax, so its first losses are higher by about {math.log(rows / size):.4f}"
+        )
+        draft.say("explained", flag, text)

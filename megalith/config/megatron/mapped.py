@@ -1,0 +1,204 @@
+"""Megatron's flags that become settings of ours, with the values Megatron assumes when they are left out.
+
+Defaults are those of the `megatron-core` releases 0.8 to 0.19; where releases disagree, the newest one's.
+"""
+
+from megalith.config.megatron.table import Row
+
+MODEL = (
+    Row(name="--num-layers", takes="int", fields=("model.num_layers",), aliases=("--encoder-num-layers",)),
+    Row(name="--hidden-size", takes="int", fields=("model.hidden_size",)),
+    Row(name="--num-attention-heads", takes="int", fields=("model.num_heads",)),
+    Row(
+        name="--group-query-attention", takes="nothing", fields=("model.num_kv_heads",),
+        how="without it every query head has its own key/value head",
+    ),
+    Row(
+        name="--num-query-groups", takes="int", fields=("model.num_kv_heads",), default=1,
+        how="read together with --group-query-attention only",
+    ),
+    Row(
+        name="--ffn-hidden-size", takes="int", fields=("model.ffn_hidden_size",),
+        how="left out: 8/3 of the hidden size, rounded down to a multiple of 64",
+    ),
+    Row(name="--swiglu", takes="nothing", fields=("model.ffn_hidden_size",), how="needed: the MLP is SwiGLU here"),
+    Row(name="--kv-channels", takes="int", fields=("model.head_dim",)),
+    Row(
+        name="--max-position-embeddings", takes="int", fields=("model.max_seq_len",),
+        how="how far the model is meant to read; positions are rotary and have no table",
+    ),
+    Row(
+        name="--norm-epsilon", takes="float", fields=("model.norm_eps",), default=1e-5, aliases=("--layernorm-epsilon",)
+    ),
+    Row(
+        name="--position-embedding-type", takes="choice", fields=("model.rope.theta",), default="learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"), how="rope is needed",
+    ),
+    Row(
+        name="--use-rotary-position-embeddings", takes="nothing", fields=("model.rope.theta",),
+        how="the old spelling of --position-embedding-type rope",
+    ),
+    Row(name="--rotary-base", takes="float", fields=("model.rope.theta",), default=10_000.0),
+    Row(name="--use-rope-scaling", takes="nothing", fields=("model.rope.scaling",), how="llama3"),
+    Row(name="--rope-scaling-factor", takes="float", fields=("model.rope.factor",), default=8.0),
+    Row(
+        name="--untie-embeddings-and-output-weights", takes="nothing", fields=("model.tied_embeddings",),
+        how="false; left out: true",
+    ),
+    Row(
+        name="--disable-bias-linear", takes="nothing",
+        fields=("model.qkv_bias", "model.output_bias", "model.mlp_bias"), how="false; left out: true, all three",
+    ),
+    Row(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
+    Row(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
+    Row(
+        name="--make-vocab-size-divisible-by", takes="int", fields=("model.vocab_multiple",), default=128,
+        how="times --tensor-model-parallel-size, as Megatron pads",
+    ),
+    Row(
+        name="--no-pad-vocab-size", takes="nothing", fields=("model.vocab_multiple",),
+        aliases=("--disable-pad-vocab-size",), how="1",
+    ),
+    Row(
+        name="--padded-vocab-size", takes="int", fields=("model.vocab_multiple",),
+        how="this many rows, so that the table has exactly them",
+    ),
+)  # fmt: skip
+
+TOKENS = (
+    Row(
+        name="--vocab-size", takes="int", fields=("model.vocab_size", "tokenizer.vocab_size"),
+        how="left out: read from the tokenizer's files",
+    ),
+    Row(
+        name="--tokenizer-type", takes="choice", fields=("tokenizer.kind",), default="GPT2BPETokenizer",
+        choices=(
+            "BertWordPieceLowerCase", "BertWordPieceCase", "GPT2BPETokenizer", "SentencePieceTokenizer",
+            "GPTSentencePieceTokenizer", "HuggingFaceTokenizer", "Llama2Tokenizer", "Llama3Tokenizer",
+            "MistralTokenizer", "TikTokenizer", "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer",
+            "SFTTokenizer",
+        ),
+        how="HuggingFaceTokenizer: huggingface; NullTokenizer: null",
+    ),
+    Row(name="--tokenizer-model", takes="text", fields=("tokenizer.path",)),
+    Row(
+        name="--tokenizer-hf-no-include-special-tokens", takes="nothing", fields=("tokenizer.add_special_tokens",),
+        how="false",
+    ),
+    Row(name="--data-path", takes="words", fields=("data.path",)),
+    Row(name="--train-data-path", takes="words", fields=("data.train_path",)),
+    Row(name="--valid-data-path", takes="words", fields=("data.valid_path",)),
+    Row(name="--test-data-path", takes="words", fields=("data.test_path",)),
+    Row(name="--mock-data", takes="nothing", fields=("data.mock",)),
+    Row(name="--split", takes="text", fields=("data.split",), how="left out: 969,30,1, as in Megatron"),
+    Row(name="--data-cache-path", takes="text", fields=("data.cache_path",)),
+    Row(name="--no-mmap-bin-files", takes="nothing", fields=("data.mmap",), how="false"),
+    Row(name="--mid-level-dataset-surplus", takes="float", fields=("data.mid_level_dataset_surplus",), default=0.005),
+    Row(name="--eod-mask-loss", takes="nothing", fields=("data.eod_mask_loss",)),
+    Row(
+        name="--reset-attention-mask", takes="nothing", fields=("data.documents",),
+        how="documents end at end-of-document tokens; positions start again there, too",
+    ),
+    Row(
+        name="--reset-position-ids", takes="nothing", fields=("data.documents",),
+        how="together with --reset-attention-mask",
+    ),
+    Row(name="--dataloader-inter-document-masking", takes="nothing", fields=("data.documents",)),
+)  # fmt: skip
+
+STEPS = (
+    Row(name="--seq-length", takes="int", fields=("train.seq_len",), aliases=("--encoder-seq-length",)),
+    Row(name="--micro-batch-size", takes="int", fields=("train.micro_batch_size",)),
+    Row(
+        name="--global-batch-size", takes="int", fields=("train.global_batch_size",),
+        how="left out: --micro-batch-size times the data-parallel ranks of the job",
+    ),
+    Row(name="--train-iters", takes="int", fields=("train.steps",)),
+    Row(name="--train-samples", takes="int", fields=("train.steps",), how="divided by the global batch, rounded down"),
+    Row(
+        name="--eval-interval", takes="int", fields=("train.eval_every",),
+        how="left out or 0: after the last step only (Megatron before 0.19 assumed 1000)",
+    ),
+    Row(name="--eval-iters", takes="int", fields=("train.eval_steps",), default=100),
+    Row(name="--log-interval", takes="int", fields=("train.log_every",), default=100),
+    Row(name="--exit-duration-in-mins", takes="float", fields=("train.max_minutes",)),
+    Row(name="--seed", takes="int", fields=("seed",), default=1234),
+    Row(name="--bf16", takes="nothing", fields=("precision.params",), how="bf16; left out: fp32"),
+)  # fmt: skip
+
+OPTIMIZER = (
+    Row(name="--lr", takes="float", fields=("schedule.lr",)),
+    Row(name="--min-lr", takes="float", fields=("schedule.min_lr",), default=0.0),
+    Row(
+        name="--lr-decay-style", takes="choice", fields=("schedule.style",), default="linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        how="inverse-square-root: inverse_square_root; WSD: wsd",
+    ),
+    Row(name="--lr-decay-iters", takes="int", fields=("schedule.decay_steps",)),
+    Row(name="--lr-decay-samples", takes="int", fields=("schedule.decay_steps",), how="divided by the global batch"),
+    Row(name="--lr-warmup-iters", takes="int", fields=("schedule.warmup_steps",), default=0),
+    Row(name="--lr-warmup-samples", takes="int", fields=("schedule.warmup_steps",), how="divided by the global batch"),
+    Row(
+        name="--lr-warmup-fraction", takes="float", fields=("schedule.warmup_steps",), how="of the length of the decay"
+    ),
+    Row(name="--lr-warmup-init", takes="float", fields=("schedule.warmup_init",), default=0.0),
+    Row(name="--lr-wsd-decay-iters", takes="int", fields=("schedule.wsd_decay_steps",)),
+    Row(
+        name="--lr-wsd-decay-samples", takes="int", fields=("schedule.wsd_decay_steps",),
+        how="divided by the global batch",
+    ),
+    Row(
+        name="--lr-wsd-decay-style", takes="choice", fields=("schedule.wsd_decay_style",), default="exponential",
+        choices=("exponential", "linear", "cosine", "minus_sqrt"),
+    ),
+    Row(name="--weight-decay", takes="float", fields=("schedule.weight_decay",), default=0.01),
+    Row(
+        name="--weight-decay-incr-style", takes="choice", fields=("schedule.weight_decay_style",), default="constant",
+        choices=("constant", "linear", "cosine"),
+    ),
+    Row(name="--start-weight-decay", takes="float", fields=("schedule.weight_decay",)),
+    Row(name="--end-weight-decay", takes="float", fields=("schedule.end_weight_decay",)),
+    Row(name="--adam-beta1", takes="float", fields=("optim.beta1",), default=0.9),
+    Row(name="--adam-beta2", takes="float", fields=("optim.beta2",), default=0.999),
+    Row(name="--adam-eps", takes="float", fields=("optim.eps",), default=1e-8),
+    Row(
+        name="--no-decoupled-weight-decay", takes="nothing", fields=("optim.decoupled_weight_decay",), how="false"
+    ),
+    Row(name="--clip-grad", takes="float", fields=("optim.clip_grad",), default=1.0),
+    Row(
+        name="--no-check-for-nan-in-loss-and-grad", takes="nothing", fields=("optim.nonfinite_grad",),
+        how="skip; left out: raise",
+    ),
+)  # fmt: skip
+
+LAYOUT = (
+    Row(name="--tensor-model-parallel-size", takes="int", fields=("parallel.tp",), default=1),
+    Row(name="--sequence-parallel", takes="nothing", fields=("parallel.sp",), how="false when tp is 1, as in Megatron"),
+    Row(name="--use-tp-pp-dp-mapping", takes="nothing", fields=("parallel.order",), how="tp-cp-ep-pp-dp"),
+    Row(name="--ddp-bucket-size", takes="int", fields=("parallel.bucket_numel",), how="left out: ours"),
+    Row(
+        name="--distributed-timeout-minutes", takes="float", fields=("parallel.timeout_seconds",), default=10.0,
+        factor=60.0, how="in seconds",
+    ),
+)  # fmt: skip
+
+FOLDERS = (
+    Row(name="--save", takes="place", fields=("checkpoint.every",), how="the run's folder is chosen by train --run"),
+    Row(name="--load", takes="place", fields=("checkpoint.load",), how="the folder of --save: train resumes anyway"),
+    Row(
+        name="--save-interval", takes="int", fields=("checkpoint.every",), aliases=("--persistent-save-interval",),
+        how="without --save: only the last step is kept",
+    ),
+    Row(
+        name="--save-retain-interval", takes="int", fields=("checkpoint.keep_every", "checkpoint.keep"),
+        how="multiples of it stay, besides the newest; left out: all stay",
+    ),
+    Row(
+        name="--most-recent-k", takes="int", fields=("checkpoint.keep",), how="the newest so many stay; -1: all",
+    ),
+    Row(
+        name="--tensorboard-dir", takes="place", fields=("observe.tensorboard",), how="true; into the run's folder",
+    ),
+)  # fmt: skip
+
+MAPPED = (*MODEL, *TOKENS, *STEPS, *OPTIMIZER, *LAYOUT, *FOLDERS)

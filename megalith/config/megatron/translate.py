@@ -1,0 +1,88 @@
+"""Megatron's arguments to a run of ours, with a word on every argument that was given or assumed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalith.config.fields import Plain
+from megalith.config.megatron.arguments import Arguments, read_arguments
+from megalith.config.megatron.data import translate_data
+from megalith.config.megatron.draft import Draft, Entry, judge_unmapped, mention_the_rest
+from megalith.config.megatron.model import translate_model
+from megalith.config.megatron.schedule import translate_optimizer, translate_schedule
+from megalith.config.megatron.steps import data_parallel_ranks, translate_folders, translate_layout, translate_steps
+from megalith.config.train import TrainRun
+from megalith.config.tree import from_dict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Translation:
+    """A run of ours, or why there is none."""
+
+    run: TrainRun | None
+    """The run, also when arguments were left out of it; None when it cannot be written at all."""
+
+    entries: tuple[Entry, ...]
+    """What became of each argument."""
+
+    problems: tuple[str, ...]
+    """Why there is no run."""
+
+    ranks: int
+    """Ranks on which the run has Megatron's data-parallel replicas; one replica when their number is not known."""
+
+    def refusals(self, *, strict: bool) -> list[str]:
+        """Why the run must not be used: it cannot be written, would be another model, or (`strict`) other numbers."""
+        effects = ("model", "numbers") if strict else ("model",)
+        return [
+            *self.problems,
+            *(f"{entry.flag}: {entry.text}." for entry in self.entries if entry.effect in effects),
+        ]
+
+
+def translate(
+    words: Sequence[str], *, name: str, world: int | None = None, tokenizer_vocab: int | None = None
+) -> Translation:
+    """A list of Megatron's arguments as a run called `name`.
+
+    world: ranks of the job, where known; tokenizer_vocab: ids of the tokenizer that the arguments name, where known.
+    Raises nothing: what cannot be read or is missing is in `problems`, all of it.
+    """
+    draft = Draft(read_arguments(words))
+    dp = data_parallel_ranks(draft, world)
+    translate_model(draft)
+    translate_data(draft, tokenizer_vocab)
+    translate_steps(draft, dp)
+    translate_schedule(draft)
+    translate_optimizer(draft)
+    translate_layout(draft)
+    translate_folders(draft)
+    judge_unmapped(draft)
+    mention_the_rest(draft)
+    problems = (*draft.arguments.problems, *draft.problems)
+    return Translation(
+        run=None if problems else from_dict(TrainRun, _nested({"name": name, **draft.settings})),
+        entries=tuple(draft.entries),
+        problems=problems,
+        ranks=draft.number("--tensor-model-parallel-size") * (dp or 1),
+    )
+
+
+def named_tokenizer(words: Sequence[str]) -> str | None:
+    """The Hugging Face tokenizer whose size the translation needs: named by the arguments, and its size is not."""
+    arguments: Arguments = read_arguments(words)
+    if arguments.value("--tokenizer-type") != "HuggingFaceTokenizer" or arguments.given("--vocab-size"):
+        return None
+    path = arguments.value("--tokenizer-model")
+    return path if isinstance(path, str) else None
+
+
+def _nested(settings: dict[str, Plain]) -> dict[str, Plain]:
+    """Dotted names as nested mappings."""
+    tree: dict[str, Plain] = {}
+    for path, value in settings.items():
+        *sections, leaf = path.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return tree
