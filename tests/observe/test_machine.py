@@ -8,8 +8,6 @@ import torch
 
 from megalith.observe import machine as subject
 from megalith.observe.machine import (
-    available_cores,
-    available_memory,
     measured_bandwidth,
     measured_peak_flops,
     peak_flops,
@@ -25,20 +23,6 @@ def test_the_machine_is_described(tmp_path: Path) -> None:
     assert machine.torch == torch.__version__
     assert len(machine.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert all(link.name != "lo" for link in machine.links)
-
-
-@pytest.mark.parametrize("quota, cores", [("150000 100000", 2), ("10000 100000", 1), ("max 100000", 6), ("", 6)])
-def test_cores_respect_the_limit_of_the_container(quota: str, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
-    monkeypatch.setattr(subject, "_control_group", lambda name: quota)
-    assert available_cores() == cores
-
-
-def test_memory_respects_the_limit_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_control_group", lambda name: "max")
-    whole = available_memory()
-    monkeypatch.setattr(subject, "_control_group", lambda name: str(2**28))
-    assert available_memory() == 2**28 < whole
 
 
 def test_measured_rates_are_those_of_the_operations_counted(monkeypatch: pytest.MonkeyPatch) -> None:
