@@ -83,6 +83,10 @@ def _module(name: str) -> str:
 def _guarded(name: str, argv: list[str]) -> int:
     """Run a command; what a person can fix is one text on standard error, a fault keeps its traceback."""
     try:
+        if "RANK" in os.environ:  # one of many: a failure is told once, by whoever started them
+            from megalith.parallel.launch import worker_main
+
+            return worker_main(lambda: run_command(name, argv), os.environ)
         return run_command(name, argv)
     except UserError as error:
         print(f"megalith {name}: {error}", file=sys.stderr)

@@ -12,8 +12,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 _CONSEQUENCES = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was likely closed|"
@@ -81,13 +82,13 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
     return sorted(failures, key=lambda failure: (failure.is_consequence, failure.when_ns))
 
 
-def describe(failures: Iterable[Failure]) -> str:
-    """The first failure whole, then one line for each other rank."""
+def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
+    """The first failure whole, then one line for each other rank; `ended`: ranks that did not fail, and what they did."""
     first, *others = in_order(failures)
     lines = [f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)]
-    if others:
-        lines.append("then:")
-        lines += [f"  rank {other.rank}: {other.summary[:MAX_SUMMARY]}" for other in others]
+    lines += ["then:"] if others or ended else []
+    lines += [f"  rank {other.rank}: {other.summary[:MAX_SUMMARY]}" for other in others]
+    lines += [f"  rank {rank}: {words}" for rank, words in ended.items()]
     return "\n".join(lines)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from megalith.config.train import TrainRun
-from megalith.parallel.launch import Worker, connect, disconnect, set_threads
+from megalith.config.tree import flatten
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 from megalith.train.rules import check_run
 
 
@@ -30,7 +31,8 @@ def joined(run: TrainRun, environment: Mapping[str, str]) -> Iterator[Job]:
     """Join the job that a launcher described in `environment`, or run alone.
 
     Raises:
-        ConfigError: the run does not fit the number of ranks; all broken rules at once.
+        ConfigError: the run does not fit the number of ranks, all broken rules at once; or other ranks were started
+            with other settings.
     """
     worker = Worker.from_environment(environment)
     check_run(run, worker.world)
@@ -38,9 +40,12 @@ def joined(run: TrainRun, environment: Mapping[str, str]) -> Iterator[Job]:
     if worker.world == 1:
         yield Job(mesh_of_one(), worker.device)
         return
-    connect(worker, timeout_seconds=run.parallel.timeout_seconds)
+    everyone = connect(worker, timeout_seconds=run.parallel.timeout_seconds)
     try:
+        agree(flatten(run), everyone)
         grid = model_grid(run.parallel, run.model, worker.world)
         yield Job(build_mesh(grid, rank=worker.rank, timeout_seconds=run.parallel.timeout_seconds), worker.device)
-    finally:
-        disconnect(worker)
+    except BaseException:
+        disconnect(worker, failed=True)
+        raise
+    disconnect(worker)

@@ -105,6 +105,12 @@ def test_the_first_failure_is_shown_whole_and_the_others_in_one_line() -> None:
     assert max(map(len, tail.splitlines())) == len("  rank 2: ") + MAX_SUMMARY
 
 
+def test_ranks_that_did_not_fail_themselves_come_last() -> None:
+    text = describe([lost_peer(0, 1), failure_of_exit(4, 3)], {1: "was ended"})
+    assert [line[:9] for line in text.splitlines()] == ["rank 4 en", "then:", "  rank 0:", "  rank 1:"]
+    assert describe([failure_of_exit(4, 3)], {1: "was ended"}).endswith("\nthen:\n  rank 1: was ended")
+
+
 def test_a_death_without_words_is_one_line() -> None:
     assert describe([failure_of_exit(4, -9)]) == "rank 4 was killed by signal 9 (SIGKILL)"
 

@@ -187,7 +187,7 @@ def test_of_several_failures_the_earliest_comes_first(pool: RankPool) -> None:
 def test_ranks_that_do_not_notice_a_failure_are_ended(pool: RankPool) -> None:
     pids = pool.run(_my_pid, 2, (), timeout=30)
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"ValueError: at once\n  rank 1 was still running 2 s later"):
+    with pytest.raises(RankError, match=r"ValueError: at once\nthen:\n  rank 1: was still running 2 s later"):
         pool.run(_raise_while_others_work, 2, (), timeout=30)
     assert time.monotonic() - start < 10
     assert all(gone(pid) for pid in pids)

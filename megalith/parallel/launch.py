@@ -1,0 +1,253 @@
+"""Local ranks: start them, pass signals on, end all when one fails, and tell its story once. Loads no torch.
+
+On several machines `torchrun` does this; the ranks themselves cannot tell the difference (see parallel/worker.py).
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+
+from megalith.errors import RankError, UserError
+from megalith.observe.limits import available_cores
+from megalith.parallel.failure import Failure, describe, die_with_parent, explain_exit, failure_of, in_order
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun, our launcher and the Slurm and Kubernetes files tell each rank."""
+
+LAUNCHER = "MEGALITH_LAUNCHER"
+"""Tells a rank that `run_workers` started it: its process number and the folder for records of failures."""
+
+USER_ERROR, FAULT, STOPPED = 2, 1, 75
+"""Exit codes: the user can fix it; our fault; stopped after a save."""
+
+GRACE_SECONDS = 5.0
+"""How long the other ranks may take to end by themselves once one has failed."""
+
+OUTPUT_SHOWN = 2000
+"""Characters of the failed rank's own output that an error repeats."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def in_worker(environment: Mapping[str, str]) -> bool:
+    """Whether a launcher, ours or another, has made this process a rank."""
+    return any(name in environment for name in RANK_VARIABLES)
+
+
+def threads_per_rank(cores: int, local_world: int) -> int:
+    """CPU threads for each of the ranks that share a machine.
+
+    >>> threads_per_rank(8, 3), threads_per_rank(2, 4)
+    (2, 1)
+    """
+    return max(1, cores // local_world)
+
+
+def run_workers(
+    argv: Sequence[str],
+    nproc: int,
+    *,
+    command: Sequence[str] = (sys.executable, "-m", "megalith"),
+    environment: Mapping[str, str] = os.environ,
+) -> int:
+    """Run the same command on `nproc` processes of this machine and wait for all of them.
+
+    Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails the others are ended:
+    SIGTERM, and SIGKILL 5 s later. The first SIGINT or SIGTERM to this process is passed on, so that the ranks save and
+    stop; a second one kills them. They do not outlive this process, however it ends.
+
+    Returns:
+        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended them before that.
+
+    Raises:
+        UserError: the message of the rank that failed first, when the user can fix it.
+        RankError: the traceback, or the manner of death, of the rank that failed first; then a line for each other.
+    """
+    with tempfile.TemporaryDirectory(prefix="megalith-launch-") as folder:
+        crew = _Crew([*command, *argv], nproc, Path(folder), environment)
+        with _signals_to(crew):
+            crew.start()
+            try:
+                while crew.watch():
+                    time.sleep(0.05)  # how late a death is noticed; looking costs microseconds
+            finally:  # an error of our own must not leave ranks behind
+                crew.kill()
+        return crew.outcome()
+
+
+def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
+    """Run a command as one rank. If `run_workers` started it, a failure is left for the parent to tell, once for all.
+
+    Under torchrun the failure goes to its error file too, so that its summary shows the first one.
+    """
+    launcher = environment.get(LAUNCHER)
+    try:
+        if launcher is not None:
+            die_with_parent(int(launcher.partition(":")[0]))
+            faulthandler.enable()  # a crash outside Python shows where it was
+        return function()
+    except SystemExit:
+        raise
+    except BaseException as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
+        if launcher is not None:
+            rank = int(environment["RANK"])
+            _leave_record(Path(launcher.partition(":")[2]) / f"rank{rank}.json", rank, error)
+        elif "TORCHELASTIC_ERROR_FILE" in environment:
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+            get_error_handler().record_exception(error)
+        raise
+
+
+def _leave_record(file: Path, rank: int, error: BaseException) -> None:
+    """Write the failure down and end at once: what Python does at exit could wait for ranks that are gone."""
+    failure = failure_of(rank, error, frames_to_skip=1)
+    if isinstance(error, UserError):
+        failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(failure)))
+    unfinished.rename(file)  # a record is there whole or not at all
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(USER_ERROR if isinstance(error, UserError) else FAULT)
+
+
+@dataclass(slots=True)
+class _Crew:
+    """The ranks of one machine, as their parent sees them."""
+
+    command: list[str]
+    nproc: int
+    folder: Path
+    environment: Mapping[str, str]
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+    ended_ns: dict[int, int] = field(default_factory=dict)
+    """When each rank was seen to have ended; `time.monotonic_ns()`, as in `Failure`."""
+    signals: list[int] = field(default_factory=list)
+    """Those that we were sent."""
+    failed_ns: int | None = None
+    """When the first rank was seen to have failed; from then on we end the others."""
+
+    def start(self) -> None:
+        """Start every rank."""
+        port = _free_port()
+        for rank in range(self.nproc):
+            with self._output(rank).open("wb") as output:
+                quiet = None if rank == 0 else output
+                process = subprocess.Popen(
+                    self.command, env=self._environment(rank, port), stdin=subprocess.DEVNULL, stdout=quiet,
+                    stderr=quiet, process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
+                )  # fmt: skip
+            self.processes.append(process)
+            for number in self.signals:  # one may come while we are at it
+                process.send_signal(number)
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        threads = str(threads_per_rank(available_cores(), self.nproc))
+        loopback = "lo0" if sys.platform == "darwin" else "lo"  # a laptop's host name may lead nowhere
+        ours = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
+        values = (rank, self.nproc, rank, self.nproc, "127.0.0.1", port)
+        told = {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
+        return {**ours, **self.environment, **told, LAUNCHER: f"{os.getpid()}:{self.folder}"}
+
+    def watch(self) -> bool:
+        """Look at every rank once, and end the rest when one has failed; True while some rank runs."""
+        now = time.monotonic_ns()
+        new = [
+            rank
+            for rank, process in enumerate(self.processes)
+            if rank not in self.ended_ns and process.poll() is not None
+        ]
+        self.ended_ns |= dict.fromkeys(new, now)
+        if self.failed_ns is None and any(self.processes[rank].returncode not in (0, STOPPED) for rank in new):
+            self.failed_ns = now
+            if not self.signals:  # to a rank that is stopping, a second signal means: at once
+                self.send(signal.SIGTERM)
+        if self.failed_ns is not None and now > self.failed_ns + GRACE_SECONDS * 1e9:
+            self.send(signal.SIGKILL)
+        return len(self.ended_ns) < self.nproc
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank that runs."""
+        for process in self.processes:
+            process.send_signal(number)  # does nothing to one that has ended
+
+    def kill(self) -> None:
+        """End every rank that still runs, now."""
+        self.send(signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Pass the first signal on; on a second one end everything."""
+        self.signals.append(number)
+        self.send(number if len(self.signals) == 1 else signal.SIGKILL)
+
+    def outcome(self) -> int:
+        """What all ranks together came to: the exit code, or the error that `run_workers` raises."""
+        codes = [process.returncode for process in self.processes]
+        if all(code in (0, STOPPED) for code in codes):
+            return max(codes)
+        found = {rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)}
+        failures = [failure for failure in found.values() if failure is not None]
+        if self.signals and (len(self.signals) > 1 or all(map(self._is_interruption, failures))):
+            return 128 + self.signals[0]
+        first = in_order(failures)[0]
+        if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
+            everywhere = [failure.text for failure in failures] == [first.text] * self.nproc
+            raise UserError(first.text if everywhere else f"rank {first.rank}: {first.text}")
+        told = describe(failures, {rank: "was ended because of it" for rank in found if found[rank] is None})
+        printed = self._output(first.rank).read_text(errors="replace").strip()[-OUTPUT_SHOWN:]
+        raise RankError(f"{told}\noutput of rank {first.rank}:\n{printed}" if printed else told)
+
+    def _failure(self, rank: int) -> Failure | None:
+        """How a rank that ended badly failed; None if it was we who ended it."""
+        record, code = self._record(rank), self.processes[rank].returncode
+        if record.exists():
+            return Failure(**json.loads(record.read_text()))
+        assert self.failed_ns is not None
+        if code in (-signal.SIGTERM, -signal.SIGKILL) and self.ended_ns[rank] > self.failed_ns:
+            return None
+        said = explain_exit(code)
+        return Failure(rank, said, said, self.ended_ns[rank])
+
+    def _is_interruption(self, failure: Failure) -> bool:
+        return failure.summary in ("KeyboardInterrupt", explain_exit(-self.signals[0]))
+
+    def _record(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.json"
+
+    def _output(self, rank: int) -> Path:
+        return self.folder / f"rank{rank}.txt"
+
+
+@contextmanager
+def _signals_to(crew: _Crew) -> Iterator[None]:
+    """Let `crew` answer the signals that would end this process."""
+    if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread alone
+        yield
+        return
+    before = {number: signal.signal(number, crew.on_signal) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port

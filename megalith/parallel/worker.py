@@ -1,0 +1,158 @@
+"""One rank of a job: who it is, from the environment; how it joins the others; whether all were started alike."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megalith.errors import ConfigError
+from megalith.observe.limits import available_cores
+from megalith.parallel.group import Group, alone, gather_objects
+from megalith.parallel.launch import RANK_VARIABLES, in_worker, threads_per_rank
+
+_log = logging.getLogger(__name__)
+
+MAX_DIFFERENCES = 10
+"""Settings that are listed when ranks disagree."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """This process's place in the job, and the device it computes on."""
+
+    rank: int
+    world: int
+    local_rank: int
+    """Among the ranks on this machine."""
+    local_world: int
+    device: torch.device
+    backend: str
+    """What carries the collectives: gloo for CPU tensors, and nccl beside it where the device is a GPU."""
+    threads: int | None
+    """CPU threads to use unless the settings say; None: as torch chose, or as OMP_NUM_THREADS asked for."""
+
+    @staticmethod
+    def from_environment(environment: Mapping[str, str]) -> "Worker":
+        """Read what the launcher said; without a launcher, this process is the whole job.
+
+        Raises:
+            ConfigError: only some of the variables are set, one is not a number, or there is no such GPU.
+        """
+        if not in_worker(environment):
+            return _worker(rank=0, world=1, local_rank=0, local_world=1, threads=None)
+        missing = [name for name in RANK_VARIABLES if name not in environment]
+        if missing:
+            given = ", ".join(f"{name}={environment[name]}" for name in RANK_VARIABLES if name in environment)
+            raise ConfigError(
+                f"{given} is set in the environment, but not {', '.join(missing)}. Use torchrun or --nproc, which set "
+                f"all of them, or unset them all to run one process."
+            )
+        rank, world = _number(environment, "RANK", "WORLD_SIZE")
+        local_rank, local_world = _number(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        threads = _threads(environment, local_world, first=rank == 0)
+        return _worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads)
+
+
+def _worker(*, rank: int, world: int, local_rank: int, local_world: int, threads: int | None) -> Worker:
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        if local_rank >= gpus:
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank}, but this machine has {gpus} GPUs. Use --nproc {gpus} or fewer, or set "
+                f"CUDA_VISIBLE_DEVICES to nothing to run on the CPU."
+            )
+        device, backend = torch.device(f"cuda:{local_rank}"), "cpu:gloo,cuda:nccl"
+    return Worker(rank, world, local_rank, local_world, device, backend, threads)
+
+
+def _number(environment: Mapping[str, str], index: str, count: str) -> tuple[int, int]:
+    """A place and how many there are."""
+    place, places = environment[index], environment[count]
+    if not place.isdecimal() or not places.isdecimal() or int(place) >= int(places):
+        raise ConfigError(
+            f"{index}={place} and {count}={places} in the environment are not a place and a number of places. "
+            f"{index} must be one of 0 to {count} - 1: use torchrun or --nproc, which set both."
+        )
+    return int(place), int(places)
+
+
+def _threads(environment: Mapping[str, str], local_world: int, *, first: bool) -> int | None:
+    """Threads for this rank: its part of the cores, unless the user has set OMP_NUM_THREADS."""
+    asked, torchrun = environment.get("OMP_NUM_THREADS"), "TORCHELASTIC_RUN_ID" in environment
+    if asked is not None and not (torchrun and asked == "1"):
+        return None
+    threads = threads_per_rank(available_cores(), local_world)
+    if torchrun and first and threads > 1:
+        _log.warning("torchrun sets OMP_NUM_THREADS=1; using %d threads per rank (train.threads to change)", threads)
+    return threads
+
+
+def set_threads(worker: Worker, threads: int | None) -> None:
+    """Use `threads` CPU threads in this process; None: what the environment suggests."""
+    chosen = threads if threads is not None else worker.threads
+    if chosen is not None:
+        torch.set_num_threads(chosen)
+
+
+def connect(worker: Worker, *, timeout_seconds: float) -> Group:
+    """Join the other ranks and return the group of all; a job of one rank joins nobody.
+
+    Collectives that wait longer than `timeout_seconds` fail.
+    """
+    if worker.device.type != "cpu":
+        torch.accelerator.set_device_index(worker.local_rank)
+    if worker.world == 1:
+        return alone("world")
+    dist.init_process_group(
+        worker.backend, init_method="env://", rank=worker.rank, world_size=worker.world,
+        timeout=timedelta(seconds=timeout_seconds),
+    )  # fmt: skip
+    handle = dist.group.WORLD
+    assert handle is not None
+    return Group(("world",), tuple(range(worker.world)), worker.rank, handle=handle, name=handle.group_name)
+
+
+def disconnect(worker: Worker, *, failed: bool = False) -> None:
+    """Leave the other ranks. `failed`: this rank is on its way out with an error."""
+    if failed and worker.device.type != "cpu":
+        return  # NCCL would wait for operations that cannot finish; the end of the process closes its connections
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def agree(settings: Mapping[str, object], group: Group) -> None:
+    """Make sure that all ranks were started with the same settings, before a difference becomes a hang.
+
+    Collective. Exchanges one hash; only if these differ, the settings themselves.
+
+    Raises:
+        ConfigError: on every rank, with the settings that differ and their values.
+    """
+    text = json.dumps(settings, sort_keys=True, default=str)
+    if len(set(gather_objects(hashlib.sha256(text.encode()).hexdigest(), group))) == 1:
+        return
+    given = [json.loads(str(each)) for each in gather_objects(text, group)]
+    names = sorted({name for each in given for name in each})
+    lines = [f"  {line}" for name in names if (line := _difference(name, given))]
+    more = [f"  and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
+    listed = "\n".join([*lines[:MAX_DIFFERENCES], *more])
+    raise ConfigError(
+        f"ranks were started with different settings:\n{listed}\nUse the same command and files for every rank."
+    )
+
+
+def _difference(name: str, given: list[dict[str, object]]) -> str:
+    """`optim.lr: 0.1 on ranks 0, 2; 0.2 on rank 1`; empty when all agree."""
+    ranks: dict[str, list[str]] = {}
+    for rank, settings in enumerate(given):
+        ranks.setdefault(json.dumps(settings[name]) if name in settings else "not set", []).append(str(rank))
+    if len(ranks) == 1:
+        return ""
+    said = [f"{value} on rank{'s' if len(where) > 1 else ''} {', '.join(where)}" for value, where in ranks.items()]
+    return f"{name}: {'; '.join(said)}"
