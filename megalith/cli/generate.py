@@ -118,7 +118,7 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
 
     from megalith.infer.load import load_writer, open_source
     from megalith.infer.text import write_texts
-    from megalith.parallel.launch import Worker, connect, disconnect, set_threads
+    from megalith.parallel.worker import Worker, connect, disconnect, set_threads
     from megalith.parallel.mesh import build_mesh, model_grid
 
     worker = Worker.from_environment(os.environ)

@@ -70,21 +70,9 @@ def _train(run: Path, data: Path, nproc: int) -> int:
 def _look_back(run: Path, text: LocalText, started: float) -> int:
     """What came out of it, and what to try next."""
     found = json.loads(_captured("evaluate", str(run), "--json"))
-    sample = json.loads(
-        _captured(
-            "generate",
-            str(run),
-            "--prompt",
-            "def ",
-            "--max-new-tokens",
-            "500",
-            "--top-k",
-            "40",
-            "--seed",
-            "1",
-            "--json",
-        )
-    )["texts"][0]
+    words = ("generate", str(run), "def ", "--max-new-tokens", "500", "--top-k", "40", "--seed", "1", "--ignore-eod", "--json")
+    written = json.loads(_captured(*words))["results"][0]
+    sample = written["prompt"] + written["text"]
     (run / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\n{sample[:600]}\n")
     known = share_of_known_words(sample, (*text.training, *text.held_out))
@@ -94,7 +82,7 @@ def _look_back(run: Path, text: LocalText, started: float) -> int:
         f"loss plot: {run}/plots/loss.png\n"
         f"all of it took {time.monotonic() - started:.0f} s\n\n"
         f"try next:\n"
-        f"  megalith generate {run} --prompt 'class ' --temperature 0.7\n"
+        f"  megalith generate {run} 'class ' --temperature 0.7\n"
         f"  megalith train {run} --run {run} --train.steps 1000      # goes on where it stopped\n"
         f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on this machine\n"
         f"  megalith recipes                                         # larger models"

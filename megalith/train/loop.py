@@ -12,6 +12,7 @@ import torch
 
 from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import lock_run
+from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
@@ -53,15 +54,17 @@ def run_training(run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.dev
     Collective over the whole mesh; the rules have been checked.
 
     Raises:
-        ConfigError: the folder holds a run with other fixed settings, or is in use.
-        CheckpointError: its checkpoint is of another model, or saving failed too often in a row.
+        ConfigError: the folder holds a run with other fixed settings.
+        CheckpointError: the folder is in use, its checkpoint is of another model, or saving failed too often in a row.
         DataError: the data is missing, damaged, or not what the run was started with.
     """
     first = mesh.world.rank == 0
     with lock_run(folder.path) if first else nullcontext():
         with StepProgress(total=run.train.steps, start=0, show=show and first) as progress:
-            for line in changed_settings(folder, run) if first else ():
-                progress.say(f"changed since the run was started: {line}")
+            if first:
+                for line in changed_settings(folder, run):
+                    progress.say(f"changed since the run was started: {line}")
+                sweep(folder.checkpoints)  # what a run that was killed left half written
             return _Loop(run, folder, mesh, device, progress).run()
 
 

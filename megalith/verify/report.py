@@ -45,11 +45,11 @@ def type_rows(report: TypeReport) -> list[Row]:
 def difference_rows(case: LayoutCase, differences: Sequence[Difference]) -> list[Row]:
     """Part (d)."""
     p = case.run.parallel
-    where = f"tp {p.tp}{' sp' if p.sp else ''}, dp {p.dp}, {case.world} processes, float64"
-    rows = []
+    size = f"a tiny copy on {case.world} processes (tp {p.tp}{', sp' if p.sp else ''}, dp {p.dp}) equals one"
+    rows = [Row("d", size, "in float64, relative to the largest entry:", all(found.holds for found in differences))]
     for found in differences:
         worst = f"{found.error:.1e}{f' at worst, in {found.name}' if found.name else ''}"
-        rows.append(Row("d", f"{found.what} equal one process ({where})", worst, found.holds))
+        rows.append(Row("d", f"  {found.what}", worst, found.holds))
     return rows
 
 
