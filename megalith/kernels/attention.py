@@ -1,24 +1,42 @@
-"""Causal attention inside each document: a plain reference, and `scaled_dot_product_attention` behind one face."""
+"""Causal attention inside each document: a plain reference, and the fastest of two ways to compute it.
+
+Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135), but a tile sees all of
+its keys at once, so that softmax needs no second pass, and a tile covers many heads, so that each step is one batched
+matmul. On CPUs this beats torch's kernel for documents of moderate length: forward + backward of 64 features, one core
+with AVX-512, torch 2.13: 256 tokens 1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from megalith.kernels.linear import Context
 from megalith.kernels.tokens import Tokens
+
+TILED_LENGTHS = range(64, 2049)  # tokens of documents that our way computes on a CPU; below, bf16 only: measured
+KEPT_LENGTH = 512  # up to here the probabilities are kept for backward: n * length bytes per token in bf16
+TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
+TILE_SCORES = 1 << 22  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
     """Softmax attention, causal and inside each document; every n/g query heads share one key/value head.
 
     q [t, n, d], k and v [t_kv, g, d], any strides -> [t, n, d]. Scores are scaled by 1/sqrt(d). A document's queries
-    are the last of its keys, so a key/value cache may stand in front of them.
+    are the last of its keys, so a key/value cache may stand in front of them. For bf16, scores and softmax are fp32.
     """
     if tokens.uniform is not None:
-        return _documents_of_one_length(q, k, v, tokens.uniform)
+        return _documents(q, k, v, tokens.uniform)
     queries = [length for length, _ in tokens.lengths]
     keys = [length for _, length in tokens.lengths]
     parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    return torch.cat([_one_document(*part) for part in parts])
+    return torch.cat([_document(*part) for part in parts])
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
@@ -29,25 +47,37 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tens
     return torch.cat([_reference_document(*part) for part in parts])
 
 
-def _documents_of_one_length(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """All documents in one call: [t, n, d] seen as [documents, n, length, d], without copying."""
+def _documents(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    """Documents of one length, read from their first token: [t, n, d] -> [t, n, d]."""
+    if q.device.type == "cpu" and _tiles_pay(length, q.dtype) and not torch.compiler.is_compiling():
+        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        out: Tensor = TiledAttention.apply(q, k, v, length, wanted)  # type: ignore[no-untyped-call]  # torch's own
+        return out
+    return sdpa_documents(q, k, v, length)
+
+
+def _tiles_pay(length: int, dtype: torch.dtype) -> bool:
+    """Whether our way is the faster one on a CPU; torch's bf16 backward is slow for short documents (4 to 9 times)."""
+    return length in TILED_LENGTHS or (dtype == torch.bfloat16 and 16 <= length < TILED_LENGTHS.start)
+
+
+def sdpa_documents(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
+    """All documents in one call of torch's kernel: [t, n, d] seen as [documents, n, length, d], without copying."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _one_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [q, n, d], k and v [kv, g, d] of one document -> [q, n, d]."""
     queries, keys = q.shape[0], k.shape[0]
     if queries == 0:
         return q
+    if queries == keys:
+        return _documents(q, k, v, queries)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    from_start = queries == keys
-    # is_causal aligns the first query with the first key, so a cache needs the mask spelled out; one query sees all.
-    mask = None if from_start or queries == 1 else _visible(queries, keys, q.device)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=from_start, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    mask = None if queries == 1 else _visible(queries, keys, q.device)  # one query sees every key
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -66,3 +96,114 @@ def _reference_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
     """bool [queries, keys]: query i, which is token keys - queries + i, sees itself and what came before."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+class Tile(NamedTuple):
+    """Queries `start` to `stop` of some key/value heads, with their keys 0 to `stop`."""
+
+    heads: slice
+    start: int
+    stop: int
+
+
+def _tiles(heads: int, shared: int, length: int) -> Iterator[Tile]:
+    """Every tile of `heads` key/value heads (of all documents), each used by `shared` query heads."""
+    rows = min(length, TILE_ROWS)
+    together = max(1, TILE_SCORES // (shared * rows * length))
+    for head in range(0, heads, together):
+        for start in range(0, length, rows):
+            yield Tile(slice(head, head + together), start, min(start + rows, length))
+
+
+def _by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
+    """[t, n, d] -> [documents * g, n / g, length, d], contiguous."""
+    x = x.unflatten(1, (kv_heads, -1)).unflatten(0, (-1, length))
+    return x.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
+
+
+def _by_token(x: Tensor, kv_heads: int) -> Tensor:
+    """[documents * g, n / g, length, d] -> [t, n, d], contiguous."""
+    return x.unflatten(0, (-1, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
+
+
+def _rows(x: Tensor, tile: Tile) -> Tensor:
+    """A tile's query rows as one matrix per key/value head: [heads, shared * rows, d]."""
+    return x[tile.heads, :, tile.start : tile.stop].flatten(1, 2)
+
+
+def _probabilities(q: Tensor, k: Tensor, tile: Tile, above: Tensor) -> Tensor:
+    """softmax(q k^T / sqrt(d)) of a tile in q's dtype: [heads, shared * rows, stop]."""
+    wide = above.dtype
+    rows, keys = _rows(q, tile).to(wide), k[tile.heads, : tile.stop].to(wide)
+    scores = rows.new_empty(rows.shape[0], rows.shape[1], tile.stop)
+    torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
+    size = tile.stop - tile.start
+    scores.unflatten(1, (-1, size))[..., tile.start :].add_(above[:size, :size])
+    return torch.softmax(scores, -1, out=scores).to(q.dtype)
+
+
+class TiledAttention(Function):
+    """Causal attention over documents of one length, tile by tile."""
+
+    @staticmethod
+    def reference(q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:
+        """The plain composition that this class stands for."""
+        return sdpa_documents(q, k, v, length)
+
+    @staticmethod
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:
+        """q [t, n, d], k and v [t, g, d] -> [t, n, d]; keeps copies of them, ordered by head."""
+        kv_heads = k.shape[1]
+        q, k, v = (
+            _by_head(q, kv_heads, length),
+            _by_head(k, kv_heads, length)[:, 0],
+            _by_head(v, kv_heads, length)[:, 0],
+        )
+        above = _above(length, q)
+        out = torch.empty_like(q)
+        kept = []
+        for tile in _tiles(q.shape[0], q.shape[1], length):
+            p = _probabilities(q, k, tile, above)
+            o = torch.bmm(p, v[tile.heads, : tile.stop])
+            out[tile.heads, :, tile.start : tile.stop] = o.unflatten(1, (-1, tile.stop - tile.start))
+            if wanted and length <= KEPT_LENGTH:
+                kept.append(p)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.kv_heads = kv_heads
+        return _by_token(out, kv_heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
+        """dout [t, n, d] -> dq, dk, dv."""
+        q, k, v, *kept = ctx.saved_tensors
+        length, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
+        dout, above = _by_head(dout, ctx.kv_heads, length), _above(length, q)
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(x, dtype=above.dtype) for x in (k, v))
+        for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], length)):
+            keys = tile.heads, slice(0, tile.stop)
+            p = kept[number] if kept else _probabilities(q, k, tile, above)
+            rows, drows = _rows(q, tile), _rows(dout, tile)
+            _add_bmm_(dv[keys], p.transpose(1, 2), drows)
+            dp = torch.bmm(drows, v[keys].transpose(1, 2))
+            ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
+            dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[keys]).unflatten(1, (q.shape[1], -1))
+            _add_bmm_(dk[keys], ds.transpose(1, 2), rows)
+        dk, dv = dk.mul_(scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
+        return *(_by_token(x, ctx.kv_heads) for x in (dq.mul_(scale), dk, dv)), None, None
+
+
+def _above(length: int, q: Tensor) -> Tensor:
+    """What hides later keys on a tile's diagonal: -inf above it, 0 elsewhere; in the dtype scores are computed in."""
+    rows = min(length, TILE_ROWS)
+    hidden = q.new_full((rows, rows), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
+    return hidden.triu(1)
+
+
+def _add_bmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b` in place, in fp32 or float64."""
+    if a.dtype == total.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total.add_(torch.bmm(a, b))

@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.attention import KEPT_LENGTH, attention, reference_attention, sdpa_documents
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
 
 LAYOUTS = {
+    "long rows": tokens_of_rows(2, 70),
     "one row": tokens_of_rows(1, 9),
     "rows": tokens_of_rows(3, 5),
     "rows of one token": tokens_of_rows(4, 1),
@@ -98,3 +99,39 @@ def test_shapes_hold_on_meta(layout: str) -> None:
     y.sum().backward()
     assert k.grad is not None
     assert k.grad.shape == k.shape
+
+
+@pytest.mark.parametrize("length", [70, 600])
+def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(length: int) -> None:
+    tokens = tokens_of_rows(2, length)
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
+    assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == ("TiledAttentionBackward", length == 70)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_tile_of_few_heads_gives_the_same_as_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = tokens_of_rows(3, 70)
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    expected = attention(q, k, v, tokens)
+    monkeypatch.setattr("megalith.kernels.attention.TILE_SCORES", 1)
+    y = attention(q, k, v, tokens)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("length", [40, 200])
+def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) -> None:
+    tokens = tokens_of_rows(2, length)
+    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grads = torch.autograd.grad(attention(*inputs, tokens), inputs, dy)
+    torchs = torch.autograd.grad(sdpa_documents(*inputs, length), inputs, dy)
+    expected = torch.autograd.grad(reference_attention(*exact, tokens), exact, dy.double())
+    for mine, theirs, right in zip(grads, torchs, expected):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm()
