@@ -65,7 +65,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header = json.loads(storage.read_range(file, 8, length))
         header.pop("__metadata__", None)
         found = {str(name): _info(file, entry) for name, entry in header.items()}
-        ends = {name: 8 + length + int(entry["data_offsets"][1]) for name, entry in header.items()}
+        spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read ({error.strerror}). Copy the folder again.") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError) as error:
@@ -73,10 +73,12 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut off. "
             f"Copy the folder again."
         ) from error
-    cut = sorted(name for name, end in ends.items() if end > nbytes)
+    data = nbytes - 8 - length
+    cut = sorted(name for name, (start, stop) in spans.items() if start < stop and stop > data)
     if cut:
+        whole = 8 + length + max(stop for _, stop in spans.values())
         raise CheckpointError(
-            f"{file} is {nbytes:,} bytes, expected {max(ends.values()):,}: {show_names(cut)} cut off. "
+            f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. "
             f"Copy the folder again."
         )
     return found

@@ -1,0 +1,105 @@
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalith.checkpoint.safetensors import Planned, Reader, TensorInfo, read_header, show_names, write_file
+from megalith.errors import CheckpointError
+
+TENSORS: dict[str, Tensor] = {
+    "a": torch.arange(15, dtype=torch.float32).view(3, 5),
+    "b": torch.arange(7, dtype=torch.bfloat16),
+    "c": torch.full((2, 1, 2), 0.5, dtype=torch.float64),
+    "empty": torch.zeros(0, 4, dtype=torch.float16),
+}
+
+
+def write(file: Path, tensors: dict[str, Tensor] = TENSORS) -> None:
+    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    write_file(file, plan, iter(tensors.values()), {"format": "pt"})
+
+
+def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors")
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    (length,) = struct.unpack("<Q", (tmp_path / "x.safetensors").read_bytes()[:8])
+    assert length % 8 == 0
+
+
+def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    save_file(TENSORS, file, metadata={"format": "pt"})
+    found = read_header(file)
+    assert found["b"] == TensorInfo(file, "BF16", (7,))
+    with Reader() as reader:
+        assert torch.equal(reader.read("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4])
+        assert torch.equal(reader.read("b", found["b"], (slice(2, 3),)), TENSORS["b"][2:3])
+
+
+def test_views_of_a_larger_tensor_are_written_as_they_are_seen(tmp_path: Path) -> None:
+    write(tmp_path / "x.safetensors", {"t": TENSORS["a"].t()[1:3]})
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["t"], TENSORS["a"].t()[1:3])
+
+
+@pytest.mark.parametrize(("missing", "names"), [(1, ": c cut off"), (40, ": b, c cut off"), (100, ": a, b, c cut off")])
+def test_a_file_that_ends_early_names_what_is_cut_off(missing: int, names: str, tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    write(file)
+    data = file.read_bytes()
+    file.write_bytes(data[:-missing])
+    with pytest.raises(CheckpointError, match=rf"x.safetensors is {len(data) - missing} bytes, expected {len(data)}: "):
+        read_header(file)
+    with pytest.raises(CheckpointError, match=names):
+        read_header(file)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"abc",
+        struct.pack("<Q", 10**12) + b"{}",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 4) + b"[12]",
+        struct.pack("<Q", 9) + b"not json!",
+        struct.pack("<Q", 2000) + b"[" * 2000,
+        struct.pack("<Q", 20) + json.dumps({"a": {"shape": 1}}).encode().ljust(20),
+        struct.pack("<Q", 70)
+        + json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}).encode().ljust(70),
+    ],
+)
+def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(data)
+    with pytest.raises(CheckpointError, match="x.safetensors is not a safetensors file .*Copy the folder again"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_header_that_lies_about_its_tensors_is_refused_when_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    with Reader() as reader, pytest.raises(CheckpointError, match="x.safetensors: a cannot be read .*Copy"):
+        reader.read("a", read_header(file)["a"], (slice(0, 3),))
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="gone.safetensors cannot be read"):
+        read_header(tmp_path / "gone.safetensors")
+
+
+def test_an_existing_file_is_never_written_into(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write(tmp_path / "x.safetensors")
+
+
+def test_long_lists_of_names_are_cut() -> None:
+    assert show_names(["a", "b"]) == "a, b"
+    assert show_names(list("abcdefgh"), limit=3) == "a, b, c and 5 more"

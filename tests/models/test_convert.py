@@ -1,0 +1,113 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import TrainRun
+from megalith.config.tree import dump_yaml, load_yaml
+from megalith.data.huggingface import train_bpe
+from megalith.models.convert import convert, kind_of, plan_moves, token_ids
+from megalith.models.pretrained import open_pretrained
+from megalith.models.release import parameters, release_run
+from megalith.parallel.group import alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}]
+)
+def test_there_and_back_every_tensor_is_the_same_bit_for_bit(
+    changes: dict[str, Any], dtype: torch.dtype, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "theirs", tiny.config(**changes), dtype=dtype, extra={"eos_token_id": [3, 4]})
+    source = open_pretrained(tmp_path / "theirs")
+    convert(replace(source, model=replace(source.model, vocab_multiple=16)), tmp_path / "ours", "megalith")
+    ours = open_pretrained(tmp_path / "ours")
+    assert kind_of(ours) == "megalith" and ours.model.padded_vocab_size() == 48
+    convert(ours, tmp_path / "back", "huggingface", shard_nbytes=2000)
+    before = load_file(tmp_path / "theirs" / "model.safetensors")
+    after = {
+        name: tensor for file in (tmp_path / "back").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == dtype and torch.equal(after[name], tensor), name
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("theirs", "back")]
+    assert configs[0] == configs[1]
+    assert (tmp_path / "back" / "generation_config.json").read_text() == (
+        tmp_path / "theirs" / "generation_config.json"
+    ).read_text()
+
+
+@pytest.mark.parametrize("to", ["megalith", "huggingface"])
+@pytest.mark.parametrize("kind", ["folder", "release"])
+def test_the_plan_lists_every_tensor_with_its_bytes(to: Any, kind: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "folder", tiny.config(num_layers=1, vocab_size=40))
+    source = open_pretrained(tmp_path / "folder")
+    source = replace(source, model=replace(source.model, vocab_multiple=8))
+    convert(source, tmp_path / "release", "megalith")
+    source = open_pretrained(tmp_path / kind) if kind == "release" else source
+    moves = plan_moves(source, to, torch.bfloat16)
+    told: list[int] = []
+    assert convert(source, tmp_path / "x", to, dtype=torch.bfloat16, wrote=told.append) == sum(told)
+    assert sum(move.nbytes for move in moves) == sum(told)
+    assert {move.source_dtype for move in moves} == {"float32"} and {move.target_dtype for move in moves} == {
+        "bfloat16"
+    }
+    key = next(move for move in moves if "k_proj" in move.source + move.target or move.source.endswith(".kv"))
+    theirs, ours = "model.layers.0.self_attn.k_proj.weight", "layers.0.attention.kv[0:1, 0:2, 0:2, 0:12]"
+    expected = {
+        ("folder", "megalith"): (theirs, ours),
+        ("release", "huggingface"): (ours, theirs),
+        ("folder", "huggingface"): (theirs, theirs),
+        ("release", "megalith"): ("layers.0.attention.kv",) * 2,
+    }
+    assert (key.source, key.target) == expected[kind, to]
+
+
+def test_what_a_run_saved_becomes_a_folder_with_its_tokenizer(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tokenizer = train_bpe(["some text, some more"] * 3, vocab_size=258, path=str(tmp_path / "words"))
+    config, words = tiny.config(vocab_size=300), TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
+    model = tiny.model(config)
+    text = dump_yaml(release_run("run", config, words, tmp_path))
+    path = save_checkpoint(tmp_path, 4, tiny.entries(model), {}, alone("world"), config_text=text, keep=None).path
+    source = open_pretrained(path)
+    assert token_ids(source) == {"bos_token_id": None, "eos_token_id": tokenizer.eod, "pad_token_id": None}
+    convert(source, tmp_path / "x", "huggingface")
+    assert (tmp_path / "x" / "tokenizer.json").read_bytes() == (tmp_path / "words" / "tokenizer.json").read_bytes()
+    assert json.loads((tmp_path / "x" / "config.json").read_text())["eos_token_id"] == tokenizer.eod
+    convert(open_pretrained(tmp_path / "x"), tmp_path / "y", "megalith")
+    run = load_yaml(tmp_path / "y" / "config.yaml", TrainRun)
+    assert run.tokenizer.path == run.checkpoint.load == str(tmp_path / "y") and run.name == "y"
+    assert open_pretrained(tmp_path / "y").tokenizer == run.tokenizer
+
+
+def test_a_release_of_a_run_keeps_its_settings_and_drops_its_moments(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    entries = tiny.entries(tiny.model(tiny.config()))
+    moments = [replace(entry, role="exp_avg") for entry in entries]
+    text = dump_yaml(release_run("run", tiny.config(), TokenizerConfig(), tmp_path))
+    path = save_checkpoint(tmp_path, 4, entries + moments, {}, alone("world"), config_text=text, keep=None).path
+    convert(open_pretrained(path), tmp_path / "x", "megalith")
+    released = open_pretrained(tmp_path / "x").checkpoint
+    assert released is not None and released.config_text == text
+    assert released.keys() == sorted(f"model.{shard.name}" for shard in parameters(tiny.config()))
+    assert released.state == {"token_ids": {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}}
+
+
+def test_biases_that_ours_lacks_are_planned_as_zeros(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config(qkv_bias=True, num_layers=1)
+    text = dump_yaml(release_run("run", config, TokenizerConfig(kind="null", vocab_size=37), tmp_path))
+    entries = tiny.entries(tiny.model(config))
+    path = save_checkpoint(tmp_path, 4, entries, {}, alone("world"), config_text=text, keep=None).path
+    source = open_pretrained(path)
+    zeros = [move.target for move in plan_moves(source, "huggingface", None) if move.source == "zeros"]
+    assert zeros == ["model.layers.0.self_attn.o_proj.bias"]
+    convert(source, tmp_path / "x", "huggingface")
+    assert not load_file(tmp_path / "x" / "model.safetensors")[zeros[0]].any()

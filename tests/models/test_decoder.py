@@ -1,0 +1,135 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.plan.costs import num_parameters
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_close, assert_equals
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tied_embeddings": True},
+    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "head_dim": 4},
+}
+
+
+def ids_of(count: int, vocab_size: int = 37) -> Tensor:
+    return torch.randint(0, vocab_size, (count,), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES.keys())
+def test_it_declares_as_many_elements_as_the_closed_form_counts(changes: dict[str, Any], tiny: SimpleNamespace) -> None:
+    config = tiny.config(vocab_multiple=1, **changes)
+    model = Decoder(config, mesh_of_one())
+    assert sum(declared.shard.numel for declared, _, _ in declared_parameters(model)) == num_parameters(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters(config)
+
+
+def test_it_is_built_without_memory(tiny: SimpleNamespace) -> None:
+    huge = tiny.config(vocab_size=128_256, hidden_size=8192, num_heads=64, num_kv_heads=8, ffn_hidden_size=28_672)
+    assert all(parameter.is_meta for parameter in Decoder(huge, mesh_of_one()).parameters())
+
+
+def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) -> None:
+    model = Decoder(tiny.config(tied_embeddings=True), mesh_of_one())
+    names = [declared.shard.name for declared, _, _ in declared_parameters(model)]
+    assert len(set(names)) == len(names) and names[0] == "embed.weight" and names[-1] == "norm.weight"
+    assert {id(getattr(module, name)) for _, module, name in declared_parameters(model)} == {
+        id(parameter) for parameter in model.parameters()
+    }
+
+
+def test_a_tied_head_shares_its_parameter_in_every_state(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(tied_embeddings=True))
+    assert model.head.weight is model.embed.weight
+
+
+def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    ids = ids_of(16)
+    together = model(ids, tokens_of_lengths([5, 1, 10]))
+    apart = [model(part, tokens_of_lengths([len(part)])) for part in ids.split([5, 1, 10])]
+    torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    ids = ids_of(9)
+    changed = ids.clone()
+    changed[6:] = (changed[6:] + 1) % 37
+    tokens = tokens_of_rows(1, 9)
+    a, b = model(ids, tokens), model(changed, tokens)
+    assert torch.equal(a[:6], b[:6]) and not torch.equal(a[6:], b[6:])
+
+
+def test_the_loss_is_the_sum_over_labels_of_the_scores(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    ids, labels = ids_of(12), ids_of(12).flip(0)
+    labels[3:7] = -1
+    tokens = tokens_of_rows(2, 6)
+    scores = model.head.logits(model(ids, tokens))
+    expected = torch.nn.functional.cross_entropy(scores, labels, ignore_index=-1, reduction="sum")
+    torch.testing.assert_close(model.loss(ids, labels, tokens), expected)
+    assert scores.shape == (12, 37), "padded rows are no tokens"
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespace) -> None:
+    config = tiny.config(num_kv_heads=3 if tp == 3 else 2, hidden_size=600, vocab_size=300)
+    whole, grid = tiny.tensors(tiny.model(config, seed=5)), model_grid(ParallelConfig(tp=tp), config, tp)
+    for rank in range(tp):
+        part = tiny.model(config, seed=5, mesh=mesh_on_paper(grid, rank=rank))
+        for entry in tiny.entries(part):
+            box = tuple(slice(a, b) for a, b in entry.shard.box)
+            assert torch.equal(entry.tensor.view(entry.shard.box_shape), whole[entry.shard.name][box])
+    assert not torch.equal(whole["embed.weight"], tiny.tensors(tiny.model(config, seed=6))["embed.weight"])
+
+
+def step(config: ModelConfig, parallel: ParallelConfig, rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss, and this rank's gradients before they are summed, in float64."""
+    mesh = build_mesh(model_grid(parallel, config, world), rank=rank) if world > 1 else mesh_of_one()
+    model = Decoder(config, mesh, sp=parallel.sp, dtype=torch.float64)
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=3)
+    ids, labels = ids_of(12), ids_of(12).flip(0)
+    labels[2:5] = -1
+    loss = model.loss(ids, labels, tokens_of_lengths([7, 5]))
+    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+    gradients = {
+        declared.shard.name: getattr(module, name).grad.view(declared.shard.box_shape)
+        for declared, module, name in declared_parameters(model)
+    }
+    return loss.detach(), gradients
+
+
+def pieces_of_gradients(rank: int, world: int, config: ModelConfig, parallel: ParallelConfig) -> Any:
+    mesh = mesh_on_paper(model_grid(parallel, config, world), rank=rank)
+    boxes = {d.shard.name: d.shard for d, _, _ in declared_parameters(Decoder(config, mesh, sp=parallel.sp))}
+    return (*step(config, parallel, rank, world), boxes)
+
+
+@pytest.mark.parametrize(
+    ("tp", "sp", "changes"), [(2, False, "tied"), (2, True, "plain"), (3, True, "biases"), (4, False, "biases")]
+)
+def test_ranks_together_compute_the_loss_and_gradients_of_one(
+    tp: int, sp: bool, changes: str, tiny: SimpleNamespace
+) -> None:
+    config = tiny.config(**CHANGES[changes] | {"num_kv_heads": 3 if tp == 3 else 2})
+    loss, gradients = step(config, ParallelConfig(), 0, 1)
+    results = run_ranks(pieces_of_gradients, tp, config, ParallelConfig(tp=tp, sp=sp))
+    summed = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
+    for rank_loss, mine, shards in results:
+        assert_equals("loss", rank_loss.reshape(1), loss.reshape(1), FP64)
+        for name, gradient in mine.items():
+            box = tuple(slice(a, b) for a, b in shards[name].box)
+            whole_already = "tp_kv" in shards[name].invariant
+            summed[name][box] += gradient / (tp if whole_already else 1)
+    assert_close(summed, gradients, FP64)

@@ -1,0 +1,338 @@
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalith.checkpoint import safetensors
+from megalith.checkpoint.boxes import Entry
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models import hf
+from megalith.models.hf import HuggingFaceFolder, companion_files, plan_files, write_folder
+from megalith.models.llama import rules
+from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.plan.shards import Shard, whole
+
+
+def edit(folder: Path, **fields: Any) -> None:
+    """Change fields of config.json; None removes one."""
+    raw = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps({name: value for name, value in raw.items() if value is not None}))
+
+
+def edit_tensors(folder: Path, **tensors: Tensor | None) -> None:
+    """Change tensors of a folder with one file; __ stands for a dot, None removes one."""
+    found = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        found.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            found[name.replace("__", ".")] = tensor
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shard_nbytes", [10**9, 1500])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tied_embeddings": True}, {"qkv_bias": True, "output_bias": True, "mlp_bias": True}]
+)
+def test_what_is_written_is_read_back_bit_for_bit(
+    changes: dict[str, Any], shard_nbytes: int, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    config = tiny.config(**changes)
+    model = tiny.folder(tmp_path / "x", config, shard_nbytes=shard_nbytes)
+    folder = HuggingFaceFolder(tmp_path / "x")
+    assert replace(folder.model_config, vocab_multiple=8) == config
+    back = tiny.blank(config)
+    folder.fill(tiny.entries(back))
+    for name, tensor in tiny.tensors(model).items():
+        assert torch.equal(tiny.tensors(back)[name], tensor), name
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6])
+def test_every_layout_reads_its_own_boxes(tp: int, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config(qkv_bias=True, output_bias=True, mlp_bias=True, num_kv_heads=2 if tp != 3 else 3)
+    expected = tiny.tensors(tiny.folder(tmp_path / "x", config, shard_nbytes=3000))
+    folder = HuggingFaceFolder(tmp_path / "x")
+    grid = model_grid(ParallelConfig(tp=tp), config, tp)
+    for rank in range(tp):
+        part = tiny.blank(config, mesh_on_paper(grid, rank=rank))
+        folder.fill(tiny.entries(part))
+        for entry in tiny.entries(part):
+            box = tuple(slice(a, b) for a, b in entry.shard.box)
+            assert torch.equal(entry.tensor.view(entry.shard.box_shape), expected[entry.shard.name][box])
+
+
+def test_flat_ranges_are_filled_too(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    expected = tiny.tensors(tiny.folder(tmp_path / "x", tiny.config()))
+    folder = HuggingFaceFolder(tmp_path / "x")
+    for name, tensor in expected.items():
+        shard = whole(name, tuple(tensor.shape))
+        start, stop = tensor.numel() // 3, tensor.numel() - 1
+        mine = torch.full((stop - start,), -7.0)
+        folder.fill([Entry(replace(shard, flat=(start, stop)), "param", mine)])
+        assert torch.equal(mine, tensor.flatten()[start:stop]), name
+
+
+@pytest.mark.parametrize("multiple", [1, 16, 64])
+def test_rows_that_only_pad_the_vocabulary_are_zero_in_and_dropped_out(
+    multiple: int, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    config = tiny.config(vocab_multiple=multiple)
+    back = tiny.blank(config)
+    HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(back))
+    table = tiny.tensors(back)["head.weight"]
+    assert table.shape[0] == config.padded_vocab_size() and table[36].any() and not table[37:].any()
+    write_folder(tmp_path / "y", config, tiny.InMemory(tiny.tensors(back)))
+    assert load_file(tmp_path / "y" / "model.safetensors")["lm_head.weight"].shape == (37, 12)
+
+
+def test_no_more_than_the_boxes_is_read(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    folder, read = HuggingFaceFolder(tmp_path / "x"), []
+    original = safetensors.Reader.read
+
+    def counted(self: safetensors.Reader, name: str, *rest: Any) -> Tensor:
+        values = original(self, name, *rest)
+        read.append((name, tuple(values.shape)))
+        return values
+
+    monkeypatch.setattr(safetensors.Reader, "read", counted)
+    shard = Shard("layers.1.attention.kv", (2, 2, 2, 12), ((0, 2), (1, 2), (0, 2), (0, 12)))
+    folder.fill([Entry(shard, "param", torch.empty(4, 12))])
+    assert read == [(f"model.layers.1.self_attn.{name}_proj.weight", (2, 12)) for name in "kv"]
+
+
+def test_large_tensors_are_read_a_piece_at_a_time(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config())
+    monkeypatch.setattr(hf, "PIECE_NBYTES", 100)
+    sizes = []
+    original = safetensors.Reader.read
+
+    def counted(self: safetensors.Reader, *args: Any) -> Tensor:
+        values = original(self, *args)
+        sizes.append(values.nbytes)
+        return values
+
+    monkeypatch.setattr(safetensors.Reader, "read", counted)
+    back = tiny.blank(tiny.config())
+    HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(back))
+    assert max(sizes) <= 100
+    for name, tensor in tiny.tensors(model).items():
+        assert torch.equal(tiny.tensors(back)[name], tensor), name
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_weights_are_cast_to_what_is_wanted(stored: torch.dtype, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config(), dtype=stored)
+    folder = HuggingFaceFolder(tmp_path / "x")
+    assert folder.dtype("embed.weight") == folder.tensor_dtype("model.norm.weight") == stored
+    back = tiny.blank(tiny.config())
+    folder.fill(tiny.entries(back))
+    expected = tiny.tensors(model)["layers.0.mlp.down"].to(stored).float()
+    assert torch.equal(tiny.tensors(back)["layers.0.mlp.down"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lm_head__weight": None}, r"lm_head.weight is missing \(set tie_word_embeddings to true"),
+        ({"model__norm__weight": None, "lm_head__weight": None}, "missing: lm_head.weight, model.norm.weight"),
+        ({"model__extra": torch.ones(2)}, "not of a LlamaForCausalLM: model.extra"),
+        ({"model__layers__0__mlp__up_proj__bias": torch.ones(10)}, "not of a LlamaForCausalLM: model.layers.0.mlp.up_"),
+        ({"model__norm__weight": torch.ones(11)}, r"model.norm.weight is \[11\], expected \[12\]"),
+        ({"model__norm__weight": torch.ones(12, dtype=torch.int8)}, "norm.weight is stored as I8, expected one of F64"),
+        ({"model__norm__weight": torch.ones(12).to(torch.float8_e4m3fn)}, "stored as F8_E4M3, expected one of"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    change: dict[str, Any], message: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    edit_tensors(tmp_path / "x", **change)
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+def test_buffers_of_old_conversions_are_ignored(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    edit_tensors(tmp_path / "x", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(1))
+    HuggingFaceFolder(tmp_path / "x")
+
+
+def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config(tied_embeddings=True))
+    table = tiny.tensors(model)["embed.weight"][:37].clone()
+    edit_tensors(tmp_path / "x", lm_head__weight=table)
+    HuggingFaceFolder(tmp_path / "x")
+    table[36, 11] += 1e-7
+    edit_tensors(tmp_path / "x", lm_head__weight=table)
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight. Set tie_word_"):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "the architecture GPT2LMHeadModel is not supported. Use one of Llama"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
+        (
+            {"architectures": None, "model_type": "bert"},
+            "model_type bert is not supported. Use one of LlamaForCausalLM",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "config.json: .*dynamic"),
+        ({"hidden_act": "gelu"}, "config.json: hidden_act='gelu' is not supported"),
+    ],
+)
+def test_other_models_are_refused_by_name(
+    fields: dict[str, Any], message: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    edit(tmp_path / "x", **fields)
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+def test_a_config_without_architectures_goes_by_its_model_type(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    edit(tmp_path / "x", architectures=None)
+    assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
+
+
+def test_damaged_folders_say_what_is_missing(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
+    first = sorted((tmp_path / "x").glob("*.safetensors"))[0]
+    data = first.read_bytes()
+    first.write_bytes(data[:-4])
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight cut off"):
+        HuggingFaceFolder(tmp_path / "x")
+    first.unlink()
+    with pytest.raises(CheckpointError, match="index.json names model-00001-of-.*not files of this folder"):
+        HuggingFaceFolder(tmp_path / "x")
+    for file in (tmp_path / "x").glob("model*"):
+        file.unlink()
+    (tmp_path / "x" / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .*pytorch_model.bin\). Use safetensors"):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+def test_an_index_cannot_lead_outside_its_folder(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    os.rename(tmp_path / "x" / "model.safetensors", tmp_path / "model.safetensors")
+    index = {"weight_map": {"model.norm.weight": "../model.safetensors"}}
+    (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names ../model.safetensors, not files of this folder"):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+def test_an_index_that_promises_more_than_the_files_hold_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
+    file = tmp_path / "x" / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"]["model.extra"] = index["weight_map"]["lm_head.weight"]
+    file.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="promises model.extra"):
+        HuggingFaceFolder(tmp_path / "x")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_a_config_that_is_no_object_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config.json (cannot be read|holds).* Use "):
+        HuggingFaceFolder(tmp_path)
+
+
+def test_a_model_of_another_shape_is_refused_before_anything_is_read(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    other = tiny.blank(tiny.config(ffn_hidden_size=11, qkv_bias=True))
+    with pytest.raises(CheckpointError, match="another model") as refused:
+        HuggingFaceFolder(tmp_path / "x").fill(tiny.entries(other))
+    assert "layers.0.mlp.gate_up is [2, 11, 12] in this run and [2, 10, 12] in the folder" in str(refused.value)
+    assert "layers.0.attention.q_bias is in this run and not in the folder" in str(refused.value)
+    assert all((parameter == -7).all() for parameter in other.parameters())
+
+
+def test_files_stay_below_their_limit_and_keep_the_order_of_the_forward_pass(tiny: SimpleNamespace) -> None:
+    found = rules(tiny.config())
+    files = plan_files(found, lambda rule: torch.float32, 1800)
+    assert [rule for file in files for rule, _ in file] == found
+    sizes = [sum(planned.nbytes for _, planned in file) for file in files]
+    assert all(size <= 1800 for size in sizes) and len(files) < 8
+    assert len(plan_files(found, lambda rule: torch.float32, 1)) == len(found)
+
+
+def test_the_index_names_every_tensor_and_the_sum_of_their_bytes(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1800)
+    index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
+    assert list(index["weight_map"]) == [rule.name for rule in rules(tiny.config())]
+    held = {name: file.name for file in (tmp_path / "x").glob("*.safetensors") for name in load_file(file)}
+    assert held == index["weight_map"]
+    nbytes = sum(
+        tensor.nbytes for file in (tmp_path / "x").glob("*.safetensors") for tensor in load_file(file).values()
+    )
+    assert index["metadata"]["total_size"] == nbytes
+
+
+def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config()
+    told: list[str] = []
+
+    class Watched(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
+        def read(self, parameter: str, *rest: Any) -> Tensor:
+            told.append(parameter)
+            values: Tensor = super().read(parameter, *rest)
+            return values
+
+    write_folder(
+        tmp_path / "x", config, Watched(tiny.tensors(tiny.model(config))), wrote=lambda nbytes: told.append("written")
+    )
+    assert told[1::2] == ["written"] * len(rules(config)), "the next tensor is read when the last one is in the file"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    class Broken(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
+        def read(self, parameter: str, *rest: Any) -> Tensor:
+            if parameter == "norm.weight":
+                raise OSError(28, "No space left on device")
+            values: Tensor = super().read(parameter, *rest)
+            return values
+
+    with pytest.raises(CheckpointError, match="x: not written .*No space left on device.*Free some space"):
+        write_folder(tmp_path / "x", tiny.config(), Broken(tiny.tensors(tiny.model(tiny.config()))))
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(CheckpointError, match="x exists already and is left as it is. Choose another target"):
+        tiny.folder(tmp_path / "x", tiny.config())
+    assert os.listdir(tmp_path / "x") == []
+
+
+def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    with pytest.raises(ConfigError, match="hidden_size=10"):
+        tiny.folder(tmp_path / "x", tiny.config(hidden_size=10, head_dim=4))
+    assert os.listdir(tmp_path) == []
+
+
+def test_companions_and_token_ids_go_with_the_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "secret.txt").write_text("no")
+    files = companion_files(tmp_path)
+    tiny.folder(tmp_path / "x", tiny.config(), companions=files, extra={"eos_token_id": [3, 4], "bos_token_id": 1})
+    assert (tmp_path / "x" / "tokenizer.json").read_text() == "{}" and not (tmp_path / "x" / "secret.txt").exists()
+    raw = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert (raw["eos_token_id"], raw["bos_token_id"], raw["pad_token_id"]) == ([3, 4], 1, None)
+    generation = json.loads((tmp_path / "x" / "generation_config.json").read_text())
+    assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
+    assert raw["dtype"] == raw["torch_dtype"] == "float32"

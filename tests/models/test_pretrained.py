@@ -1,0 +1,206 @@
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml
+from megalith.data.huggingface import train_bpe
+from megalith.errors import CheckpointError, DataError
+from megalith.models import pretrained
+from megalith.models.pretrained import CheckpointWeights, load_pretrained, locate, open_pretrained
+from megalith.models.release import release_run
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.plan.shards import whole
+
+BYTES = TokenizerConfig()
+
+
+def save(
+    folder: Path, step: int, entries: list[Entry], config: ModelConfig, tokenizer: TokenizerConfig = BYTES
+) -> Path:
+    """A checkpoint of a run."""
+    text = dump_yaml(release_run("tiny", config, tokenizer, folder))
+    return save_checkpoint(folder, step, entries, {"step": step}, alone("world"), config_text=text, keep=None).path
+
+
+def test_a_run_a_checkpoint_and_a_model_folder_are_found(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "runs" / "first"
+    entries = tiny.entries(tiny.model(tiny.config()))
+    old, new = (save(run / "checkpoints", step, entries, tiny.config()) for step in (9, 10))
+    tiny.folder(tmp_path / "theirs", tiny.config())
+    assert locate(str(run)) == locate(str(run / "checkpoints")) == new
+    assert locate(str(old)) == old
+    assert locate(str(tmp_path / "theirs")) == tmp_path / "theirs"
+    monkeypatch.chdir(tmp_path)
+    assert locate("first") == Path("runs/first/checkpoints/step_0000010")
+
+
+def test_a_source_without_a_model_says_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quickstart").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="quikstart: no such folder.* Did you mean quickstart?"):
+        locate("quikstart")
+    with pytest.raises(CheckpointError, match="zzz: no such folder.*Pass the folder of a run, checkpoint or model"):
+        locate("zzz")
+    (tmp_path / "runs" / "quickstart" / "config.yaml").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"has no checkpoint \(found: config.yaml\). Use the folder of a run that"
+    ):
+        locate("quickstart")
+
+
+def test_everything_about_a_checkpoint_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = save(tmp_path, 3, tiny.entries(tiny.model(tiny.config())), tiny.config())
+    opened = open_pretrained(path)
+    assert (opened.model, opened.tokenizer, opened.token_ids) == (tiny.config(), BYTES, {})
+    assert opened.checkpoint is not None and opened.stop_ids() == frozenset() and opened.companions() == {}
+
+
+def test_everything_about_a_folder_is_known(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(), extra={"eos_token_id": 7})
+    opened = open_pretrained(tmp_path / "x")
+    assert opened.checkpoint is None and replace(opened.model, vocab_multiple=8) == tiny.config()
+    assert opened.tokenizer == TokenizerConfig(kind="null", vocab_size=37)
+    assert opened.stop_ids() == {7} and list(opened.companions()) == ["generation_config.json"]
+    (tmp_path / "x" / "generation_config.json").write_text(json.dumps({"eos_token_id": [8, 9]}))
+    assert opened.stop_ids() == {7, 8, 9}
+    (tmp_path / "x" / "tokenizer.json").write_text("{}")
+    assert open_pretrained(tmp_path / "x").tokenizer.path == str(tmp_path / "x")
+
+
+def test_the_files_of_a_runs_tokenizer_go_with_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    train_bpe(["some text, some more"] * 3, vocab_size=258, path=str(tmp_path / "words"))
+    tokenizer = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
+    path = save(tmp_path / "a", 1, tiny.entries(tiny.model(tiny.config())), tiny.config(), tokenizer)
+    assert open_pretrained(path).companions().keys() == {"tokenizer.json", "tokenizer_config.json"}
+    (path / "tokenizer.json").write_text("{}")
+    opened = open_pretrained(path)
+    assert opened.tokenizer.path == str(path), "a checkpoint that brings its tokenizer may be moved"
+    assert opened.companions().keys() == {"tokenizer.json"}
+    (path / "tokenizer.json").unlink()
+    (tmp_path / "words" / "tokenizer.json").unlink()
+    assert open_pretrained(path).model == tiny.config(), "weights can be loaded without it"
+    with pytest.raises(DataError, match="the folder has no tokenizer.json"):
+        open_pretrained(path).companions()
+
+
+def test_settings_of_no_model_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    entries = tiny.entries(tiny.model(tiny.config()))
+    for step, text in enumerate(["name: x\n", "- 1\n", "model: {hidden: 3}\n", "a: [\n"], 1):
+        path = save_checkpoint(tmp_path, step, entries, {}, alone("world"), config_text=text, keep=None).path
+        with pytest.raises(CheckpointError, match=r"(?s)config.yaml does not describe a model.*Use a checkpoint that"):
+            open_pretrained(path)
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+def test_every_layout_takes_its_weights_from_either_kind(
+    kind: str, tp: int, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    config = tiny.config(num_kv_heads=3, qkv_bias=True, output_bias=True)
+    model = tiny.folder(tmp_path / "folder", config)
+    save(tmp_path / "checkpoint", 5, tiny.entries(model), config)
+    grid = model_grid(ParallelConfig(tp=tp), config, tp)
+    for rank in range(tp):
+        part = tiny.blank(config, mesh_on_paper(grid, rank=rank))
+        assert load_pretrained(tiny.entries(part), str(tmp_path / kind), alone("world"), model=config) == []
+        for entry in tiny.entries(part):
+            box = tuple(slice(a, b) for a, b in entry.shard.box)
+            assert torch.equal(entry.tensor.view(entry.shard.box_shape), tiny.tensors(model)[entry.shard.name][box])
+
+
+def with_masters(tiny: SimpleNamespace, model: Any, scale: float = 1.0) -> list[Entry]:
+    """bf16 weights and fp32 masters of a model."""
+    weights = tiny.entries(model)
+    low = [replace(entry, tensor=(scale * entry.tensor.detach()).bfloat16()) for entry in weights]
+    return low + [replace(entry, role="master", tensor=scale * entry.tensor.detach()) for entry in weights]
+
+
+def test_masters_get_every_digit_that_the_source_has(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config()
+    model = tiny.folder(tmp_path / "theirs", config)
+    save(tmp_path / "ours", 1, with_masters(tiny, model), config)
+    save(tmp_path / "short", 1, with_masters(tiny, model)[: len(tiny.entries(model))], config)
+    for source, exact in (("theirs", True), ("ours", True), ("short", False)):
+        wanted = with_masters(tiny, model, scale=0.0)
+        load_pretrained(wanted, str(tmp_path / source), alone("world"), model=config)
+        for entry in wanted:
+            full = tiny.tensors(model)[entry.shard.name].flatten()
+            expected = full if entry.role == "master" and exact else full.bfloat16()
+            assert torch.equal(entry.tensor.flatten(), expected.to(entry.tensor.dtype)), (source, entry.key)
+
+
+def test_weights_wanted_in_fp32_come_from_the_master(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    path = save(tmp_path, 1, with_masters(tiny, model), tiny.config())
+    opened = open_pretrained(path)
+    assert isinstance(opened.weights, CheckpointWeights)
+    down = tiny.tensors(model)["layers.0.mlp.down"]
+    box = whole("x", tuple(down.shape)).box
+    assert opened.weights.dtype("layers.0.mlp.down") == torch.bfloat16
+    assert torch.equal(opened.weights.read("layers.0.mlp.down", box, torch.float32), down)
+    assert torch.equal(opened.weights.read("layers.0.mlp.down", box, torch.bfloat16), down.bfloat16())
+
+
+def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    moments = [replace(entry, role="exp_avg", tensor=entry.tensor.detach()) for entry in tiny.entries(model)]
+    save(tmp_path, 1, [*tiny.entries(model), *moments], tiny.config())
+    back = tiny.blank(tiny.config())
+    load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=tiny.config())
+    assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
+
+
+def test_settings_that_weights_do_not_show_may_change_and_are_named(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config())
+    changed = tiny.config(rope=RopeConfig(theta=5e5), norm_eps=1e-6, init_std=0.1, max_seq_len=64, vocab_multiple=16)
+    notes = load_pretrained(tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed)
+    assert notes == [
+        "model.max_seq_len: 32 there, 64 here",
+        "model.norm_eps: 1e-05 there, 1e-06 here",
+        "model.rope.theta: 10000.0 there, 500000.0 here",
+    ]
+    save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2))
+    entries = tiny.entries(tiny.blank(tiny.config()))
+    assert load_pretrained(entries, str(tmp_path / "y"), alone("world"), model=tiny.config()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.folder(tmp_path / "folder", tiny.config())
+    save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())
+    other = tiny.config(tied_embeddings=True, num_layers=3, vocab_size=38)
+    with pytest.raises(CheckpointError, match="is another model") as refused:
+        load_pretrained(tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other)
+    for line in (
+        "model.tied_embeddings: False there, True here",
+        "model.num_layers: 2 there, 3 here",
+        "model.vocab_size: 37 there, 38 here",
+        "Set model.* to what is there",
+    ):
+        assert line in str(refused.value)
+
+
+def test_a_run_is_found_by_rank_0_alone(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config())
+    asked: list[str] = []
+
+    def counted(source: str) -> Path:
+        asked.append(source)
+        return locate(source)
+
+    monkeypatch.setattr(pretrained, "locate", counted)
+    load_pretrained(tiny.entries(model), str(tmp_path / "x"), alone("world"), model=tiny.config())
+    assert asked == [str(tmp_path / "x")]
