@@ -32,8 +32,11 @@ LAUNCHER = "MEGALITH_LAUNCHER"
 USER_ERROR, FAULT, STOPPED = 2, 1, 75
 """Exit codes: the user can fix it; our fault; stopped after a save."""
 
+NOTICE_SECONDS = 1.0
+"""How long the other ranks have to fail by themselves once one has; their errors are then told, too."""
+
 GRACE_SECONDS = 5.0
-"""How long the other ranks may take to end by themselves once one has failed."""
+"""How long they then have to obey SIGTERM."""
 
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
@@ -65,8 +68,8 @@ def run_workers(
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
     Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails the others are ended:
-    SIGTERM, and SIGKILL 5 s later. The first SIGINT or SIGTERM to this process is passed on, so that the ranks save and
-    stop; a second one kills them. They do not outlive this process, however it ends.
+    SIGTERM after a second, SIGKILL 5 s later. The first SIGINT or SIGTERM to this process is passed on, so that the
+    ranks save and stop; a second one kills them. They do not outlive this process, however it ends.
 
     Returns:
         0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended them before that.
@@ -78,8 +81,8 @@ def run_workers(
     with tempfile.TemporaryDirectory(prefix="megalith-launch-") as folder:
         crew = _Crew([*command, *argv], nproc, Path(folder), environment)
         with _signals_to(crew):
-            crew.start()
             try:
+                crew.start()
                 while crew.watch():
                     time.sleep(0.05)  # how late a death is noticed; looking costs microseconds
             finally:  # an error of our own must not leave ranks behind
@@ -139,6 +142,8 @@ class _Crew:
     """Those that we were sent."""
     failed_ns: int | None = None
     """When the first rank was seen to have failed; from then on we end the others."""
+    asked_to_end: bool = False
+    """Whether we have sent them SIGTERM."""
 
     def start(self) -> None:
         """Start every rank."""
@@ -173,11 +178,18 @@ class _Crew:
         self.ended_ns |= dict.fromkeys(new, now)
         if self.failed_ns is None and any(self.processes[rank].returncode not in (0, STOPPED) for rank in new):
             self.failed_ns = now
-            if not self.signals:  # to a rank that is stopping, a second signal means: at once
-                self.send(signal.SIGTERM)
-        if self.failed_ns is not None and now > self.failed_ns + GRACE_SECONDS * 1e9:
-            self.send(signal.SIGKILL)
+        self._end_the_rest(now)
         return len(self.ended_ns) < self.nproc
+
+    def _end_the_rest(self, now: int) -> None:
+        if self.failed_ns is None:
+            return
+        waited = (now - self.failed_ns) / 1e9
+        if waited > NOTICE_SECONDS and not self.asked_to_end and not self.signals:
+            self.asked_to_end = True
+            self.send(signal.SIGTERM)  # once: a rank takes a second signal to mean that it must not save
+        if waited > NOTICE_SECONDS + GRACE_SECONDS:
+            self.send(signal.SIGKILL)
 
     def send(self, number: int) -> None:
         """Send a signal to every rank that runs."""

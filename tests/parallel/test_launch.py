@@ -1,0 +1,290 @@
+"""Local ranks start together, stop together, and a failure is told once, the first one first."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalith.errors import RankError, UserError
+from megalith.parallel.launch import in_worker, run_workers, threads_per_rank
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+WORKER = """
+import json, os, signal, sys, time
+from pathlib import Path
+from megalith.errors import ConfigError
+from megalith.parallel.launch import worker_main
+
+rank, here = int(os.environ["RANK"]), Path(sys.argv[2])
+
+def told():
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"]
+    told = [os.environ[name] for name in [*names, "MASTER_PORT"]]
+    (here / f"told{rank}.json").write_text(json.dumps(told))
+    print(f"out {rank}"); print(f"err {rank}", file=sys.stderr)
+    return 0
+
+def wait():
+    (here / f"pid{rank}").write_text(str(os.getpid()))
+    time.sleep(60)
+    return 0
+
+def stubborn():
+    if rank == 1:
+        raise ValueError("first")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return wait()
+
+def fail():
+    print(f"a word from rank {rank}")
+    if rank == 1:
+        raise ValueError("the real reason")
+    time.sleep(0.3)
+    raise RuntimeError("[gloo] Connection closed by peer") if rank == 0 else KeyError("later")
+
+def die():
+    if rank == 1:
+        print("last words"); sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wait()
+
+def refuse():
+    raise ConfigError("parallel.tp=3 is odd. Set it to 2.")
+
+def refuse_one():
+    if rank == 1:
+        raise ConfigError("data.path=x: no such file here. Use another.")
+    return wait()
+
+def crash():
+    if rank == 1:
+        import ctypes
+        ctypes.string_at(0)
+    return wait()
+
+def stop():
+    stopped = []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+    signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+    (here / f"pid{rank}").write_text(str(os.getpid()))
+    while not stopped or "never" in sys.argv:
+        time.sleep(0.02)
+    time.sleep(0.2)
+    (here / f"saved{rank}").write_text(str(len(stopped)))
+    return 75
+
+def mixed():
+    return 75 if rank else 0
+
+sys.exit(worker_main(globals()[sys.argv[1]], os.environ))
+"""
+
+PARENT = """
+import sys
+from megalith.errors import RankError
+from megalith.parallel.launch import run_workers
+try:
+    sys.exit(run_workers(sys.argv[3:], int(sys.argv[2]), command=[sys.executable, sys.argv[1]]))
+except RankError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that behaves, as one rank, as its first argument says."""
+    file = tmp_path_factory.mktemp("script") / "worker.py"
+    file.write_text(WORKER)
+    return file
+
+
+def launch(script: Path, how: str, here: Path, nproc: int = 3, **environment: str) -> int:
+    """`run_workers` with that program."""
+    told = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    told |= {"PYTHONPATH": str(ROOT), **environment}
+    return run_workers([how, str(here)], nproc, command=[sys.executable, str(script)], environment=told)
+
+
+def until(condition: Iterator[bool]) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + 30
+    while not next(condition):
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)
+
+
+def started(here: Path, nproc: int) -> list[int]:
+    """The process numbers of ranks that wait, once all do."""
+    files = [here / f"pid{rank}" for rank in range(nproc)]
+    until(all(file.exists() and file.read_text() for file in files) for _ in iter(int, 1))
+    return [int(file.read_text()) for file in files]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_every_rank_is_told_its_place_and_its_part_of_the_cores(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.parallel.launch.available_cores", lambda: 7)
+    assert launch(script, "told", tmp_path) == 0
+    told = [json.loads((tmp_path / f"told{rank}.json").read_text()) for rank in range(3)]
+    assert [line[:6] for line in told] == [[str(rank), "3", str(rank), "3", "127.0.0.1", "2"] for rank in range(3)]
+    assert len({line[6] for line in told}) == 1
+
+
+def test_a_number_of_threads_that_the_user_chose_is_kept(script: Path, tmp_path: Path) -> None:
+    assert launch(script, "told", tmp_path, 1, OMP_NUM_THREADS="5") == 0
+    assert json.loads((tmp_path / "told0.json").read_text())[5] == "5"
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, 4), (8, 3, 2), (2, 4, 1), (1, 1, 1)])
+def test_cores_are_shared_out_evenly_and_nobody_gets_none(cores: int, ranks: int, threads: int) -> None:
+    assert threads_per_rank(cores, ranks) == threads
+
+
+def test_only_rank_zero_speaks(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    launch(script, "told", tmp_path)
+    assert capfd.readouterr() == ("out 0\n", "err 0\n")
+
+
+def test_a_process_is_a_rank_when_a_launcher_says_so() -> None:
+    assert not in_worker({"PATH": "x"})
+    assert in_worker({"RANK": "0"})
+    assert in_worker({"MASTER_ADDR": "here"})
+
+
+def test_the_first_traceback_comes_first_and_the_others_in_a_line_each(
+    script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RankError) as caught:
+        launch(script, "fail", tmp_path)
+    text = str(caught.value)
+    assert text.startswith("rank 1 failed first:\nTraceback (most recent call last):\n")
+    head, tail = text.split("\nthen:\n")
+    assert "worker_main" not in head
+    assert head.endswith("ValueError: the real reason")
+    later = "  rank 2: KeyError: 'later'\n  rank 0: RuntimeError: [gloo] Connection closed by peer\n"
+    assert tail == f"{later}output of rank 1:\na word from rank 1"
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_killed_rank_ends_the_others_within_seconds(script: Path, tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        launch(script, "die", tmp_path)
+    assert time.monotonic() - start < 10
+    assert str(caught.value) == (
+        "rank 1 was killed by signal 9 (SIGKILL)\nthen:\n  rank 0: was ended because of it\n"
+        "  rank 2: was ended because of it\noutput of rank 1:\nlast words"
+    )
+    assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
+
+
+def test_a_rank_that_ignores_the_polite_end_is_killed_after_the_grace(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.parallel.launch.NOTICE_SECONDS", 0.1)
+    monkeypatch.setattr("megalith.parallel.launch.GRACE_SECONDS", 0.5)
+    with pytest.raises(RankError, match=r"ValueError: first\nthen:\n  rank 0: was ended because of it"):
+        launch(script, "stubborn", tmp_path, 2)
+    assert all(gone(int(file.read_text())) for file in tmp_path.glob("pid*"))
+
+
+def test_a_crash_outside_python_shows_where_it_was(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        RankError, match=r"^rank 1 was killed by signal 11 \(SIGSEGV\)[\s\S]*File .*worker.py.* in crash"
+    ):
+        launch(script, "crash", tmp_path, 2)
+
+
+def test_what_the_user_can_fix_is_said_once_for_all_ranks(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        launch(script, "refuse", tmp_path)
+    assert str(caught.value) == "parallel.tp=3 is odd. Set it to 2."
+
+
+def test_what_the_user_can_fix_on_one_machine_names_the_rank(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        launch(script, "refuse_one", tmp_path)
+    assert str(caught.value) == "rank 1: data.path=x: no such file here. Use another."
+
+
+def test_ranks_of_which_some_stopped_after_a_save_have_stopped(script: Path, tmp_path: Path) -> None:
+    assert launch(script, "mixed", tmp_path, 2) == 75
+
+
+def parent(script: Path, how: str, here: Path, *more: str) -> "subprocess.Popen[str]":
+    """Another process that runs two ranks, for us to send signals to."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_passed_on_once_and_the_ranks_save_and_stop(
+    script: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    with parent(script, "stop", tmp_path) as process:
+        started(tmp_path, 2)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 75
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_a_second_signal_ends_ranks_that_do_not_stop(script: Path, tmp_path: Path) -> None:
+    with parent(script, "stop", tmp_path, "never") as process:
+        pids = started(tmp_path, 2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 128 + signal.SIGTERM
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_there_is_anything_to_save_is_an_interruption(
+    script: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    with parent(script, "wait", tmp_path) as process:
+        started(tmp_path, 2)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 128 + number
+        assert process.stdout is not None
+        assert process.stdout.read() == ""
+
+
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:
+    with parent(script, "wait", tmp_path) as process:
+        pids = started(tmp_path, 2)
+        process.kill()
+        until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
+
+
+def test_under_torchrun_a_failure_goes_to_its_error_file(script: Path, tmp_path: Path) -> None:
+    error = tmp_path / "error.json"
+    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(error)}
+    command = [sys.executable, str(script), "fail", str(tmp_path)]
+    done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: the real reason")
+    assert json.loads(error.read_text())["message"]["message"] == "ValueError: the real reason"

@@ -1,0 +1,159 @@
+"""A rank knows its place from the environment, joins the others, and refuses those that were started differently."""
+
+import logging
+import os
+import socket
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.errors import ConfigError, RankError
+from megalith.parallel.group import all_reduce_, alone
+from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
+from megalith.testing.ranks import everyone, run_ranks
+
+PLACE = {
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nine cores and no GPU."""
+    monkeypatch.setattr("megalith.parallel.worker.available_cores", lambda: 9)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_without_a_launcher_one_process_is_the_whole_job() -> None:
+    worker = Worker.from_environment({"PATH": "x"})
+    assert (worker.rank, worker.world, worker.local_rank, worker.local_world) == (0, 1, 0, 1)
+    assert (worker.device, worker.backend, worker.threads) == (torch.device("cpu"), "gloo", None)
+
+
+def test_a_launcher_tells_the_place() -> None:
+    worker = Worker.from_environment(PLACE)
+    assert (worker.rank, worker.world, worker.local_rank, worker.local_world) == (5, 8, 1, 4)
+    assert worker.threads == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": None, "MASTER_PORT": None}, r"WORLD_SIZE=8, .* is set .* but not RANK, MASTER_PORT\. Use torchrun"),
+        ({"RANK": "8"}, r"RANK=8 and WORLD_SIZE=8 .*RANK must be one of 0 to WORLD_SIZE - 1"),
+        ({"RANK": "-1"}, r"RANK=-1 and"),
+        ({"LOCAL_WORLD_SIZE": "many"}, r"LOCAL_RANK=1 and LOCAL_WORLD_SIZE=many .*use torchrun or --nproc"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_refused(change: Mapping[str, str | None], message: str) -> None:
+    told = {name: value for name, value in (PLACE | dict(change)).items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        Worker.from_environment(told)
+
+
+def test_one_variable_alone_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"^MASTER_ADDR=here is set .*not RANK, WORLD_SIZE, .*unset them all"):
+        Worker.from_environment({"MASTER_ADDR": "here"})
+
+
+def test_on_a_machine_with_gpus_each_rank_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    worker = Worker.from_environment(PLACE)
+    assert (str(worker.device), worker.backend) == ("cuda:1", "cpu:gloo,cuda:nccl")
+    with pytest.raises(ConfigError, match=r"LOCAL_RANK=2, but this machine has 2 GPUs. Use --nproc 2 or fewer"):
+        Worker.from_environment(PLACE | {"LOCAL_RANK": "2"})
+
+
+@pytest.mark.parametrize(
+    ("told", "threads"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, None),
+        ({"OMP_NUM_THREADS": "1"}, None),
+        ({"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}, 2),
+        ({"OMP_NUM_THREADS": "3", "TORCHELASTIC_RUN_ID": "x"}, None),
+        ({"TORCHELASTIC_RUN_ID": "x"}, 2),
+    ],
+)
+def test_the_users_number_of_threads_counts_but_not_torchruns(told: dict[str, str], threads: int | None) -> None:
+    assert Worker.from_environment(PLACE | told).threads == threads
+
+
+def test_overriding_torchrun_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    told = PLACE | {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "x"}
+    with caplog.at_level(logging.WARNING):
+        for rank in range(4):
+            Worker.from_environment(told | {"RANK": str(rank)})
+    assert [record.message for record in caplog.records] == [
+        "torchrun sets OMP_NUM_THREADS=1; using 2 threads per rank (train.threads to change)"
+    ]
+
+
+def _threads_used(rank: int, world: int) -> list[int]:
+    used = []
+    for told, asked in (({}, None), (PLACE, None), (PLACE, 3)):
+        torch.set_num_threads(1)
+        worker = Worker(0, 1, 0, 1, torch.device("cpu"), "gloo", 2 if told else None)
+        set_threads(worker, asked)
+        used.append(torch.get_num_threads())
+    return used
+
+
+def test_the_setting_decides_then_the_launcher_then_torch() -> None:
+    assert run_ranks(_threads_used, 1) == [[1, 2, 3]]
+
+
+def _connects(rank: int, world: int, port: int) -> tuple[bool, float, tuple[int, ...], bool]:
+    dist.destroy_process_group()  # the one that run_ranks made
+    places = (rank, world, rank, world, "127.0.0.1", port)
+    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
+    os.environ.update(told)
+    worker = Worker.from_environment(told)
+    group = connect(worker, timeout_seconds=30)
+    total = all_reduce_(torch.tensor([rank + 1.0]), group).item()
+    joined = dist.is_initialized()
+    disconnect(worker)
+    return joined, total, group.ranks, dist.is_initialized()
+
+
+def test_ranks_join_and_leave() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    assert run_ranks(_connects, 2, port) == [(True, 3.0, (0, 1), False)] * 2
+
+
+def test_a_job_of_one_rank_joins_nobody() -> None:
+    worker = Worker.from_environment({})
+    assert connect(worker, timeout_seconds=1) == alone("world")
+    assert not dist.is_initialized()
+    disconnect(worker)
+
+
+def _agrees(rank: int, world: int, settings: list[dict[str, object]]) -> None:
+    agree(settings[rank], everyone(rank, world, "world"))
+
+
+def test_equal_settings_pass() -> None:
+    run_ranks(_agrees, 2, [{"a": 1, "b": None}, {"b": None, "a": 1}])
+    agree({"a": 1}, alone("world"))
+
+
+def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:
+    same = {"train.steps": 10, "optim.lr": 0.1, "data.path": ["x"]}
+    with pytest.raises(RankError) as caught:
+        run_ranks(_agrees, 3, [same, {**same, "optim.lr": 0.2}, {"train.steps": 10, "optim.lr": 0.1}])
+    assert (
+        "ConfigError: ranks were started with different settings:\n"
+        '  data.path: ["x"] on ranks 0, 1; not set on rank 2\n'
+        "  optim.lr: 0.1 on ranks 0, 2; 0.2 on rank 1\n"
+        "Use the same command and files for every rank."
+    ) in str(caught.value)
+
+
+def test_a_long_list_of_differences_is_cut() -> None:
+    left, right = ({f"f{number:02}": rank for number in range(13)} for rank in range(2))
+    with pytest.raises(RankError, match=r"f09: 0 on rank 0; 1 on rank 1\n  and 3 more\nUse"):
+        run_ranks(_agrees, 2, [left, right])
