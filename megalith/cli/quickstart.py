@@ -51,8 +51,8 @@ def _prepare(data: Path, text: LocalText) -> int:
         trained = ["--train-tokenizer", str(VOCABULARY)] if name == "train" else []
         (data / f"{name}.jsonl").write_text("".join(_as_line(file) for file in files), encoding="utf-8")
         code = _run(
-            "prepare", "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}", "--tokenizer", f"{data}/tokenizer",
-            *trained, "--workers", "2",
+            "prepare", "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}",
+            "--tokenizer", f"{data}/tokenizer", *trained, "--workers", "2",
         )  # fmt: skip
         if code:
             return code
@@ -70,14 +70,15 @@ def _train(run: Path, data: Path, nproc: int) -> int:
 def _look_back(run: Path, text: LocalText, started: float) -> int:
     """What came out of it, and what to try next."""
     found = json.loads(_captured("evaluate", str(run), "--json"))
-    words = ("generate", str(run), "def ", "--max-new-tokens", "500", "--top-k", "40", "--seed", "1", "--ignore-eod", "--json")
-    written = json.loads(_captured(*words))["results"][0]
+    words = ("def ", "--max-new-tokens", "500", "--top-k", "40", "--seed", "1", "--ignore-eod", "--json")
+    written = json.loads(_captured("generate", str(run), *words))["results"][0]
     sample = written["prompt"] + written["text"]
     (run / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\n{sample[:600]}\n")
     known = share_of_known_words(sample, (*text.training, *text.held_out))
     print(
-        f"held-out files: {found['bits_per_byte']:.3f} bits per byte; zlib -9 needs {zlib_bits_per_byte(text.held_out):.3f}\n"
+        f"held-out files: {found['bits_per_byte']:.3f} bits per byte; "
+        f"zlib -9 needs {zlib_bits_per_byte(text.held_out):.3f}\n"
         f"sample: {run}/sample.txt, {known:.0%} of its words occur in the corpus\n"
         f"loss plot: {run}/plots/loss.png\n"
         f"all of it took {time.monotonic() - started:.0f} s\n\n"

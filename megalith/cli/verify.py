@@ -61,8 +61,8 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
         console = Console()
         console.print(as_table(rows))
         console.print(
-            "(b) sees every gradient's sum at the real size, but no values; (d) sees values, scale factors, buckets, the\n"
-            "optimizer and the checkpoint, on a tiny copy. Together they are the proof.",
+            "(b) sees every gradient's sum at the real size, but no values; (d) sees values, scale factors, "
+            "buckets, the optimizer and the checkpoint, on a tiny copy. Together they are the proof.",
             highlight=False,
         )
     return 0 if all(row.holds for row in rows) else NO

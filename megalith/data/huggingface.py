@@ -79,14 +79,14 @@ class HuggingFaceTokenizer:
         return text
 
     def num_bytes(self, ids: Sequence[int]) -> int:
-        """UTF-8 bytes of text that the ids stand for; exact where tokens are runs of bytes, else of the decoded text."""
+        """UTF-8 bytes of text that the ids stand for: exact where tokens are runs of bytes, else of the decoding."""
         if self._byte_lengths is None:
             return len(self.decode(ids).encode())
         return int(self._byte_lengths[np.asarray(ids, np.int64)].sum())
 
     @cached_property
     def _byte_lengths(self) -> NDArray[np.int64] | None:
-        """Bytes of each id of a byte-level tokenizer, whose token texts have one character per byte; None for others."""
+        """Bytes of each id of a byte-level tokenizer, whose tokens have a character per byte; None for others."""
         description = json.loads(self._tokenizer.to_str())
         if (description["decoder"] or {}).get("type") != "ByteLevel":
             return None

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megalith.errors import DataError
 
-LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3")
-"""Folders whose files are not prose or programs that a reader would write: other people's packages, test data."""
+LEFT_OUT = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3", "encodings")
+"""Folders whose files are not what a person would write: other packages, test data, tables of characters."""
 
 ENDINGS = (".py", ".txt", ".rst")
 HELD_OUT_ONE_IN = 25  # files, by a hash of their name, so that the choice is the same everywhere
@@ -36,8 +36,8 @@ def find_local_text(folder: Path | None = None) -> LocalText:
     training = tuple(file for file in files if file not in set(held_out))
     if len(held_out) < 3:
         raise DataError(
-            f"{folder} has only {len(files)} text files. Install Python's standard library, or use `megalith prepare` on "
-            f"text of your own."
+            f"{folder} has only {len(files)} text files. Install Python's standard library, or use "
+            f"`megalith prepare` on text of your own."
         )
     return LocalText(training, held_out)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 class Tokens:
     """What travels beside activations [t, h]: t tokens, row after row, cut into documents.
 
-    Attention stays inside a document. The Python values are known on the host, so that nothing has to wait for a device.
+    Attention stays inside a document. The Python values are known on the host, so that nothing waits for a device.
     """
 
     cu_q: Tensor

@@ -18,12 +18,14 @@ from megalith.plan.shards import cut_dim, split_evenly, whole
 
 
 class Decoder(nn.Module):
-    """A Llama-class language model, built without memory: `allocate` and `initialise` (or a checkpoint) give it weights.
+    """A Llama-class language model, built without memory: `allocate`, then `initialise` or a checkpoint, fill it.
 
     ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h] with `sp`.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
         super().__init__()
         region: Region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
         self.config, self.dtype = config, dtype
@@ -31,9 +33,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(f"layers.{index}", config, mesh, region, dtype=dtype) for index in range(config.num_layers)
         )
-        self.norm = RMSNorm(
-            "norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype
-        )
+        self.norm = RMSNorm("norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype)
         self.head = VocabHead(
             _table("head.weight", config, mesh), region, vocab_size=config.vocab_size,
             tied=self.embed.weight if config.tied_embeddings else None, dtype=dtype,
@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         return self.head.loss(self(ids, tokens), labels)
 
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
-        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; needs whole tokens on every rank (no sp)."""
+        """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""
         return self.head.logits(self(ids, tokens, caches)[wanted])
 
 

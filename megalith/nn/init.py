@@ -16,8 +16,8 @@ TILE = (128, 512)
 def fill(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
     """Write the first values of my box into `parameter`, in place.
 
-    The global tensor is cut into tiles; a tile comes from a fresh generator keyed by (seed, name, tile), on the CPU and in
-    fp32; only the tiles that my box meets are drawn. So a value depends on nothing but the seed, the name and its place.
+    The global tensor is cut into tiles; a tile comes from a fresh generator keyed by (seed, name, tile), on the CPU and
+    in fp32; only the tiles that my box meets are drawn. So a value depends on the seed, the name and its place alone.
     """
     with torch.no_grad():
         box = parameter.view(shard.box_shape)

@@ -24,8 +24,8 @@ class SwiGLU(nn.Module):
         down = cut_dim(whole(f"{name}.down", (h, f)), 1, sizes, rank, axes)
         down_bias = whole(f"{name}.down_bias", (h,), invariant=region.invariant, inputs=0)
         self.gate_up = ColumnLinear(
-            [Declared(gate_up, Init(config.init_std))], [Declared(gate_up_bias, ZEROS)] if config.mlp_bias else [], region,
-            dtype=dtype,
+            [Declared(gate_up, Init(config.init_std))], [Declared(gate_up_bias, ZEROS)] if config.mlp_bias else [],
+            region, dtype=dtype,
         )  # fmt: skip
         self.down = RowLinear(
             Declared(down, Init(config.init_std / math.sqrt(2 * config.num_layers))),

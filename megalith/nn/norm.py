@@ -16,12 +16,11 @@ class RMSNorm(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(
-        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype
-    ) -> None:
+    def __init__(self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        declare(self, "weight", Declared(whole(f"{name}.weight", (size,), invariant=invariant, inputs=0), ONES), dtype=dtype)
+        shard = whole(f"{name}.weight", (size,), invariant=invariant, inputs=0)
+        declare(self, "weight", Declared(shard, ONES), dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [t, h] -> [t, h]."""

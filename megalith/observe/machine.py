@@ -2,9 +2,11 @@
 
 import platform
 import re
+import resource
 import shutil
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,3 +191,19 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
         if re.search(pattern, device_name):
             return next((rate * 1e12 for name, rate in rates.items() if DTYPES[name] == dtype), None)
     return None
+
+
+def device_peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """What MFU is measured against, in 10^12 operations per second: measured on a CPU, from the table of known GPUs."""
+    if device.type == "cpu":
+        return measured_peak_flops(dtype) / 1e12
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype)
+    return None if peak is None else peak / 1e12
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """The most memory this process has held: of the device if it is a GPU, else of the machine."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux, bytes on macOS
+    return largest * (1 if sys.platform == "darwin" else 1024) / GIB

@@ -32,7 +32,8 @@ def plot_run(folder: Path) -> Path | None:
     figure.suptitle(folder.name)
     target = folder / "plots" / "loss.png"
     target.parent.mkdir(exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(target))
+    FigureCanvasAgg(figure)  # draws without a screen
+    figure.savefig(target)
     return target
 
 

@@ -41,11 +41,15 @@ class StepProgress:
             self._bar.update(self._task, completed=step, news=text)
         elif self._show and (step == self._total or time.monotonic() - self._last_line > LINE_SECONDS):
             self._last_line = time.monotonic()
-            print(f"step {step}/{self._total} · {text}", flush=True)
+            self._line(f"step {step}/{self._total} · {text}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         elif self._show:
-            print(text, flush=True)
+            self._line(text)
+
+    def _line(self, text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()

@@ -14,7 +14,7 @@ HAS_FUSED = hasattr(torch, "_fused_adamw_")
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter as the optimizer holds it: the weights, their master copy (the same tensor in fp32), two moments."""
+    """One parameter as the optimizer holds it: weights, their master copy (the same tensor in fp32), two moments."""
 
     shard: Shard
     weight: Tensor
@@ -76,8 +76,9 @@ class AdamW:
         torch._foreach_add_(steps, 1)
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(
-            masters, gradients, first, second, [], steps, lr=lr, beta1=c.beta1, beta2=c.beta2, weight_decay=weight_decay,
-            eps=c.eps, amsgrad=False, maximize=False, grad_scale=None if scale is None else scale.float().reciprocal(),
+            masters, gradients, first, second, [], steps, lr=lr, beta1=c.beta1, beta2=c.beta2,
+            weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False,
+            grad_scale=None if scale is None else scale.float().reciprocal(),
         )  # fmt: skip
 
 

@@ -13,8 +13,8 @@ from megalith.plan.shards import Shard, copies
 def global_norm(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> Tensor:
     """L2 norm over all gradients of the model: a float64 scalar, the same on every rank.
 
-    Gradients are whole sums already, so a slice that several tensor-parallel ranks hold counts on the first of them, and
-    data-parallel ranks, which all hold the same, need no message.
+    Gradients are whole sums already, so a slice that several tensor-parallel ranks hold counts on the first of them,
+    and data-parallel ranks, which all hold the same, need no message.
     """
     mine = mesh.coordinates
     squares = [

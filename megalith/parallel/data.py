@@ -1,6 +1,6 @@
 """Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while backward goes on."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,14 +11,14 @@ from megalith.kernels.embedding import add_rows_
 from megalith.kernels.linear import add_product_, weight_grad
 from megalith.parallel.group import all_reduce_, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ColumnLinear, RowLinear, TensorParallel, VocabEmbedding, VocabHead
+from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, plan_buckets
 from megalith.plan.shards import Shard, summed_over
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter that this rank holds: its slice, its weights and its fp32 (or float64) gradient, all in one layout."""
+    """A parameter that this rank holds: its slice, its weights and its fp32 or float64 gradient, in one layout."""
 
     shard: Shard
     weight: Tensor

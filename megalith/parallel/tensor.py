@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the two ways in and out of them."""
+"""Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in and out of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith import storage
 from megalith.config.train import TrainRun
-from megalith.config.tree import differences, load_yaml, save_yaml
+from megalith.config.tree import differences, dump_yaml, load_yaml
 from megalith.errors import ConfigError
 
 FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed")
@@ -70,6 +71,6 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
 
 
 def write_config(folder: RunFolder, run: TrainRun) -> None:
-    """Save the resolved settings."""
+    """Save the resolved settings; a run killed at any point leaves the old ones or the new ones, whole."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    save_yaml(run, folder.config)
+    storage.replace_file(folder.config, dump_yaml(run).encode())

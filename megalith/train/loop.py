@@ -1,7 +1,6 @@
 """The training loop: resume, step, log, evaluate, save, stop."""
 
 import logging
-import resource
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.pretrained import load_pretrained
-from megalith.observe.machine import measured_peak_flops, peak_flops
+from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, has_tensorboard
 from megalith.observe.plots import plot_run
 from megalith.observe.progress import StepProgress
@@ -87,12 +86,12 @@ class _Loop:
         if self.writer:
             write_config(folder, run)
         barrier(mesh.world)
-        self.metrics = self._open_metrics() if self.writer else None
+        self.metrics: MetricsFile | None = None  # opened by the first step
         self.lengths = schedule_lengths(
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
         self.flops = flops_per_token(run.model, run.train.seq_len)
-        self.peak = _peak_tflops(run, device)
+        self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
         self.saved_step = self.state.step if saved is not None else -1
 
@@ -103,6 +102,7 @@ class _Loop:
             self.progress.say(f"{self.folder.path} is already at step {state.step} of {run.train.steps}")
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
+        self.metrics = self._open_metrics() if self.writer else None
         try:
             with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:
                 loader = self._loader()
@@ -149,10 +149,10 @@ class _Loop:
         per_second = run.train.global_batch_size * run.train.seq_len / seconds
         tflops = per_second * self.flops / self.mesh.world.size / 1e12
         row = {
-            "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": self.lr, "tokens": state.tokens,
-            "tokens_per_second": round(per_second, 1), "step_ms": round(seconds * 1000, 3),
+            "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": self.lr,
+            "tokens": state.tokens, "tokens_per_second": round(per_second, 1), "step_ms": round(seconds * 1000, 3),
             "tflops_per_device": round(tflops, 6), "mfu": round(tflops / self.peak, 4) if self.peak else None,
-            "memory_gib": round(_peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
+            "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
         if self.metrics is not None:
             self.metrics.write(row)
@@ -208,8 +208,8 @@ class _Loop:
             if saved.state["data"] != self.splits.train.fingerprint:
                 raise CheckpointError(
                     f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
-                    f"  now:  {self.splits.train.fingerprint}\nUse the data the run was started with, or choose another "
-                    f"folder with --run NAME."
+                    f"  now:  {self.splits.train.fingerprint}\nUse the data the run was started with, or choose "
+                    f"another folder with --run NAME."
                 )
             saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
             self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
@@ -286,20 +286,3 @@ def _matching_tokenizer(run: TrainRun) -> Tokenizer:
             f"Set model.vocab_size to {tokenizer.vocab_size} or more."
         )
     return tokenizer
-
-
-def _peak_tflops(run: TrainRun, device: torch.device) -> float | None:
-    """What MFU is measured against: as set, measured on a CPU, from the table of known GPUs, else None."""
-    if run.observe.peak_tflops is not None:
-        return run.observe.peak_tflops
-    dtype = DTYPES[run.precision.params]
-    if device.type == "cpu":
-        return measured_peak_flops(dtype) / 1e12
-    peak = peak_flops(torch.cuda.get_device_name(device), dtype)
-    return None if peak is None else peak / 1e12
-
-
-def _peak_memory_gib(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

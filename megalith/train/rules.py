@@ -1,4 +1,4 @@
-"""Every rule across the settings of a training run; all run before anything is built, all failures are shown together."""
+"""Every rule across the settings of a training run: all run before anything is built, all failures come together."""
 
 from collections.abc import Callable
 
@@ -131,7 +131,10 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
     """Sequence parallelism divides tokens over the tensor-parallel ranks."""
     if not run.parallel.sp or run.parallel.tp > 1:
         return None
-    return "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to 2, or remove parallel.sp."
+    return (
+        "parallel.sp=true needs parallel.tp > 1, whose ranks share the tokens. Set parallel.tp to 2, "
+        "or remove parallel.sp."
+    )
 
 
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
@@ -158,14 +161,20 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     """Collectives stay outside compiled graphs."""
     if not run.train.compile or run.parallel.tp == 1:
         return None
-    return f"train.compile=true with parallel.tp={run.parallel.tp}: only layers that no axis cuts are compiled. Set one of them off."
+    return (
+        f"train.compile=true with parallel.tp={run.parallel.tp}: only layers that no axis cuts are compiled. "
+        f"Set one of them off."
+    )
 
 
 def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     """Asking for evaluations means saying how long they are."""
     if run.train.eval_every is None or run.train.eval_steps > 0:
         return None
-    return f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to 10, or remove train.eval_every."
+    return (
+        f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to 10, "
+        f"or remove train.eval_every."
+    )
 
 
 def betas_are_shares(run: TrainRun, world: int) -> str | None:
@@ -179,7 +188,8 @@ def bounds_are_positive(run: TrainRun, world: int) -> str | None:
     """Small numbers that must not be negative or zero."""
     lowest = {
         "optim.eps": (run.optim.eps, 1e-8), "model.norm_eps": (run.model.norm_eps, 1e-5),
-        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0), "model.rope.theta": (run.model.rope.theta, 1e4),
+        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
+        "model.rope.theta": (run.model.rope.theta, 1e4),
     }  # fmt: skip
     bad = [f"{name}={value} must be above 0; use {usual}" for name, (value, usual) in lowest.items() if not value > 0]
     zero = {

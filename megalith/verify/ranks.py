@@ -172,7 +172,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again))]
     if mesh.world.rank != 0:
         return None
-    stored = {name: checkpoint.read(name) for name in checkpoint.keys()}
+    stored = {name: checkpoint.read(name) for name in checkpoint.keys()}  # noqa: SIM118  # not a mapping
     return RankResult(losses, norms, gathered[0], gathered[1], gathered[2], stored, gathered[3])
 
 

@@ -1,4 +1,4 @@
-"""A tiny copy of a user's run that keeps what makes its layout hard: shared key/value heads, uneven parts, ties, biases."""
+"""A tiny copy of a user's run that keeps what makes its layout hard: shared heads, uneven parts, ties, biases."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ MOST_RANKS = 8
 
 
 def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> LayoutCase:
-    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis as small as can be."""
+    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis at its smallest."""
     parallel = run.parallel
     dp = parallel.dp or world // parallel.tp
     small_dp = min(dp, 2 if parallel.tp > 1 else 3)
@@ -30,7 +30,7 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
     keys = max(1, small_tp // 2) if shared else small_tp + (model.num_kv_heads % tp != 0)
     per_key = max(2 if shared else 1, min(2, model.num_heads // model.num_kv_heads))
     small = replace(
-        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * per_key, num_kv_heads=keys,
-        head_dim=6, ffn_hidden_size=20, max_seq_len=64,
+        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * per_key,
+        num_kv_heads=keys, head_dim=6, ffn_hidden_size=20, max_seq_len=64,
     )  # fmt: skip
     return small_tp, small

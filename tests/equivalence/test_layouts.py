@@ -13,8 +13,8 @@ def tiny(
     """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
     return ModelConfig(
         vocab_size=vocab_size, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias, output_bias=bias,
-        mlp_bias=bias,
+        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
+        output_bias=bias, mlp_bias=bias,
     )  # fmt: skip
 
 

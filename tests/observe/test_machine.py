@@ -85,3 +85,11 @@ def test_known_gpus_have_their_dense_peak(name: str, dtype: torch.dtype, teraflo
 )
 def test_unknown_devices_and_formats_have_no_peak(name: str, dtype: torch.dtype) -> None:
     assert peak_flops(name, dtype) is None
+
+
+def test_peaks_of_this_process_are_known_on_a_cpu() -> None:
+    cpu = torch.device("cpu")
+    assert 0.01 < subject.peak_memory_gib(cpu) < 1000
+    peak = subject.device_peak_tflops(cpu, torch.float32)
+    assert peak is not None
+    assert peak > 0.001

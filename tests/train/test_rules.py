@@ -16,7 +16,8 @@ def run(**overrides: str) -> TrainRun:
     sound = TrainRun(
         name="sound",
         model=ModelConfig(
-            vocab_size=100, hidden_size=48, num_layers=2, num_heads=8, num_kv_heads=4, ffn_hidden_size=64, max_seq_len=64
+            vocab_size=100, hidden_size=48, num_layers=2, num_heads=8, num_kv_heads=4, ffn_hidden_size=64,
+            max_seq_len=64,
         ),
         data=DataConfig(mock=True),
         train=LoopConfig(steps=10, global_batch_size=12, micro_batch_size=2, seq_len=32),
@@ -35,14 +36,20 @@ CASES = [
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
     ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
     ({"parallel__tp": "6"}, 6, "parallel.tp=6 does not fit model.num_kv_heads=4", "one of [1, 2, 3, 4, 8]"),
-    ({"model__ffn_hidden_size": "3", "parallel__tp": "4"}, 4, "parallel.tp=4 is more than model.ffn_hidden_size=3", "at most 3"),
+    (
+        {"model__ffn_hidden_size": "3", "parallel__tp": "4"}, 4, "parallel.tp=4 is more than model.ffn_hidden_size=3",
+        "at most 3",
+    ),
     ({"parallel__sp": "true"}, 1, "parallel.sp=true needs parallel.tp > 1", "Set parallel.tp to 2"),
     (
         {"parallel__sp": "true", "parallel__tp": "4", "train__seq_len": "31", "train__micro_batch_size": "1"}, 4,
         "= 1 * 31 = 31 tokens do not divide over parallel.tp=4", "train.seq_len to 32",
     ),
     ({"train__seq_len": "65"}, 1, "train.seq_len=65 is more than model.max_seq_len=64", "64 or less"),
-    ({"train__compile": "true", "parallel__tp": "2"}, 2, "train.compile=true with parallel.tp=2", "Set one of them off"),
+    (
+        {"train__compile": "true", "parallel__tp": "2"}, 2, "train.compile=true with parallel.tp=2",
+        "Set one of them off",
+    ),
     ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
     ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
     ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be above 0", "use 1e-08"),
