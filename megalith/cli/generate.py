@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +19,10 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # help should not have to wait for torch
     from megalith.infer.text import Transcript
+    from megalith.models.pretrained import Pretrained
+    from megalith.parallel.worker import Worker
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -78,7 +80,7 @@ def main(argv: list[str]) -> int:
     options = parse_options(GenerateOptions, argv, prog="megalith generate")
     raise_all(option_problems(options))
     prompts = read_prompts(options)
-    from megalith.infer.load import open_source  # help should not have to wait for torch
+    from megalith.infer.load import open_source
     from megalith.parallel.launch import in_worker, run_workers
 
     if in_worker(os.environ) or options.nproc == 1:
@@ -114,33 +116,44 @@ def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str
 
 def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     """Load the model and write, as one rank of the job that the environment describes; rank 0 speaks."""
-    import torch
-
-    from megalith.infer.load import load_writer, open_source
-    from megalith.infer.text import write_texts
-    from megalith.parallel.worker import Worker, connect, disconnect, set_threads
-    from megalith.parallel.mesh import build_mesh, model_grid
+    from megalith.infer.load import open_source
+    from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 
     worker = Worker.from_environment(os.environ)
     source = open_source(options.source, worker.world)
     set_threads(worker, None)
-    connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
+    everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
-        grid = model_grid(ParallelConfig(tp=worker.world), source.model, worker.world)
-        name = options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")
-        dtype: torch.dtype = getattr(torch, DTYPES[name])
-        writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
-        show = print_now if worker.rank == 0 and not options.json else ignore
-        started = time.perf_counter()
-        transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
-        seconds = time.perf_counter() - started
-    finally:
-        disconnect(worker)
+        agree(asdict(options) | {"prompts": list(prompts)}, everyone)
+        transcripts, seconds = write_all(options, prompts, source, worker)
+    except BaseException:
+        disconnect(worker, failed=True)
+        raise
+    disconnect(worker)
     if worker.rank == 0 and options.json:
         print_json(report(str(source.path), transcripts, seconds))
     elif worker.rank == 0 and sys.stderr.isatty():
         print(summary(transcripts, seconds), file=sys.stderr)
     return 0
+
+
+def write_all(
+    options: GenerateOptions, prompts: Sequence[str], source: "Pretrained", worker: "Worker"
+) -> "tuple[list[Transcript], float]":
+    """Load this rank's slice of the model and write on from every prompt; the texts, and the seconds for them."""
+    import torch
+
+    from megalith.infer.load import load_writer
+    from megalith.infer.text import write_texts
+    from megalith.parallel.mesh import build_mesh, model_grid
+
+    grid = model_grid(ParallelConfig(tp=worker.world), source.model, worker.world)
+    dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
+    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
+    show = print_now if worker.rank == 0 and not options.json else ignore
+    started = time.perf_counter()
+    transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
+    return transcripts, time.perf_counter() - started
 
 
 def print_now(text: str) -> None:

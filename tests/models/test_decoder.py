@@ -102,7 +102,7 @@ def step(config: ModelConfig, parallel: ParallelConfig, rank: int, world: int) -
     ids, labels = ids_of(12), ids_of(12).flip(0)
     labels[2:5] = -1
     loss = model.loss(ids, labels, tokens_of_lengths([7, 5]))
-    loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+    loss.backward()
     gradients = {
         declared.shard.name: getattr(module, name).grad.view(declared.shard.box_shape)
         for declared, module, name in declared_parameters(model)

@@ -19,7 +19,8 @@ from megalith.train.rules import run_problems
 
 def test_every_weight_is_in_the_release(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(release, "BATCH_NBYTES", 1000)
-    tensors, told = tiny.tensors(tiny.model(tiny.config())), []
+    tensors = tiny.tensors(tiny.model(tiny.config()))
+    told: list[int] = []
     nbytes = write_release(
         tmp_path / "x", tiny.config(), tiny.InMemory(tensors), config_text="a: 1\n", state={"token_ids": {}},
         wrote=told.append,
