@@ -1,0 +1,81 @@
+"""In-place collectives give every rank of a group the same answer, and cost nothing for a group of one."""
+
+import torch
+import torch.distributed as dist
+
+from megalith.parallel.group import (
+    Group,
+    all_reduce_,
+    all_reduce_max_,
+    alone,
+    barrier,
+    broadcast_,
+    gather_objects,
+    my_range,
+    start_all_reduce_,
+)
+from megalith.testing.ranks import everyone, run_ranks
+
+
+def _sums(rank: int, world: int) -> list[list[float]]:
+    group = everyone(rank, world, "dp")
+    x, y = torch.tensor([rank, 1.0]), torch.tensor([rank * 2.0])
+    assert all_reduce_(x, group) is x
+    started = start_all_reduce_(y, group)
+    assert started is not None
+    started.wait()
+    z = all_reduce_max_(torch.tensor([-rank, rank]), group)
+    return [x.tolist(), y.tolist(), z.tolist()]
+
+
+def test_sums_and_maxima_are_taken_in_place_and_alike_on_every_rank() -> None:
+    assert run_ranks(_sums, 3) == [[[3.0, 3.0], [6.0], [0, 2]]] * 3
+
+
+def _collect(rank: int, world: int) -> tuple[list[float], list[object]]:
+    group = everyone(rank, world, "dp")
+    barrier(group)
+    x = broadcast_(torch.tensor([float(rank)]), group, source=1)
+    return x.tolist(), gather_objects({"rank": rank, "odd": None if rank else [1.5]}, group)
+
+
+def test_values_travel_from_one_rank_to_all_and_from_all_to_each() -> None:
+    values: list[object] = [{"rank": 0, "odd": [1.5]}, {"rank": 1, "odd": None}]
+    assert run_ranks(_collect, 2) == [([1.0], values)] * 2
+
+
+def _in_the_last_two(rank: int, world: int) -> tuple[list[float], list[float], list[object]] | None:
+    handle = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    group = Group(axes=("dp",), ranks=(1, 2), rank=rank - 1, handle=handle, name=handle.group_name)
+    barrier(group)
+    summed = all_reduce_(torch.tensor([float(rank)]), group)
+    first = broadcast_(torch.tensor([float(rank)]), group)
+    return summed.tolist(), first.tolist(), gather_objects(rank, group)
+
+
+def test_a_group_counts_its_own_ranks_from_zero() -> None:
+    assert run_ranks(_in_the_last_two, 3) == [None, ([3.0], [1.0], [1, 2]), ([3.0], [1.0], [1, 2])]
+
+
+def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
+    group, x = alone("tp_kv", "tp_copy"), torch.tensor([3.0])
+    for result in (all_reduce_(x, group), all_reduce_max_(x, group), broadcast_(x, group)):
+        assert result is x
+    assert start_all_reduce_(x, group) is None
+    assert gather_objects({"a": 1}, group) == [{"a": 1}]
+    barrier(group)
+    assert x.tolist() == [3.0]
+
+
+def test_a_group_says_which_of_its_ranks_it_is() -> None:
+    assert repr(alone("tp")) == "tp(0 of 1)"
+    group = Group(axes=("dp", "cp"), ranks=(4, 6, 8), rank=2, name="paper")
+    assert repr(group) == "dp_cp(2 of 3)"
+    assert group.size == 3
+
+
+def test_parts_of_uneven_sizes_lie_one_after_the_other() -> None:
+    sizes = [3, 0, 2, 1]
+    assert [my_range(sizes, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 5), (5, 6)]
