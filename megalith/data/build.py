@@ -149,7 +149,10 @@ class _Builder:
             _log.info("%s: %s has weight 0 and is not read", name, prefixes[place])
         kept = [weights[place] for place in used]
         sizes = member_sizes(kept, num_samples, self._data.mid_level_dataset_surplus)
-        members = [self._member(name, prefixes[p], share, count) for p, count in zip(used, sizes.built_for)]
+        members = [
+            self._member(name, prefixes[place], share, count, repeat_short=True)
+            for place, count in zip(used, sizes.built_for)
+        ]
         fingerprint = _blend_fingerprint(members, kept)
         arrays = load_or_build(
             self._blend_folder(),
@@ -175,7 +178,15 @@ class _Builder:
         order = BlendOrder(arrays["members"], arrays["samples"])
         return BlendedDataset(members, prefixes, range(len(members)), order, fingerprint)
 
-    def _member(self, name: str, prefix: str, share: tuple[float, float], num_samples: int | None) -> PretrainDataset:
+    def _member(
+        self,
+        name: str,
+        prefix: str,
+        share: tuple[float, float],
+        num_samples: int | None,
+        *,
+        repeat_short: bool = False,
+    ) -> PretrainDataset:
         store = self._store(prefix)
         plan = WindowPlan(
             seq_len=self._seq_len,
@@ -191,6 +202,7 @@ class _Builder:
             split=name,
             vocab_size=self._vocab_size,
             cache=None if folder is None else Path(folder),
+            repeat_short=repeat_short,
         )
 
     def _store(self, prefix: str) -> TokenStore:

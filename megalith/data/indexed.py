@@ -226,12 +226,12 @@ class IndexedDataset:
             IndexError: no such sequence, or it is shorter.
         """
         if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.path_prefix}, which has {len(self)}")
+            raise IndexError(f"sequence {index} of {self.path_prefix}, which has {len(self)}: use a smaller one")
         total = int(self.sequence_lengths[index])
         count = total - offset if length is None else length
         if offset < 0 or count < 0 or offset + count > total:
             raise IndexError(
-                f"tokens {offset} to {offset + count} of sequence {index} of {self.path_prefix}, which has {total}"
+                f"tokens {offset} to {offset + count} of sequence {index} of {self.path_prefix}: use 0 to {total}"
             )
         itemsize = self.dtype.itemsize
         start = int(self.sequence_pointers[index]) + offset * itemsize

@@ -4,6 +4,7 @@ All of it follows from the lengths of the documents, the sequence length, the nu
 Megatron's order of random draws, so that the same corpus gives the same samples.
 """
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from megalith.data.cache import Arrays, load_or_build
 from megalith.data.loops import fill_sample_index, loop_for
 from megalith.data.sample import Sample, TokenStore
 from megalith.errors import DataError
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,8 +129,11 @@ class PretrainDataset:
         split: str = "train",
         vocab_size: int,
         cache: Path | None = None,
+        repeat_short: bool = False,
     ) -> None:
         """`share` (low, high) is the part of the store's sequences that is read; `cache` keeps the index if given.
+
+        `repeat_short` lets a part that is shorter than one sample repeat inside it, as small members of a blend must.
 
         Raises:
             DataError: the part is empty, or too short for one sample.
@@ -139,7 +145,7 @@ class PretrainDataset:
         lengths = store.sequence_lengths
         begin, end = split_range(share, len(lengths))
         tokens = int(lengths[begin:end].sum(dtype=np.int64))
-        self._check_enough(end - begin, tokens)
+        self._check_enough(end - begin, tokens, repeat_short=repeat_short and plan.num_samples is not None)
         epoch = plan_epochs(tokens, plan)
         self.fingerprint = (
             f"pretrain {store.fingerprint} sequences={begin}:{end} seq_len={plan.seq_len} extra={plan.extra} "
@@ -150,14 +156,16 @@ class PretrainDataset:
         self._index = SampleIndex(arrays["documents"], arrays["samples"], arrays["shuffle"])
         self.num_samples = len(self._index.shuffle)
 
-    def _check_enough(self, sequences: int, tokens: int) -> None:
+    def _check_enough(self, sequences: int, tokens: int, *, repeat_short: bool) -> None:
         name, split, size = self._store.name, self._split, self._plan.seq_len + self._plan.extra
         if sequences == 0:
             raise DataError(
                 f"the {split} split of {name} has 0 of its {len(self._store.sequence_lengths)} sequences. "
                 f"Set data.split so that {split} has a larger share, or set data.{split}_path."
             )
-        if tokens < size:
+        if 0 < tokens < size and repeat_short:
+            _log.warning("the %s split of %s has %d tokens: they repeat inside each sample", split, name, tokens)
+        elif tokens < size:
             raise DataError(
                 f"the {split} split of {name} has {tokens} tokens in {sequences} sequences, and one sample needs "
                 f"{size}. Use more data, set data.split so that {split} has a larger share, or set train.seq_len "

@@ -104,7 +104,7 @@ def test_parts_of_sequences_can_be_read_and_no_more(tmp_path: Path) -> None:
     assert store.get(0, 1).tolist() == [2, 3]
     assert store.get(0, 1, 1).tolist() == [2]
     assert store.get(1, 2, 0).tolist() == []
-    with pytest.raises(IndexError, match="tokens 1 to 4 of sequence 0 .* which has 3"):
+    with pytest.raises(IndexError, match="tokens 1 to 4 of sequence 0 .*: use 0 to 3"):
         store.get(0, 1, 3)
     with pytest.raises(IndexError, match="sequence 2 of .*golden, which has 2"):
         store.get(2)

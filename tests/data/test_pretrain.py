@@ -149,6 +149,18 @@ def test_an_empty_or_tiny_split_is_refused_with_its_numbers(tmp_path: Path) -> N
     assert PretrainDataset(store, plan(4, seq_len=35), vocab_size=1000).num_samples == 4
 
 
+def test_a_short_member_of_a_blend_repeats_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = store_of(tmp_path, [3, 2])
+    dataset = PretrainDataset(store, plan(4), vocab_size=1000, repeat_short=True)
+    assert dataset.num_samples >= 4 and set(dataset.sample(3).ids.tolist()) == {0, 1, 2, 100, 101}
+    assert "the train split of" in caplog.text and "has 5 tokens: they repeat inside each sample" in caplog.text
+    with pytest.raises(DataError, match="has 5 tokens in 2 sequences, and one sample needs 9"):
+        PretrainDataset(store, plan(None), vocab_size=1000, repeat_short=True)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has 0 tokens in 2 sequences"):
+        PretrainDataset(store_of(tmp_path / "empty", [0, 0]), plan(4), vocab_size=1000, repeat_short=True)
+
+
 def test_ids_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
     dataset = PretrainDataset(store_of(tmp_path, LENGTHS), plan(None), vocab_size=300)
     with pytest.raises(DataError, match=r"corpus: token id 30\d is outside the vocabulary of 300 ids\. Use the tok"):
