@@ -7,24 +7,24 @@ ALREADY = (
     Group(
         verdict="already", effect="none",
         reason="the loss is always the sum over the global batch divided by its labels",
-        flags="--calculate-per-token-loss",
+        flags="--calculate-per-token-loss!",
     ),
     Group(
         verdict="already", effect="none",
         reason="gradients are always summed in fp32, in buckets, each as soon as it is full",
         flags="""
-            --DDP-impl --accumulate-allreduce-grads-in-fp32 --align-grad-reduce --ddp-average-in-collective
-            --ddp-num-buckets --ddp-pad-buckets-for-high-nccl-busbw
-            --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
-            --disable-align-grad-reduce --fp32-allreduce --gradient-accumulation-fusion --no-align-grad-reduce
-            --no-contiguous-buffers-in-local-ddp --no-delay-grad-reduce --no-gradient-accumulation-fusion
-            --no-gradient-reduce-div-fusion --overlap-grad-reduce --use-contiguous-buffers-in-ddp
+            --DDP-impl --accumulate-allreduce-grads-in-fp32! --align-grad-reduce! --ddp-average-in-collective!
+            --ddp-num-buckets --ddp-pad-buckets-for-high-nccl-busbw!
+            --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation!
+            --disable-align-grad-reduce! --fp32-allreduce! --gradient-accumulation-fusion! --no-align-grad-reduce!
+            --no-contiguous-buffers-in-local-ddp! --no-delay-grad-reduce! --no-gradient-accumulation-fusion!
+            --no-gradient-reduce-div-fusion! --overlap-grad-reduce! --use-contiguous-buffers-in-ddp!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="the softmax of attention is always computed in fp32; the scaling only served fp16",
-        flags="--apply-query-key-layer-scaling --attention-softmax-in-fp32 --no-query-key-layer-scaling",
+        flags="--apply-query-key-layer-scaling! --attention-softmax-in-fp32! --no-query-key-layer-scaling!",
     ),
     Group(
         verdict="already", effect="none",
@@ -33,23 +33,24 @@ ALREADY = (
             "the same"
         ),
         flags="""
-            --attention-backend --bias-gelu-fusion --cross-entropy-fusion-impl --cross-entropy-loss-fusion
-            --disable-clone-scatter-output-in-embedding --disable-jit-fuser --fallback-to-eager-attn
-            --flash-attention-version --fused-residual-rmsnorm --kitchen-attention-backend --mlp-chunks-for-training
-            --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
-            --no-clone-scatter-output-in-embedding --no-masked-softmax-fusion --no-persist-layer-norm
-            --no-rope-fusion --no-scaled-masked-softmax-fusion --scaled-upper-triang-masked-softmax-fusion
-            --transformer-impl --use-flash-attn --use-fused-weighted-squared-relu --use-grouped-gemm-for-dense-mlp
-            --use-kitchen-attention --use-te-activation-func --use-transformer-engine-op-fuser
+            --attention-backend --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
+            --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
+            --flash-attention-version --fused-residual-rmsnorm! --kitchen-attention-backend
+            --mlp-chunks-for-training --no-bias-dropout-fusion! --no-bias-gelu-fusion! --no-bias-swiglu-fusion!
+            --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
+            --no-rope-fusion! --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
+            --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!
+            --use-grouped-gemm-for-dense-mlp! --use-kitchen-attention! --use-te-activation-func!
+            --use-transformer-engine-op-fuser!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="processes find each other through torchrun or `megalith train --nproc`; the backend follows the device",
         flags="""
-            --disable-gloo-process-groups --distributed-backend --distributed-timeout-seconds-after-init
-            --high-priority-stream-groups --initialize-socket-comms --lazy-mpu-init --local-rank --local_rank
-            --nccl-communicator-config-path --sharp-enabled-group --use-sharp
+            --disable-gloo-process-groups! --distributed-backend --distributed-timeout-seconds-after-init
+            --high-priority-stream-groups --initialize-socket-comms! --lazy-mpu-init --local-rank --local_rank
+            --nccl-communicator-config-path --sharp-enabled-group --use-sharp!
         """,
     ),
     Group(
@@ -59,48 +60,48 @@ ALREADY = (
             "beside them"
         ),
         flags="""
-            --allow-ambiguous-pad-tokens --data-impl --dataloader-defer-npy-index-mmap --dataloader-fast-cache-load
-            --mmap-warmup --no-create-attention-mask-in-dataloader --num-dataset-builder-threads --num-workers
-            --per-dataset-sequences-path --use-gigatoken
+            --allow-ambiguous-pad-tokens! --data-impl --dataloader-defer-npy-index-mmap!
+            --dataloader-fast-cache-load! --mmap-warmup! --no-create-attention-mask-in-dataloader!
+            --num-dataset-builder-threads --num-workers --per-dataset-sequences-path --use-gigatoken!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="the first weights are the same under every layout, drawn part by part without whole tensors in memory",
-        flags="--data-parallel-random-init --init-model-with-meta-device --use-cpu-initialization",
+        flags="--data-parallel-random-init! --init-model-with-meta-device! --use-cpu-initialization!",
     ),
     Group(
         verdict="already", effect="none",
         reason="always in metrics.jsonl, and in TensorBoard where it is installed",
-        flags="--log-throughput --tensorboard-log-interval --tensorboard-queue-size",
+        flags="--log-throughput! --tensorboard-log-interval --tensorboard-queue-size",
     ),
     Group(
         verdict="already", effect="none",
         reason="any layout loads any checkpoint here",
         flags="""
-            --auto-detect-ckpt-format --ckpt-assume-constant-structure --ckpt-fully-parallel-save
-            --dist-ckpt-optim-fully-reshardable --distrib-optim-fully-reshardable-mem-efficient --use-dist-ckpt
+            --auto-detect-ckpt-format! --ckpt-assume-constant-structure! --ckpt-fully-parallel-save!
+            --dist-ckpt-optim-fully-reshardable! --distrib-optim-fully-reshardable-mem-efficient! --use-dist-ckpt!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="positions are rotary or refused: there is no table of positions to leave out",
-        flags="--no-position-embedding",
+        flags="--no-position-embedding!",
     ),
     Group(
         verdict="already", effect="none",
         reason="the model is built from the same parts as Megatron Core's",
-        flags="--enable-experimental --use-mcore-models",
+        flags="--enable-experimental! --use-mcore-models!",
     ),
     Group(
         verdict="already", effect="none",
         reason="this model has no GELU, and Megatron itself ignores the flag",
-        flags="--onnx-safe --openai-gelu",
+        flags="--onnx-safe --openai-gelu!",
     ),
     Group(
         verdict="already", effect="none",
         reason="that is how Hugging Face tokenizers are read",
-        flags="--tokenizer-hf-include-special-tokens --tokenizer-hf-no-use-fast --tokenizer-hf-use-fast",
+        flags="--tokenizer-hf-include-special-tokens! --tokenizer-hf-no-use-fast! --tokenizer-hf-use-fast!",
     ),
     Group(
         verdict="already", effect="none",
@@ -114,43 +115,44 @@ EXPLAINED = (
     Group(
         verdict="explained", effect="none",
         reason="a norm has one weight that starts at 1 and is not decayed: the same function as 1 + gamma",
-        flags="--apply-layernorm-1p",
+        flags="--apply-layernorm-1p!",
     ),
     Group(
         verdict="explained", effect="none",
         reason="gradients are summed in fp32 here, which is more exact",
-        flags="--grad-reduce-in-bf16",
+        flags="--grad-reduce-in-bf16!",
     ),
     Group(
         verdict="explained", effect="none",
         reason="SIGTERM and SIGINT always save and end the run with code 75; run the same command again to go on",
         flags="""
-            --exit-signal --exit-signal-handler --exit-signal-handler-for-dataloader
-            --exit-signal-handler-for-training
+            --exit-signal --exit-signal-handler! --exit-signal-handler-for-dataloader!
+            --exit-signal-handler-for-training!
         """,
     ),
     Group(
         verdict="explained", effect="none",
         reason="a global batch that does not divide is refused, with the sizes that do",
-        flags="--decrease-batch-size-if-needed",
+        flags="--decrease-batch-size-if-needed!",
     ),
     Group(
         verdict="explained", effect="none",
         reason="weights are always initialised, then replaced by what a checkpoint holds",
-        flags="--no-initialization",
+        flags="--no-initialization!",
     ),
     Group(
         verdict="explained", effect="none",
         reason="a resumed run takes a changed learning rate or length from its config, and lists the change",
         flags="""
-            --override-lr-scheduler --override-opt-param-scheduler --override-opt_param-scheduler
-            --use-checkpoint-lr-scheduler --use-checkpoint-opt-param-scheduler --use-checkpoint-opt_param-scheduler
+            --override-lr-scheduler! --override-opt-param-scheduler! --override-opt_param-scheduler!
+            --use-checkpoint-lr-scheduler! --use-checkpoint-opt-param-scheduler!
+            --use-checkpoint-opt_param-scheduler!
         """,
     ),
     Group(
         verdict="explained", effect="none",
         reason="a run without a checkpoint in its folder starts from the first step, and says so",
-        flags="--exit-on-missing-checkpoint",
+        flags="--exit-on-missing-checkpoint!",
     ),
     Group(
         verdict="explained", effect="none",
@@ -159,10 +161,10 @@ EXPLAINED = (
             "torch.distributed.checkpoint files and a manifest"
         ),
         flags="""
-            --ckpt-drop-redundant-extra-state --ckpt-format --disable-save-tokenizer-assets
-            --disable-strict-fsdp-dtensor-load --dist-ckpt-format --dist-ckpt-save-pre-mcore-014
-            --dist-ckpt-strictness --no-save-optim --no-save-rng --no-save-tokenizer-assets
-            --no-strict-fsdp-dtensor-load --save-tokenizer-assets --strict-fsdp-dtensor-load --verify-integrity
+            --ckpt-drop-redundant-extra-state! --ckpt-format --disable-save-tokenizer-assets!
+            --disable-strict-fsdp-dtensor-load! --dist-ckpt-format --dist-ckpt-save-pre-mcore-014!
+            --dist-ckpt-strictness --no-save-optim! --no-save-rng! --no-save-tokenizer-assets!
+            --no-strict-fsdp-dtensor-load! --save-tokenizer-assets! --strict-fsdp-dtensor-load! --verify-integrity!
         """,
     ),
     Group(
@@ -171,6 +173,6 @@ EXPLAINED = (
             "a gradient that is not finite skips the step or ends the run (optim.nonfinite_grad); spikes are "
             "yours to see in metrics.jsonl"
         ),
-        flags="--check-for-large-grads --check-for-spiky-loss",
+        flags="--check-for-large-grads! --check-for-spiky-loss!",
     ),
 )  # fmt: skip

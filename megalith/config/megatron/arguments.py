@@ -25,7 +25,7 @@ FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path")
 """Flags whose file holds the words of others; `with_files` puts these in their place."""
 
 _WORDS: Mapping[Takes, str] = {"int": "a whole number", "float": "a number", "text": "one word", "place": "a path"}
-_VARIABLE = re.compile(r"\$\{?(\w+|[@*#?])")
+_VARIABLE = re.compile(r"(?:\$\{?|(?=`))(\w+|[@*#?(`])")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,8 @@ def read_arguments(words: Sequence[str]) -> Arguments:
             found[ROWS[name].name] = behind
         elif name in UNMAPPED or name in FILE_FLAGS:
             found[name] = behind
+            if name in UNMAPPED and UNMAPPED[name].alone and behind:
+                problems.append(_stray(name, behind))
         else:
             advice = did_you_mean(name, known_flags()) or " Remove it, or use the name that Megatron gives it."
             problems.append(f"{' '.join((name, *behind))}: Megatron has no such argument.{advice}")
@@ -151,15 +153,28 @@ def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
     typed = " ".join((row.name, *words))
     unset = [name for word in words for name in _VARIABLE.findall(word)]
     if unset and row.takes != "place":
-        return None, f"{typed}: nothing says what ${unset[0]} is. Pass --set {unset[0]}=VALUE."
+        return None, _unset(typed, unset[0])
     if row.takes == "words":
         return list(words), None if words else f"{row.name} has no value. Use {row.name} with one or more prefixes."
     if row.takes == "nothing":
-        return (None, f"{typed}: expected nothing after {row.name}. Use {row.name} alone.") if words else (True, None)
+        return (None, _stray(row.name, words)) if words else (True, None)
     if len(words) != 1:
         expected = _WORDS.get(row.takes) or f"one of {', '.join(row.choices)}"
         return None, f"{typed}: expected {expected}, found {len(words)} words. Use {row.name} with one."
     return _one(row, words[0])
+
+
+def _stray(name: str, words: tuple[str, ...]) -> str:
+    """The message about words behind a flag that stands alone."""
+    typed = " ".join((name, *words))
+    unset = [variable for word in words for variable in _VARIABLE.findall(word)]
+    return _unset(typed, unset[0]) if unset else f"{typed}: expected nothing after {name}. Use {name} alone."
+
+
+def _unset(typed: str, variable: str) -> str:
+    if variable in ("(", "`"):
+        return f"{typed}: what that command prints is not known here. Pass {typed.split()[0]} with its value."
+    return f"{typed}: nothing says what ${variable} is. Pass --set {variable}=VALUE."
 
 
 def _one(row: Row, word: str) -> tuple[Plain, str | None]:

@@ -1,6 +1,7 @@
 """Megatron's data, tokenizer and vocabulary as our `data`, `tokenizer` and vocabulary settings."""
 
 import math
+import re
 
 from megalith.config.data import DEFAULT_SPLIT
 from megalith.config.megatron.draft import Draft
@@ -20,13 +21,14 @@ def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
     _documents(draft)
     _tokenizer(draft, tokenizer_vocab)
     _padding(draft)
+    draft.settings.setdefault("model.vocab_size", draft.number("--vocab-size"))  # of a run that is refused
 
 
 def _split(draft: Draft) -> None:
     split = draft.arguments.value("--split")
     if split is None:
         return
-    words = ",".join(part.strip() for part in str(split).split(","))
+    words = ",".join(re.findall(r"[.0-9]+", str(split)))  # Megatron takes the numbers out of any text
     if words == DEFAULT_SPLIT and not draft.arguments.value("--mock-data"):
         draft.say("already", "--split", "the default, in Megatron and here")
     else:
@@ -81,8 +83,6 @@ def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
             "folder (tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
         )
         draft.say("not mapped", "--tokenizer-type", text, "model")
-        draft.settings["model.vocab_size"] = size or 1  # the run is refused; its other rules are still to be checked
-        draft.settings["tokenizer.kind"] = "byte"
 
 
 def _hugging_face(draft: Draft, tokenizer_vocab: int | None) -> None:

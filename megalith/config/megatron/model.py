@@ -37,7 +37,7 @@ def _mlp(draft: Draft) -> None:
         text = "the MLP here is SwiGLU; without this, Megatron's has one GELU. Use --swiglu"
         draft.say("not mapped", "--swiglu", text, "model")
     if draft.arguments.value("--ffn-hidden-size") is None:
-        width = draft.number("--hidden-size") * 8 // 3 // 64 * 64
+        width = draft.number("--hidden-size") * 8 // 3 // 64 * 64  # for two matrices up, as wide as 4 h for one
         draft.put("--swiglu", "model.ffn_hidden_size", width, "8/3 of the hidden size, down to a multiple of 64")
     else:
         draft.copy("--ffn-hidden-size")

@@ -13,10 +13,11 @@ def data_parallel_ranks(draft: Draft, world: int | None) -> int | None:
     pp, cp = draft.count("--pipeline-model-parallel-size", 1), draft.count("--context-parallel-size", 1)
     if world % (tp * pp * cp) == 0:
         return world // (tp * pp * cp)
-    draft.problems.append(
-        f"--world {world} is not a multiple of tensor · pipeline · context parallel = {tp}·{pp}·{cp} = {tp * pp * cp}. "
-        f"Use --world with the number of ranks that the job runs on."
-    )
+    if not draft.arguments.given("--global-batch-size"):
+        draft.problems.append(
+            f"{world} ranks are not a multiple of tensor · pipeline · context parallel = {tp}·{pp}·{cp} = "
+            f"{tp * pp * cp}. Use --world with the number of ranks that the job runs on."
+        )
     return None
 
 
@@ -85,11 +86,11 @@ def _evaluation(draft: Draft) -> None:
 
 
 def _has_validation(draft: Draft) -> bool:
-    arguments = draft.arguments
+    arguments, split = draft.arguments, draft.settings.get("data.split")
     if any(arguments.given(flag) for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")):
         return arguments.given("--valid-data-path")
     try:
-        return arguments.value("--split") is None or parse_split(str(arguments.value("--split")))[1] is not None
+        return split is None or parse_split(split)[1] is not None
     except ConfigError:  # reported with the rules of the run
         return True
 

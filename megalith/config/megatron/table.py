@@ -59,7 +59,7 @@ class Group:
     """Why, and what to do instead."""
 
     flags: str
-    """Their names; `--flag=a|b` lists values under which the flag asks for nothing."""
+    """Their names; `--flag!` stands alone, `--flag=a|b` asks for nothing when its value is a or b."""
 
     switch: str | None = None
     """They say nothing unless this flag is given, too."""
@@ -73,6 +73,8 @@ class Unmapped:
     group: Group
     idle: tuple[str, ...]
     """Values under which it asks for nothing."""
+    alone: bool
+    """It takes no value."""
 
 
 def expand(groups: tuple[Group, ...]) -> dict[str, Unmapped]:
@@ -81,6 +83,7 @@ def expand(groups: tuple[Group, ...]) -> dict[str, Unmapped]:
     for group in groups:
         for word in group.flags.split():
             name, _, idle = word.partition("=")
+            alone, name = name.endswith("!"), name.removesuffix("!")
             assert name not in flags, f"{name} is in two groups"
-            flags[name] = Unmapped(name, group, tuple(idle.split("|")) if idle else ())
+            flags[name] = Unmapped(name, group, tuple(idle.split("|")) if idle else (), alone)
     return flags

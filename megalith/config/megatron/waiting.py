@@ -11,9 +11,9 @@ LATER = (
             "optimizer state"
         ),
         flags="""
-            --align-param-gather --delay-param-gather --no-align-param-gather --no-use-layer-wise-param-layout
-            --num-distributed-optimizer-instances --overlap-param-gather --overlap-param-gather-with-optimizer-step
-            --use-distributed-optimizer
+            --align-param-gather! --delay-param-gather! --no-align-param-gather! --no-use-layer-wise-param-layout!
+            --num-distributed-optimizer-instances --overlap-param-gather!
+            --overlap-param-gather-with-optimizer-step! --use-distributed-optimizer!
         """,
     ),
     Group(
@@ -23,12 +23,13 @@ LATER = (
             "gradients and optimizer states"
         ),
         flags="""
-            --data-parallel-sharding-strategy --enable-full-sharding-in-hsdp --fsdp-db-use-persist-buf-on-alloc-fail
-            --fsdp-double-buffer --fsdp-manual-registration --megatron-fsdp-enable-fine-grained-param-gather
-            --megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype --megatron-fsdp-main-params-dtype
-            --megatron-fsdp-max-pool-double-buffer --megatron-fsdp-version --outer-dp-sharding-strategy
-            --suggested-communication-unit-size --torch-fsdp2-no-reshard-after-forward --use-custom-fsdp
-            --use-megatron-fsdp --use-torch-fsdp2
+            --data-parallel-sharding-strategy --enable-full-sharding-in-hsdp!
+            --fsdp-db-use-persist-buf-on-alloc-fail! --fsdp-double-buffer! --fsdp-manual-registration!
+            --megatron-fsdp-enable-fine-grained-param-gather! --megatron-fsdp-grad-comm-dtype
+            --megatron-fsdp-main-grads-dtype --megatron-fsdp-main-params-dtype
+            --megatron-fsdp-max-pool-double-buffer! --megatron-fsdp-version --outer-dp-sharding-strategy
+            --suggested-communication-unit-size --torch-fsdp2-no-reshard-after-forward! --use-custom-fsdp!
+            --use-megatron-fsdp! --use-torch-fsdp2!
         """,
     ),
     Group(
@@ -38,30 +39,31 @@ LATER = (
             "tensor-parallel part"
         ),
         flags="""
-            --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split
-            --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --defer-embedding-wgrad-compute
-            --delay-wgrad-compute --microbatch-group-size-per-virtual-pipeline-stage --no-overlap-p2p-communication
-            --no-scatter-gather-tensors-in-pipeline --num-layers-per-virtual-pipeline-stage
-            --num-virtual-stages-per-pipeline-rank --overlap-p2p-communication
-            --overlap-p2p-communication-warmup-flush --pipeline-model-parallel-comm-backend
-            --pipeline-model-parallel-layout --pipeline-model-parallel-size=1 --pipeline-model-parallel-split-rank
-            --standalone-embedding-stage --use-ring-exchange-p2p --wgrad-deferral-limit
+            --account-for-embedding-in-pipeline-split! --account-for-loss-in-pipeline-split!
+            --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --defer-embedding-wgrad-compute!
+            --delay-wgrad-compute! --microbatch-group-size-per-virtual-pipeline-stage
+            --no-overlap-p2p-communication! --no-scatter-gather-tensors-in-pipeline!
+            --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+            --overlap-p2p-communication! --overlap-p2p-communication-warmup-flush!
+            --pipeline-model-parallel-comm-backend --pipeline-model-parallel-layout --pipeline-model-parallel-size=1
+            --pipeline-model-parallel-split-rank --standalone-embedding-stage! --use-ring-exchange-p2p!
+            --wgrad-deferral-limit
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: context parallelism. The numbers are the same; every rank computes whole rows",
         flags="""
-            --context-parallel-size=1 --cp-comm-type --create-all-gather-group --hierarchical-context-parallel-sizes
-            --hybrid-context-parallel --max-seqlen-per-cp-rank --max-seqlen-per-dp-cp-rank
-            --sequence-packing-scheduler
+            --context-parallel-size=1 --cp-comm-type --create-all-gather-group!
+            --hierarchical-context-parallel-sizes --hybrid-context-parallel! --max-seqlen-per-cp-rank
+            --max-seqlen-per-dp-cp-rank --sequence-packing-scheduler
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: recomputing activations in backward. The numbers are the same; activations take more memory",
         flags="""
-            --distribute-saved-activations --recompute-activations --recompute-granularity --recompute-method
+            --distribute-saved-activations! --recompute-activations! --recompute-granularity --recompute-method
             --recompute-modules --recompute-num-layers
         """,
     ),
@@ -69,54 +71,54 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="not yet: keeping activations or optimizer states in host memory. The numbers are the same",
         flags="""
-            --activation-offload-fraction --cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers
-            --delay-offload-until-cuda-graph --delta-offload-bytes-across-pp-ranks
-            --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads
-            --min-offloaded-tensor-size --no-pin-cpu-grads --no-pin-cpu-params --offload-modules
-            --offload-optimizer-states --optimizer-cpu-offload --optimizer-offload-fraction
-            --overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload
+            --activation-offload-fraction --cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers!
+            --delay-offload-until-cuda-graph! --delta-offload-bytes-across-pp-ranks
+            --fine-grained-activation-offloading! --fine-grained-offloading-max-inflight-offloads
+            --min-offloaded-tensor-size --no-pin-cpu-grads! --no-pin-cpu-params! --offload-modules
+            --offload-optimizer-states! --optimizer-cpu-offload! --optimizer-offload-fraction
+            --overlap-cpu-optimizer-d2h-h2d! --use-torch-optimizer-for-cpu-offload!
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: CUDA graphs. The numbers are the same",
         flags="""
-            --cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps --enable-cuda-graph
-            --external-cuda-graph --inference-rng-tracker --optimizer-cuda-graph --te-rng-tracker
+            --cuda-graph-impl --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps --enable-cuda-graph!
+            --external-cuda-graph! --inference-rng-tracker! --optimizer-cuda-graph! --te-rng-tracker!
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: tensor-parallel products that overlap their own communication. The numbers are the same",
         flags="""
-            --disable-symmetric-registration --disable-tp-comm-bulk-dgrad --disable-tp-comm-bulk-wgrad
-            --disable-tp-comm-overlap-ag --disable-tp-comm-overlap-rs --disable-tp-comm-split-ag
-            --disable-tp-comm-split-rs --gtp-remat-nccl-ub --gtp-remat-opt-in-modules
-            --gtp-remat-reduce-scatter-with-fp32-accumulation --nccl-ub --no-async-tensor-model-parallel-allreduce
-            --no-tp-comm-bulk-dgrad --no-tp-comm-bulk-wgrad --no-tp-comm-overlap-ag --no-tp-comm-overlap-rs
-            --no-tp-comm-split-ag --no-tp-comm-split-rs --tensor-parallel-num-weight-shards
-            --tp-comm-bootstrap-backend --tp-comm-overlap --tp-comm-overlap-cfg --tp-comm-overlap-rs-dgrad
-            --use-nccl-ub
+            --disable-symmetric-registration! --disable-tp-comm-bulk-dgrad! --disable-tp-comm-bulk-wgrad!
+            --disable-tp-comm-overlap-ag! --disable-tp-comm-overlap-rs! --disable-tp-comm-split-ag!
+            --disable-tp-comm-split-rs! --gtp-remat-nccl-ub! --gtp-remat-opt-in-modules
+            --gtp-remat-reduce-scatter-with-fp32-accumulation! --nccl-ub!
+            --no-async-tensor-model-parallel-allreduce! --no-tp-comm-bulk-dgrad! --no-tp-comm-bulk-wgrad!
+            --no-tp-comm-overlap-ag! --no-tp-comm-overlap-rs! --no-tp-comm-split-ag! --no-tp-comm-split-rs!
+            --tensor-parallel-num-weight-shards --tp-comm-bootstrap-backend --tp-comm-overlap! --tp-comm-overlap-cfg
+            --tp-comm-overlap-rs-dgrad! --use-nccl-ub!
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="`megalith verify` proves a layout on this machine without its ranks",
-        flags="--fake-process-group",
+        flags="--fake-process-group!",
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: checkpoints written in the background, cached plans, and copies on local disks",
         flags="""
-            --async-ckpt-cpu-priority --async-ckpt-io-priority --async-ckpt-use-cpu-shm --async-save
-            --async-strategy --ckpt-fully-parallel-load --ckpt-fully-parallel-load-exchange-algo
-            --ckpt-fully-parallel-load-per-rank-objects --ckpt-fully-parallel-load-process-group
-            --ckpt-fully-parallel-save-process-group --ckpt-pg-tensors-cache-create --ckpt-pg-tensors-cache-path
-            --disable-ckpt-load-validate-sharding-integrity --disable-stream-ckpt-dequant --dist-ckpt-workers
-            --no-ckpt-fully-parallel-save --no-ckpt-load-validate-sharding-integrity --no-stream-ckpt-dequant
+            --async-ckpt-cpu-priority --async-ckpt-io-priority --async-ckpt-use-cpu-shm! --async-save!
+            --async-strategy --ckpt-fully-parallel-load! --ckpt-fully-parallel-load-exchange-algo
+            --ckpt-fully-parallel-load-per-rank-objects! --ckpt-fully-parallel-load-process-group
+            --ckpt-fully-parallel-save-process-group --ckpt-pg-tensors-cache-create! --ckpt-pg-tensors-cache-path
+            --disable-ckpt-load-validate-sharding-integrity! --disable-stream-ckpt-dequant! --dist-ckpt-workers
+            --no-ckpt-fully-parallel-save! --no-ckpt-load-validate-sharding-integrity! --no-stream-ckpt-dequant!
             --non-persistent-ckpt-type --non-persistent-global-ckpt-dir --non-persistent-local-ckpt-algo
-            --non-persistent-local-ckpt-dir --non-persistent-save-interval --replication --replication-factor
-            --replication-jump --use-persistent-ckpt-worker
+            --non-persistent-local-ckpt-dir --non-persistent-save-interval --replication! --replication-factor
+            --replication-jump --use-persistent-ckpt-worker!
         """,
     ),
     Group(
@@ -126,35 +128,35 @@ LATER = (
             "same command resumes it"
         ),
         flags="""
-            --adlr-autoresume --adlr-autoresume-interval --calc-ft-timeouts
-            --check-weight-hash-across-dp-replicas-interval --disable-flight-recorder-dump-on-timeout
-            --disable-flight-recorder-extra-dump-on-exec --disable-flight-recorder-include-only-active
-            --disable-straggler-on-startup --enable-ft-package --error-injection-rate --error-injection-type
+            --adlr-autoresume! --adlr-autoresume-interval --calc-ft-timeouts!
+            --check-weight-hash-across-dp-replicas-interval --disable-flight-recorder-dump-on-timeout!
+            --disable-flight-recorder-extra-dump-on-exec! --disable-flight-recorder-include-only-active!
+            --disable-straggler-on-startup! --enable-ft-package! --error-injection-rate --error-injection-type
             --fault-injector-delay-start-iteration --fault-injector-fault-delay --fault-injector-fault-probabilities
             --fault-injector-fault-types --fault-injector-mtti-seconds --fault-injector-num-ranks
             --fault-injector-offset-seconds --fault-injector-ranks --fault-injector-seed --flight-recorder-dump-path
-            --flight-recorder-include-stack-trace --flight-recorder-trace-buffer-size --ft-num-warmup-iters
+            --flight-recorder-include-stack-trace! --flight-recorder-trace-buffer-size --ft-num-warmup-iters
             --gpu-sniff-test-interval --inprocess-active-world-size --inprocess-barrier-timeout
-            --inprocess-completion-timeout --inprocess-empty-cuda-cache --inprocess-granularity
+            --inprocess-completion-timeout --inprocess-empty-cuda-cache! --inprocess-granularity
             --inprocess-hard-timeout --inprocess-heartbeat-interval --inprocess-heartbeat-timeout
             --inprocess-last-call-wait --inprocess-max-iterations --inprocess-monitor-process-interval
-            --inprocess-monitor-thread-interval --inprocess-progress-watchdog-interval --inprocess-restart
-            --inprocess-soft-timeout --inprocess-termination-grace-time --log-straggler
-            --no-flight-recorder-dump-on-timeout --no-flight-recorder-extra-dump-on-exec
-            --no-flight-recorder-include-only-active --rerun-mode --result-rejected-tracker-filename
-            --run-workload-inspector-server --straggler-ctrlr-port --straggler-minmax-count
+            --inprocess-monitor-thread-interval --inprocess-progress-watchdog-interval --inprocess-restart!
+            --inprocess-soft-timeout --inprocess-termination-grace-time --log-straggler!
+            --no-flight-recorder-dump-on-timeout! --no-flight-recorder-extra-dump-on-exec!
+            --no-flight-recorder-include-only-active! --rerun-mode --result-rejected-tracker-filename
+            --run-workload-inspector-server! --straggler-ctrlr-port --straggler-minmax-count
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not logged here yet; see metrics.jsonl for what is",
         flags="""
-            --config-logger-dir --disable-log-loss-scale-to-tensorboard --dump-param-to-param-group-map
-            --log-batch-size-to-tensorboard --log-device-memory-used --log-energy --log-max-attention-logit
-            --log-memory-interval --log-memory-to-tensorboard --log-num-zeros-in-grad --log-params-norm
-            --log-progress --log-timers-to-tensorboard --log-validation-ppl-to-tensorboard
-            --log-world-size-to-tensorboard --logging-level --no-barrier-with-level-1-timing
-            --no-log-learnig-rate-to-tensorboard --no-log-loss-scale-to-tensorboard --otel-enabled
+            --config-logger-dir --disable-log-loss-scale-to-tensorboard! --dump-param-to-param-group-map
+            --log-batch-size-to-tensorboard! --log-device-memory-used! --log-energy! --log-max-attention-logit!
+            --log-memory-interval --log-memory-to-tensorboard! --log-num-zeros-in-grad! --log-params-norm!
+            --log-progress! --log-timers-to-tensorboard! --log-validation-ppl-to-tensorboard!
+            --log-world-size-to-tensorboard! --logging-level --no-barrier-with-level-1-timing!
+            --no-log-learnig-rate-to-tensorboard! --no-log-loss-scale-to-tensorboard! --otel-enabled!
             --otel-service-name --otel-span-groups --output-logit-dtype --save-activations-interval
             --save-dgrads-interval --save-params-interval --save-tokens-per-expert-interval --save-wgrads-interval
             --timing-log-level --timing-log-option
@@ -169,7 +171,7 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="belongs to a logger inside NVIDIA",
         flags="""
-            --app-tag-run-name --app-tag-run-version --enable-one-logger --no-one-logger --one-logger-async
+            --app-tag-run-name --app-tag-run-version --enable-one-logger! --no-one-logger! --one-logger-async!
             --one-logger-entity --one-logger-project --one-logger-run-name
         """,
     ),
@@ -177,28 +179,28 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="not yet: profiling of a run",
         flags="""
-            --memory-snapshot-path --nvtx-ranges --profile --profile-ranks --profile-step-end --profile-step-start
-            --pytorch-profiler-collect-callstack --pytorch-profiler-collect-chakra --pytorch-profiler-collect-shapes
-            --record-memory-history --record-shapes --use-pytorch-profiler
+            --memory-snapshot-path --nvtx-ranges! --profile! --profile-ranks --profile-step-end --profile-step-start
+            --pytorch-profiler-collect-callstack! --pytorch-profiler-collect-chakra!
+            --pytorch-profiler-collect-shapes! --record-memory-history! --record-shapes! --use-pytorch-profiler!
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: a promise of equal bits on GPUs; on one kind of CPU it holds",
-        flags="--deterministic-mode",
+        flags="--deterministic-mode!",
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="memory and rounding are left to torch",
         flags="""
-            --disable-bf16-reduced-precision-matmul --disable-manual-gc-eval --empty-unused-memory-level
-            --enable-autocast --manual-gc --manual-gc-interval --no-manual-gc-eval --train-sync-interval
+            --disable-bf16-reduced-precision-matmul! --disable-manual-gc-eval! --empty-unused-memory-level
+            --enable-autocast! --manual-gc! --manual-gc-interval --no-manual-gc-eval! --train-sync-interval
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="not yet: data in object stores. Use a path that this machine can read",
-        flags="--disable-msc --enable-msc --object-storage-cache-path --s3-cache-path",
+        flags="--disable-msc! --enable-msc! --object-storage-cache-path --s3-cache-path",
     ),
     Group(
         verdict="not mapped", effect="none",
@@ -211,16 +213,16 @@ LATER = (
     Group(
         verdict="not mapped", effect="none",
         reason="says only how the run is tested",
-        flags="--start-eval-at-iter --test-mode --validation-set-names",
+        flags="--start-eval-at-iter --test-mode! --validation-set-names",
     ),
     Group(
         verdict="not mapped", effect="none",
         reason="the tokenizer is read from a Hugging Face folder: see --tokenizer-type",
         flags="""
-            --disable-tokenizer-sentencepiece-ignore-extra-whitespaces --legacy-tokenizer --merge-file
-            --no-tokenizer-sentencepiece-ignore-extra-whitespaces --tiktoken-num-special-tokens --tiktoken-pattern
-            --tiktoken-special-tokens --tokenizer-metadata --tokenizer-sentencepiece-legacy
-            --tokenizer-special-tokens --trust-remote-code --vocab-file
+            --disable-tokenizer-sentencepiece-ignore-extra-whitespaces! --legacy-tokenizer! --merge-file
+            --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tiktoken-num-special-tokens --tiktoken-pattern
+            --tiktoken-special-tokens --tokenizer-metadata --tokenizer-sentencepiece-legacy!
+            --tokenizer-special-tokens --trust-remote-code! --vocab-file
         """,
     ),
 )  # fmt: skip
@@ -245,13 +247,13 @@ NUMBERS = (
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: first weights of another kind. All matrices start with --init-method-std",
-        flags="--embedding-init-method-std --embedding-weights-in-fp32 --init-method-xavier-uniform",
+        flags="--embedding-init-method-std --embedding-weights-in-fp32! --init-method-xavier-uniform!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: 8-bit and 4-bit matrix products. bf16 takes their place",
         flags="""
-            --fp4-format --fp8-e4m3 --fp8-format --fp8-hybrid --kitchen-config-file --kitchen-recipe-number
+            --fp4-format --fp8-e4m3! --fp8-format --fp8-hybrid! --kitchen-config-file --kitchen-recipe-number
             --te-precision-config-file
         """,
     ),
@@ -259,17 +261,17 @@ NUMBERS = (
         verdict="already", effect="none",
         reason="is read with 8-bit or 4-bit products only",
         flags="""
-            --disable-fp8-wgrad --first-last-layers-bf16 --fp4-param-gather --fp4-quantizer-factory --fp4-recipe
-            --fp8-amax-compute-algo --fp8-amax-history-len --fp8-interval --fp8-margin --fp8-output-proj
-            --fp8-param-gather --fp8-quantizer-factory --fp8-recipe --keep-fp8-transpose-cache
-            --keep-fp8-transpose-cache-when-using-custom-fsdp --no-fp8-wgrad --num-layers-at-end-in-bf16
-            --num-layers-at-start-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag --tp-only-amax-red
+            --disable-fp8-wgrad! --first-last-layers-bf16! --fp4-param-gather! --fp4-quantizer-factory --fp4-recipe
+            --fp8-amax-compute-algo --fp8-amax-history-len --fp8-interval --fp8-margin --fp8-output-proj!
+            --fp8-param-gather! --fp8-quantizer-factory --fp8-recipe --keep-fp8-transpose-cache!
+            --keep-fp8-transpose-cache-when-using-custom-fsdp! --no-fp8-wgrad! --num-layers-at-end-in-bf16
+            --num-layers-at-start-in-bf16 --reuse-grad-buf-for-mxfp8-param-ag! --tp-only-amax-red!
         """,
     ),
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: an fp32 residual stream between bf16 layers",
-        flags="--fp32-residual-connection",
+        flags="--fp32-residual-connection!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
@@ -279,7 +281,7 @@ NUMBERS = (
     Group(
         verdict="already", effect="none",
         reason="optimizer states are fp32 unless their formats are named",
-        flags="--use-precision-aware-optimizer",
+        flags="--use-precision-aware-optimizer!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
@@ -289,27 +291,27 @@ NUMBERS = (
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: other orders of samples than the one that Megatron calls single",
-        flags="--dataloader-type=single --phase-transition-iterations --renormalize-blend-weights",
+        flags="--dataloader-type=single --phase-transition-iterations --renormalize-blend-weights!",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with another --dataloader-type only",
-        flags="--no-data-sharding",
+        flags="--no-data-sharding!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: evaluating whole or several validation sets, or in batches of their own. Training is the same",
-        flags="--eval-global-batch-size --eval-micro-batch-size --full-validation --multiple-validation-sets",
+        flags="--eval-global-batch-size --eval-micro-batch-size --full-validation! --multiple-validation-sets!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: clipping queries and keys by their largest score",
-        flags="--qk-clip",
+        flags="--qk-clip!",
     ),
     Group(
         verdict="not mapped", effect="numbers",
         reason="not yet: weight decay of single norms",
-        flags="--apply-wd-to-qk-layernorm --no-weight-decay-cond-type",
+        flags="--apply-wd-to-qk-layernorm! --no-weight-decay-cond-type",
     ),
     Group(
         verdict="not mapped", effect="numbers",
@@ -323,7 +325,7 @@ NUMBERS = (
             "that folder"
         ),
         flags="""
-            --ckpt-step --load-main-params-from-ckpt --load-model-opt-format --no-load-optim --no-load-rng
+            --ckpt-step --load-main-params-from-ckpt! --load-model-opt-format! --no-load-optim! --no-load-rng!
             --override-ckpt-iteration
         """,
     ),
@@ -344,33 +346,33 @@ MODEL = (
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: other activations than SwiGLU. Use --swiglu",
-        flags="--activation-func-clamp-value --glu-linear-offset=0 --quick-geglu --squared-relu",
+        flags="--activation-func-clamp-value --glu-linear-offset=0 --quick-geglu! --squared-relu!",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: norms of queries and keys. Remove it",
-        flags="--qk-l2-norm --qk-layernorm",
+        flags="--qk-l2-norm! --qk-layernorm!",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: attention that is not plain and causal over the whole row. Remove it",
-        flags="--attention-output-gate --softmax-type=vanilla --window-attn-skip-freq --window-size",
+        flags="--attention-output-gate! --softmax-type=vanilla --window-attn-skip-freq --window-size",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="rotary positions turn all features of every layer in halves. Remove it, or set it to its default",
-        flags="--no-rope-freq --rotary-interleaved --rotary-percent=1 --rotary-seq-len-interpolation-factor=1",
+        flags="--no-rope-freq --rotary-interleaved! --rotary-percent=1 --rotary-seq-len-interpolation-factor=1",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: multi-latent attention. Remove it",
-        flags="--multi-latent-attention",
+        flags="--multi-latent-attention!",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with --multi-latent-attention only",
         flags="""
-            --kv-lora-rank --mla-down-proj-fusion --mscale --mscale-all-dim --q-lora-rank --qk-head-dim
+            --kv-lora-rank --mla-down-proj-fusion! --mscale --mscale-all-dim --q-lora-rank --qk-head-dim
             --qk-pos-emb-head-dim --rope-type --rotary-scaling-factor --v-head-dim
         """,
     ),
@@ -383,27 +385,27 @@ MODEL = (
         verdict="already", effect="none",
         reason="is read with --experimental-attention-variant only",
         flags="""
-            --disable-dsa-indexer-rotate-activation --disable-dsa-indexer-scoring-relu --dsa-indexer-head-dim
-            --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32 --dsa-indexer-loss-coeff --dsa-indexer-n-heads
-            --dsa-indexer-rope-interleaved --dsa-indexer-skip-topk-offset --dsa-indexer-topk --dsa-indexer-topk-freq
-            --dsa-indexer-use-sparse-loss --dsa-kernel-backend --gdp-cutedsl-kernel
+            --disable-dsa-indexer-rotate-activation! --disable-dsa-indexer-scoring-relu! --dsa-indexer-head-dim
+            --dsa-indexer-k-norm-epsilon --dsa-indexer-k-norm-fp32! --dsa-indexer-loss-coeff --dsa-indexer-n-heads
+            --dsa-indexer-rope-interleaved! --dsa-indexer-skip-topk-offset --dsa-indexer-topk
+            --dsa-indexer-topk-freq --dsa-indexer-use-sparse-loss! --dsa-kernel-backend --gdp-cutedsl-kernel!
             --gdp-num-chunk-states-to-recompute --gdp-num-householder --linear-attention-freq
             --linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads --linear-num-value-heads
-            --linear-value-head-dim --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu
+            --linear-value-head-dim --no-dsa-indexer-rotate-activation! --no-dsa-indexer-scoring-relu!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="belongs to a kind of positions that --position-embedding-type would have to name",
         flags="""
-            --mrope-section --no-yarn-correction-range-round-to-int --yarn-beta-fast --yarn-beta-slow
-            --yarn-correction-range-round-to-int --yarn-original-max-position-embeddings
+            --mrope-section --no-yarn-correction-range-round-to-int! --yarn-beta-fast --yarn-beta-slow
+            --yarn-correction-range-round-to-int! --yarn-original-max-position-embeddings
         """,
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: several residual streams, or norms in other places. Remove it",
-        flags="--apply-residual-connection-post-layernorm --enable-mhc-connections",
+        flags="--apply-residual-connection-post-layernorm! --enable-mhc-connections!",
     ),
     Group(
         verdict="already", effect="none",
@@ -420,12 +422,14 @@ MODEL = (
     Group(
         verdict="already", effect="none",
         reason="is read with --mtp-num-layers only",
-        flags="--mtp-detach-heads --mtp-hsm --mtp-loss-scaling-factor --mtp-standalone --mtp-use-repeated-layer",
+        flags="""
+            --mtp-detach-heads! --mtp-hsm! --mtp-loss-scaling-factor --mtp-standalone! --mtp-use-repeated-layer!
+        """,
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: scaling of weights and rates by width (muP). Remove it",
-        flags="--use-mup",
+        flags="--use-mup!",
     ),
     Group(
         verdict="already", effect="none",
@@ -438,37 +442,39 @@ MODEL = (
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: mixture of experts. Remove it, or set it to 0",
-        flags="--moe-use-upcycling --num-experts=0",
+        flags="--moe-use-upcycling! --num-experts=0",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with --num-experts only",
         flags="""
-            --enable-routing-replay --ep-overlap-early-attn-memory-release --expert-model-parallel-size
-            --expert-tensor-parallel-num-weight-shards --expert-tensor-parallel-size --gtp-expert-remat-nccl-ub
-            --high-priority-a2a-comm-stream --moe-apply-probs-on-input --moe-aux-loss-coeff --moe-combine-bwd-dtype
-            --moe-deepep-num-sms --moe-dispatch-fwd-dtype --moe-enable-deepep --moe-enable-routing-replay
-            --moe-expert-capacity-factor --moe-expert-rank-capacity-factor --moe-ffn-hidden-size
-            --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-grouped-gemm
+            --enable-routing-replay! --ep-overlap-early-attn-memory-release! --expert-model-parallel-size
+            --expert-tensor-parallel-num-weight-shards --expert-tensor-parallel-size --gtp-expert-remat-nccl-ub!
+            --high-priority-a2a-comm-stream! --moe-apply-probs-on-input! --moe-aux-loss-coeff
+            --moe-combine-bwd-dtype --moe-deepep-num-sms --moe-dispatch-fwd-dtype --moe-enable-deepep!
+            --moe-enable-routing-replay! --moe-expert-capacity-factor --moe-expert-rank-capacity-factor
+            --moe-ffn-hidden-size --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-grouped-gemm!
             --moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms
-            --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs --moe-input-jitter-eps
-            --moe-latent-size --moe-layer-freq --moe-layer-recompute --moe-mlp-glu-interleave-size
-            --moe-ncclep-static-shape --moe-ncclep-zero-copy --moe-pad-expert-input-to-capacity
-            --moe-pad-experts-for-cuda-graph-inference --moe-paged-stash --moe-paged-stash-buffer-size-factor-cpu
-            --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size --moe-per-layer-logging
-            --moe-permute-fusion --moe-permute-fusion-into-hybridep --moe-router-bias-update-rate --moe-router-dtype
-            --moe-router-enable-expert-bias --moe-router-force-biased --moe-router-force-load-balancing
-            --moe-router-fusion --moe-router-group-topk --moe-router-load-balancing-type --moe-router-num-groups
-            --moe-router-padding-for-fp8 --moe-router-padding-for-quantization --moe-router-pre-softmax
-            --moe-router-quantile-balancing-ema --moe-router-score-function --moe-router-topk
-            --moe-router-topk-limited-devices --moe-router-topk-scaling-factor
-            --moe-routing-trace-capture-hidden-states --moe-routing-trace-capture-logits
-            --moe-routing-trace-dump-weights --moe-routing-trace-max-training-iters --moe-routing-trace-path
-            --moe-shared-expert-gate --moe-shared-expert-glu-interleave-size --moe-shared-expert-intermediate-size
-            --moe-shared-expert-overlap --moe-single-grouped-bias --moe-single-grouped-weight
-            --moe-token-dispatcher-type --moe-token-drop-policy --moe-upcycling-granularity --moe-use-grouped-tensor
-            --moe-use-legacy-grouped-gemm --moe-z-loss-coeff --overlap-dispatch-backward-with-experts-wgrad
-            --overlap-moe-expert-parallel-comm --use-grouped-gemm-for-shared-expert
+            --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs! --moe-input-jitter-eps
+            --moe-latent-size --moe-layer-freq --moe-layer-recompute! --moe-mlp-glu-interleave-size
+            --moe-ncclep-static-shape! --moe-ncclep-zero-copy! --moe-pad-expert-input-to-capacity!
+            --moe-pad-experts-for-cuda-graph-inference! --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
+            --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size --moe-per-layer-logging!
+            --moe-permute-fusion! --moe-permute-fusion-into-hybridep! --moe-router-bias-update-rate
+            --moe-router-dtype --moe-router-enable-expert-bias! --moe-router-force-biased
+            --moe-router-force-load-balancing! --moe-router-fusion! --moe-router-group-topk
+            --moe-router-load-balancing-type --moe-router-num-groups --moe-router-padding-for-fp8!
+            --moe-router-padding-for-quantization! --moe-router-pre-softmax! --moe-router-quantile-balancing-ema
+            --moe-router-score-function --moe-router-topk --moe-router-topk-limited-devices
+            --moe-router-topk-scaling-factor --moe-routing-trace-capture-hidden-states!
+            --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
+            --moe-routing-trace-max-training-iters --moe-routing-trace-path --moe-shared-expert-gate!
+            --moe-shared-expert-glu-interleave-size --moe-shared-expert-intermediate-size
+            --moe-shared-expert-overlap! --moe-single-grouped-bias! --moe-single-grouped-weight!
+            --moe-token-dispatcher-type --moe-token-drop-policy --moe-upcycling-granularity
+            --moe-use-grouped-tensor! --moe-use-legacy-grouped-gemm! --moe-z-loss-coeff
+            --overlap-dispatch-backward-with-experts-wgrad! --overlap-moe-expert-parallel-comm!
+            --use-grouped-gemm-for-shared-expert!
         """,
     ),
     Group(
@@ -476,14 +482,14 @@ MODEL = (
         reason="not yet: layers that differ from each other, state-space layers, and modules of your own",
         flags="""
             --heterogeneous-layers-config-encoded-json --heterogeneous-layers-config-path --hybrid-attention-ratio=0
-            --hybrid-layer-pattern --hybrid-mlp-ratio=0 --hybrid-override-pattern --is-hybrid-model --spec
+            --hybrid-layer-pattern --hybrid-mlp-ratio=0 --hybrid-override-pattern --is-hybrid-model! --spec
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with a hybrid pattern only",
         flags="""
-            --disable-mamba-mem-eff-path --mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim
+            --disable-mamba-mem-eff-path! --mamba-head-dim --mamba-num-groups --mamba-num-heads --mamba-state-dim
             --mamba-training-ssm-states-dtype
         """,
     ),
@@ -497,28 +503,28 @@ MODEL = (
         reason="is read with another --optimizer only",
         flags="""
             --lion-beta1 --lion-beta2 --muon-coefficient-type --muon-extra-scale-factor --muon-fp32-matmul-prec
-            --muon-momentum --muon-nesterov --muon-no-split-qkv --muon-no-use-nesterov --muon-num-ns-steps
-            --muon-scalar-optimizer --muon-scale-mode --muon-tp-mode --muon-use-nesterov --muon-use-syrk
+            --muon-momentum --muon-nesterov! --muon-no-split-qkv! --muon-no-use-nesterov! --muon-num-ns-steps
+            --muon-scalar-optimizer --muon-scale-mode --muon-tp-mode --muon-use-nesterov! --muon-use-syrk!
             --sgd-momentum
         """,
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: fp16 and its loss scale. Use --bf16",
-        flags="--fp16",
+        flags="--fp16!",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with --fp16 only",
         flags="""
-            --fp16-lm-cross-entropy --hysteresis --initial-loss-scale --loss-scale --loss-scale-window
+            --fp16-lm-cross-entropy! --hysteresis --initial-loss-scale --loss-scale --loss-scale-window
             --min-loss-scale --min-scale
         """,
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: fill-in-the-middle samples. Remove it",
-        flags="--fim-data",
+        flags="--fim-data!",
     ),
     Group(
         verdict="already", effect="none",
@@ -531,7 +537,7 @@ MODEL = (
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: supervised fine-tuning. Remove it",
-        flags="--sft",
+        flags="--sft!",
     ),
     Group(
         verdict="already", effect="none",
@@ -541,36 +547,36 @@ MODEL = (
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: reinforcement learning. Remove it",
-        flags="--perform-rl-step",
+        flags="--perform-rl-step!",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with --perform-rl-step only",
         flags="""
             --grpo-clamp-eps-lower --grpo-clamp-eps-upper --grpo-default-temperature --grpo-default-top-p
-            --grpo-entropy-term-weight --grpo-filter-groups-with-same-reward --grpo-group-size --grpo-iterations
-            --grpo-kl-beta --grpo-prompts-per-step --langrl-env-config --langrl-external-server
+            --grpo-entropy-term-weight --grpo-filter-groups-with-same-reward! --grpo-group-size --grpo-iterations
+            --grpo-kl-beta --grpo-prompts-per-step --langrl-env-config --langrl-external-server!
             --langrl-inference-server-conversation-template --langrl-inference-server-type
-            --no-langrl-external-server --no-rl-calculate-intra-group-similarity
-            --no-rl-inference-logprobs-is-correction --no-rl-offload-inference-model-weights-when-idle
-            --no-rl-offload-kv-cache-during-training --no-rl-partial-rollouts --no-rl-persist-cuda-graphs
-            --no-rl-remove-kv-cache-during-training --no-rl-reset-cuda-graphs --no-rl-skip-bos-token
-            --no-rl-training-cuda-graphs --no-rl-use-sequence-packing --no-rl-verify-model-weights-swap
-            --refit-method --rl-calculate-intra-group-similarity --rl-consumption-granularity
-            --rl-default-temperature --rl-default-top-k --rl-default-top-p --rl-durable-rollout-bank
+            --no-langrl-external-server! --no-rl-calculate-intra-group-similarity!
+            --no-rl-inference-logprobs-is-correction! --no-rl-offload-inference-model-weights-when-idle!
+            --no-rl-offload-kv-cache-during-training! --no-rl-partial-rollouts! --no-rl-persist-cuda-graphs!
+            --no-rl-remove-kv-cache-during-training! --no-rl-reset-cuda-graphs! --no-rl-skip-bos-token!
+            --no-rl-training-cuda-graphs! --no-rl-use-sequence-packing! --no-rl-verify-model-weights-swap!
+            --refit-method --rl-calculate-intra-group-similarity! --rl-consumption-granularity
+            --rl-default-temperature --rl-default-top-k --rl-default-top-p --rl-durable-rollout-bank!
             --rl-generation-batch-size --rl-generation-lag --rl-importance-sampling-truncation-coef
             --rl-inference-expert-model-parallel-size --rl-inference-expert-tensor-model-parallel-size
-            --rl-inference-logprobs-is-correction --rl-inference-model-unified-memory-level --rl-inference-parsers
+            --rl-inference-logprobs-is-correction! --rl-inference-model-unified-memory-level --rl-inference-parsers
             --rl-inference-pipeline-model-parallel-size --rl-inference-tensor-model-parallel-size
             --rl-kv-cache-management-mode --rl-max-inflight-requests --rl-num-parallel-generation-batches
-            --rl-num-parallel-generations --rl-offload-inference-model-weights-when-idle
-            --rl-offload-kv-cache-during-training --rl-offload-optimizer-during-inference
-            --rl-parallel-generation-tasks --rl-partial-rollouts --rl-persist-cuda-graphs --rl-profile
-            --rl-profile-dir --rl-prompts-per-eval --rl-remove-kv-cache-during-training --rl-reset-cuda-graphs
+            --rl-num-parallel-generations --rl-offload-inference-model-weights-when-idle!
+            --rl-offload-kv-cache-during-training! --rl-offload-optimizer-during-inference!
+            --rl-parallel-generation-tasks --rl-partial-rollouts! --rl-persist-cuda-graphs! --rl-profile!
+            --rl-profile-dir --rl-prompts-per-eval --rl-remove-kv-cache-during-training! --rl-reset-cuda-graphs!
             --rl-rollout-bank-dir --rl-rollout-bank-max-bytes --rl-sequence-packing-algo
-            --rl-sequence-packing-bin-size --rl-sequence-packing-max-sequences-per-bin --rl-skip-bos-token
-            --rl-submission-granularity --rl-training-cuda-graphs --rl-use-sequence-packing
-            --rl-verify-model-weights-swap
+            --rl-sequence-packing-bin-size --rl-sequence-packing-max-sequences-per-bin --rl-skip-bos-token!
+            --rl-submission-granularity --rl-training-cuda-graphs! --rl-use-sequence-packing!
+            --rl-verify-model-weights-swap!
         """,
     ),
     Group(
@@ -587,7 +593,7 @@ MODEL = (
         verdict="already", effect="none",
         reason="is read with --logits-load-dir or --logits-save-dir only",
         flags="""
-            --logits-load-decode-threads --logits-load-ignore-errors --logits-load-kd-loss-alpha
+            --logits-load-decode-threads --logits-load-ignore-errors! --logits-load-kd-loss-alpha
             --logits-load-msc-prefetch-depth --logits-load-prefetch-factor --logits-save-dtype --logits-save-top-k
             --logits-save-top-p --logits-save-top-p-min-k
         """,
@@ -596,21 +602,21 @@ MODEL = (
         verdict="not mapped", effect="model",
         reason="not yet: quantising, pruning and distilling with NVIDIA ModelOpt. Remove it",
         flags="""
-            --ammo-convert-te-to-local-spec --ammo-load-classic-megatron-to-mcore --ammo-quant-cfg --enable-gpt-oss
-            --export-default-te-spec --export-draft-vocab-size --export-eagle-algorithm
-            --export-force-local-attention --export-freeze-mtp --export-kd-cfg --export-kd-finalize
+            --ammo-convert-te-to-local-spec! --ammo-load-classic-megatron-to-mcore! --ammo-quant-cfg
+            --enable-gpt-oss! --export-default-te-spec! --export-draft-vocab-size --export-eagle-algorithm
+            --export-force-local-attention! --export-freeze-mtp --export-kd-cfg --export-kd-finalize!
             --export-kd-teacher-ckpt-format --export-kd-teacher-load --export-kd-teacher-model-config
-            --export-kv-cache-quant --export-legacy-megatron --export-model-type --export-moe-apply-probs-on-input
-            --export-num-eagle-layers --export-num-medusa-heads --export-num-mtp --export-offline-model
-            --export-qk-l2-norm --export-quant-cfg --export-real-quant-cfg --export-te-mcore-model
-            --finetune-data-split --finetune-hf-dataset --freeze-base-for-mtp --modelopt-enabled --qad-train-target
-            --teacher-model-config
+            --export-kv-cache-quant! --export-legacy-megatron! --export-model-type
+            --export-moe-apply-probs-on-input! --export-num-eagle-layers --export-num-medusa-heads --export-num-mtp
+            --export-offline-model! --export-qk-l2-norm! --export-quant-cfg --export-real-quant-cfg
+            --export-te-mcore-model! --finetune-data-split --finetune-hf-dataset --freeze-base-for-mtp!
+            --modelopt-enabled! --qad-train-target --teacher-model-config
         """,
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="not yet: frozen weights. Remove it",
-        flags="--freeze-all-layers",
+        flags="--freeze-all-layers!",
     ),
     Group(
         verdict="not mapped", effect="model",
@@ -626,22 +632,22 @@ MODEL = (
             "not yet: Megatron's checkpoint folders. Convert the model to Hugging Face and set checkpoint.load to "
             "that folder"
         ),
-        flags="--finetune --use-checkpoint-args --use-mp-args-from-checkpoint-args",
+        flags="--finetune! --use-checkpoint-args! --use-mp-args-from-checkpoint-args!",
     ),
     Group(
         verdict="already", effect="none",
         reason="is read with --use-checkpoint-args only",
-        flags="--disable-use-tokenizer-model-from-checkpoint-args --no-use-tokenizer-model-from-checkpoint-args",
+        flags="--disable-use-tokenizer-model-from-checkpoint-args! --no-use-tokenizer-model-from-checkpoint-args!",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="use `megalith evaluate` on a checkpoint instead of a training that skips itself",
-        flags="--skip-train",
+        flags="--skip-train!",
     ),
     Group(
         verdict="not mapped", effect="model",
         reason="use `megalith convert`: a training does not rewrite checkpoints here",
-        flags="--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format",
+        flags="--ckpt-convert-format --ckpt-convert-save --ckpt-convert-update-legacy-dist-opt-format!",
     ),
     Group(
         verdict="not mapped", effect="model",

@@ -1,0 +1,196 @@
+"""`megalith from-megatron`: Megatron's arguments, or the script that launches it, as a run of ours."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megalith.cli.arguments import parse_options
+from megalith.cli.output import print_json
+from megalith.config.megatron.arguments import with_files
+from megalith.config.megatron.draft import Entry
+from megalith.config.megatron.launch import Launch, read_script, split_command
+from megalith.config.megatron.translate import Translation, named_tokenizer, translate
+from megalith.config.show import shown_value
+from megalith.config.tree import dump_yaml, to_dict
+from megalith.data.huggingface import HuggingFaceTokenizer
+from megalith.errors import ConfigError, DataError, raise_all
+from megalith.train.rules import run_problems
+
+HEADINGS = (
+    ("mapped", "none", "mapped"),
+    ("already", "none", "nothing to do"),
+    ("explained", "none", "done differently here"),
+    ("explained", "numbers", "done differently here, which changes the numbers"),
+    ("not mapped", "none", "not mapped; the numbers stay the same"),
+    ("not mapped", "numbers", "not mapped, which changes the numbers"),
+    ("not mapped", "model", "not mapped, and refused: it would be another training"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromMegatron:
+    """Turn Megatron's arguments (all other words), or a launch script, into a run: YAML on standard output.
+
+    What became of each argument goes to standard error. Arguments behind a script's own win over those in it.
+    Example: megalith from-megatron --script train_llama3_8b.sh --output llama3_8b.yaml
+    """
+
+    script: str | None = None
+    """A bash script that starts pretrain_gpt.py; it is read, never run."""
+
+    set: tuple[str, ...] = ()
+    """NAME=VALUE of variables that the script takes from outside; 1=VALUE for its first argument."""
+
+    output: str | None = None
+    """Write the YAML to this file."""
+
+    name: str | None = None
+    """Name of the run; default: that of the script."""
+
+    world: int | None = None
+    """Ranks of the job, where the command does not say: decides a global batch size that was left out."""
+
+    strict: bool = False
+    """Refuse also what changes the numbers, not only what would be another training."""
+
+    json: bool = False
+    """Print one JSON document: the run, and what became of each argument."""
+
+
+def main(argv: list[str]) -> int:
+    """Run the command; returns its exit code: 2 when there is no run, or `--strict` refuses it."""
+    own, words = split_own(argv)
+    options = parse_options(FromMegatron, own, prog="megalith from-megatron")
+    launch = _launch(options, words)
+    words = with_files([*launch.arguments, *words] if options.script else launch.arguments)
+    if not words:
+        raise ConfigError(f"there are {len(words)} arguments to translate. Pass Megatron's own, or --script FILE.")
+    translation = translate(
+        words,
+        name=options.name or (Path(options.script).stem if options.script else "from_megatron"),
+        world=options.world or launch.world,
+        tokenizer_vocab=_tokenizer_vocab(words),
+    )
+    refusals = translation.refusals(strict=options.strict)
+    if translation.run is not None:
+        refusals += run_problems(translation.run, translation.ranks)
+    text = "" if translation.run is None or refusals else dump_yaml(translation.run)
+    if options.json:
+        print_json(_document(translation, refusals))
+    else:
+        print(report(translation.entries), file=sys.stderr)
+        raise_all(refusals)
+    if text and options.output is not None:
+        _write(options.output, text)
+    if text and not options.json:
+        print(_next_step(options.output, translation), file=sys.stderr)
+        print("" if options.output else text, end="")
+    return 2 if refusals else 0
+
+
+def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The command's own options, and the words that are Megatron's."""
+    own, words, values = [], [], []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if word in ("--strict", "--json", "--help", "-h"):
+            own.append(word)
+        elif name in ("--script", "--output", "--name", "--world", "--set"):
+            if not equals and not rest:
+                raise ConfigError(f"{name} has no value. Use {name} VALUE.")
+            value = value if equals else rest.pop(0)
+            own += [name, value] if name != "--set" else []
+            values += [value] if name == "--set" else []
+        else:
+            words.append(word)
+    return own + (["--set", *values] if values else []), words
+
+
+def report(entries: Sequence[Entry]) -> str:
+    """What became of each argument, under a heading for each kind of answer; arguments with one answer share it."""
+    lines = []
+    for verdict, effect, heading in HEADINGS:
+        chosen = [entry for entry in entries if (entry.verdict, entry.effect) == (verdict, effect)]
+        lines += [f"\n{heading}"] if chosen else []
+        if verdict == "mapped":
+            lines += [_mapped_line(entry) for entry in chosen]
+            continue
+        for text in dict.fromkeys(entry.text for entry in chosen):
+            flags = ", ".join(_short(entry.flag) for entry in chosen if entry.text == text)
+            lines.append(f"  {flags}\n      {text}")
+    return "\n".join(lines).strip("\n")
+
+
+def _mapped_line(entry: Entry) -> str:
+    why = f"  ({entry.text})" if entry.text else ""
+    return f"  {_short(entry.flag):<48} {entry.setting} = {_short(shown_value(entry.value))}{why}"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
+    """The training that the script or the words start."""
+    variables = dict(_variable(word) for word in options.set)
+    if options.script is None:
+        if variables:
+            raise ConfigError(f"--set {' '.join(options.set)} belongs to a script. Use it with --script FILE.")
+        return split_command(words)
+    try:
+        text = Path(options.script).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--script {options.script} cannot be read: {error}. Pass a bash script.") from None
+    try:
+        return read_script(text, variables)
+    except ConfigError as error:
+        raise ConfigError(f"--script {options.script}: {error}") from None
+
+
+def _variable(word: str) -> tuple[str, str]:
+    name, equals, value = word.partition("=")
+    if not equals or not (name.isidentifier() or name.isdecimal()):
+        raise ConfigError(f"--set {word}: expected NAME=VALUE. Use for example --set DATA_PATH=/data/text_document.")
+    return name, value
+
+
+def _tokenizer_vocab(words: Sequence[str]) -> int | None:
+    """The number of ids of the tokenizer that the arguments name; None when its files are not here."""
+    path = named_tokenizer(words)
+    if path is None:
+        return None
+    try:
+        return HuggingFaceTokenizer(path).vocab_size
+    except DataError:
+        return None
+
+
+def _document(translation: Translation, refusals: list[str]) -> dict[str, object]:
+    entries = [asdict(entry) for entry in translation.entries]
+    kinds = ("mapped", "already", "explained", "not mapped")
+    return {
+        "run": None if translation.run is None or refusals else to_dict(translation.run),
+        "ranks": translation.ranks,
+        **{kind.replace(" ", "_"): [e for e in entries if e["verdict"] == kind] for kind in kinds},
+        "refused": refusals,
+    }
+
+
+def _write(path: str, text: str) -> None:
+    """Write the YAML; a file that exists is never replaced."""
+    try:
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--output {path} exists already. Use another name, or remove that file first.") from None
+    except OSError as error:
+        raise ConfigError(f"--output {path} cannot be written: {error}. Use a folder that exists.") from None
+
+
+def _next_step(output: str | None, translation: Translation) -> str:
+    file = output or "FILE.yaml"
+    ranks = f" --nproc {translation.ranks}" if translation.ranks > 1 else ""
+    return f"\nnext: megalith train {file}{ranks}   (one machine; on several, the same command under torchrun)"

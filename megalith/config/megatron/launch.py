@@ -1,0 +1,294 @@
+"""A launch script as Megatron's arguments: variables and arrays are filled in, nothing is ever run."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from pathlib import PurePath
+from typing import Literal
+
+from megalith.config.megatron.shell import ArrayLiteral, Operator, Token, Word, tokens
+from megalith.config.megatron.variables import Variables, names_in
+from megalith.errors import ConfigError
+
+OTHER_PROGRAMS: Mapping[str, str] = {
+    "pretrain_bert.py": "BERT",
+    "pretrain_t5.py": "T5",
+    "pretrain_vlm.py": "a multimodal model",
+    "pretrain_retro.py": "RETRO",
+    "pretrain_mamba.py": "a state-space or hybrid model",
+    "pretrain_hybrid.py": "a state-space or hybrid model",
+    "pretrain_ict.py": "a retriever",
+    "pretrain_vision_classify.py": "a vision model",
+    "pretrain_vision_dino.py": "a vision model",
+    "pretrain_vision_inpaint.py": "a vision model",
+    "train_rl.py": "a policy by reinforcement learning",
+}
+"""Megatron's trainings that are not of a GPT, and what each trains."""
+
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+_LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
+_DECLARE = ("export", "declare", "typeset", "readonly", "local")
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a job starts its training."""
+
+    program: str | None
+    """The Python file; None when only arguments were given."""
+
+    arguments: tuple[str, ...]
+    """What stands behind it. A variable that nothing sets stays as `${NAME}`."""
+
+    world: int | None
+    """Ranks of the job, where the command says so."""
+
+
+@dataclass(slots=True)
+class _Block:
+    """An `if`, loop, `case` or function that is open."""
+
+    kind: Literal["if", "loop", "case", "function", "group"]
+    line: int
+    runs: bool | None
+    """Does the part that is being read run? None: it cannot be told."""
+
+    testing: bool = False
+    """The condition is being read."""
+
+    taken: bool | None = False
+    """Did an earlier branch run?"""
+
+
+def split_command(words: Sequence[str]) -> Launch:
+    """The program and its arguments out of `torchrun ... pretrain_gpt.py ...`, or arguments alone.
+
+    Raises:
+        ConfigError: the program trains another kind of model.
+    """
+    place = _program_place(words)
+    if place is None:
+        return Launch(None, tuple(words), None)
+    program = words[place]
+    trained = OTHER_PROGRAMS.get(PurePath(program).name)
+    if trained is not None:
+        raise ConfigError(
+            f"{program} trains {trained}, and only a GPT can be translated yet. Use a command with pretrain_gpt.py."
+        )
+    return Launch(program, tuple(words[place + 1 :]), _world(words[:place]))
+
+
+def read_script(text: str, variables: Mapping[str, str]) -> Launch:
+    """The training that a bash script starts. `variables` are set from outside; the script cannot change them.
+
+    Raises:
+        ConfigError: the script starts no training, several, or one whose arguments depend on what cannot be told.
+    """
+    shell = _Shell(Variables(variables))
+    shell.read(list(tokens(text)))
+    found = [launch for launch in shell.launches if {"--micro-batch-size", "--num-layers"} & set(launch.arguments)]
+    distinct = list(dict.fromkeys(found or shell.launches))
+    if not distinct:
+        raise ConfigError(
+            f"none of the script's {shell.count} commands starts a training: expected a Python file and arguments, "
+            f"such as torchrun ... pretrain_gpt.py --num-layers 32. Pass the arguments themselves."
+        )
+    if len(distinct) > 1:
+        programs = ", ".join(str(launch.program) for launch in distinct)
+        raise ConfigError(
+            f"the script starts {len(distinct)} trainings ({programs}). Pass the arguments of the one you mean."
+        )
+    return distinct[0]
+
+
+def _program_place(words: Sequence[str]) -> int | None:
+    return next((place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None)
+
+
+def _world(launcher: Sequence[str]) -> int | None:
+    """Ranks that a launcher starts; None when another program (srun, mpirun) decides."""
+    words = [part for word in launcher for part in word.split("=", 1)]
+    if not any(PurePath(word).name in _LAUNCHERS for word in words):
+        plain = bool(words) and all(re.fullmatch(r"python[\d.]*|-\w", PurePath(word).name) for word in words)
+        return 1 if plain else None
+    counts = []
+    for name in ("nproc", "nnodes"):
+        spelled = (f"--{name}", f"--{name}_per_node", f"--{name}-per-node")
+        value = next((after for word, after in pairwise(words) if word in spelled), "1")
+        counts.append(int(value) if value.isdecimal() else None)
+    processes, nodes = counts
+    return None if processes is None or nodes is None else processes * nodes
+
+
+@dataclass(slots=True)
+class _Shell:
+    """What is known while a script is read from top to bottom."""
+
+    variables: Variables
+    blocks: list[_Block] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    count: int = 0
+
+    def read(self, script: list[Token]) -> None:
+        """Go through the commands of a script."""
+        command: list[Word | ArrayLiteral] = []
+        status: bool | None = True  # how the last command ended; None: it cannot be told
+        runs: bool | None = True  # does the next one run, as far as && and || decide?
+        skip = function = False
+        for token in [*script, Operator("\n", 0)]:
+            if not isinstance(token, Operator):
+                command += [] if skip else [token]
+                skip = False
+            elif token.text[:1] in "<>" or token.text in ("&>", "&>>"):
+                skip = True  # a file, not an argument
+                if command and _plain(command[-1]).isdecimal():
+                    command.pop()  # the 2 of 2>&1
+            elif token.text == "(" and len(command) == 1:
+                function = True  # a function's name comes before ()
+            elif not (token.text == ")" and function and len(command) == 1):
+                if command:
+                    status = self.command(command, runs, status, function=function)
+                    command, function = [], False
+                decided = {"&&": status, "||": None if status is None else not status}
+                runs = decided.get(token.text, True)
+
+    def command(
+        self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None, *, function: bool
+    ) -> bool | None:
+        """Read one command; returns how it ends, or `status`, how the one before did, when it does not run."""
+        self.count += 1
+        if function:  # what it contains may run at any time, or never
+            self.blocks.append(_Block("function", command[0].line, None))
+            command = command[1:]
+        negated = False
+        while command and self.keyword(_plain(command[0]), command[0].line):
+            negated ^= _plain(command[0]) == "!"
+            command = [] if _plain(command[0]) in ("for", "case", "select", "function") else command[1:]
+        active = runs
+        for block in self.blocks:
+            active = _both(active, True if block.testing else block.runs)
+        if not command or active is False:
+            return status
+        result = self.run(command, active)
+        result = None if runs is None else not result if negated and result is not None else result
+        if self.blocks and self.blocks[-1].testing:
+            self.blocks[-1].runs = result
+        return result
+
+    def run(self, command: list[Word | ArrayLiteral], active: bool | None) -> bool | None:
+        """Follow a command that sets variables, asks a question or starts a training."""
+        if _plain(command[0]) in ("[", "[[", "test"):
+            return self.variables.test([word for word in command if isinstance(word, Word)])
+        return True if self.assignments(command, active) else self.start(command)
+
+    def keyword(self, word: str, line: int) -> bool:
+        """Open, turn or close a block. False for an ordinary word."""
+        block = self.blocks[-1] if self.blocks else None
+        if word in ("if", "while"):
+            self.blocks.append(_Block("if" if word == "if" else "loop", line, None, testing=True))
+        elif word in ("for", "select", "case", "until"):
+            self.blocks.append(_Block("case" if word == "case" else "loop", line, None))
+        elif word == "function":
+            self.blocks.append(_Block("function", line, None))
+        elif word == "{":
+            if block is None or block.kind != "function" or block.taken:
+                self.blocks.append(_Block("group", line, True))
+            else:
+                block.taken = True  # its body has begun
+        elif word in ("fi", "done", "esac", "}"):
+            if block is not None:
+                self.blocks.pop()
+        elif block is not None and word in ("then", "do"):
+            block.testing = False
+            if word == "then":
+                block.runs, block.taken = _branch(block)
+            elif block.runs is not False:
+                block.runs = None  # how often cannot be told
+        elif block is not None and word in ("elif", "else"):
+            block.testing, block.runs = word == "elif", True
+            if word == "else":
+                block.runs, block.taken = _branch(block)
+        else:
+            return word in ("!", "time", "in")
+        return True
+
+    def assignments(self, command: list[Word | ArrayLiteral], active: bool | None) -> bool:
+        """Take assignments off the front of a command; True when nothing is left of it."""
+        if _plain(command[0]) in _DECLARE:
+            del command[0]
+            command[:] = [word for word in command if _assigns(word)]
+        while command and _assigns(command[0]):
+            word = command.pop(0)
+            name, append, literal = _assignment(word)
+            line = self.blocks[-1].line if self.blocks else word.line
+            self.variables.assign(name, literal, append=append, active=active, line=line)
+        return not command
+
+    def start(self, command: list[Word | ArrayLiteral]) -> bool | None:
+        """Note a command that starts a training; how others end cannot be told."""
+        words = [value for word in command if isinstance(word, Word) for value in self.variables.fill(word)]
+        if words and words[0] in ("echo", "printf"):
+            return True
+        inner = next((word for word in words if re.search(r"\.py\s", word)), None)
+        if inner is not None and _program_place(words) is None:  # bash -c "torchrun ...", or one text with all of it
+            inside = _Shell(self.variables)
+            inside.read(list(tokens(inner)))
+            self.launches += inside.launches
+            if inside.launches:
+                self.refuse_unsure(command)
+        elif _program_place(words) is not None:
+            launch = split_command(words)
+            if any(word.startswith("--") for word in launch.arguments):
+                self.refuse_unsure(command)
+                self.launches.append(launch)
+        return None
+
+    def refuse_unsure(self, command: list[Word | ArrayLiteral]) -> None:
+        """A training whose arguments hang on a condition that cannot be judged is not translated."""
+        unsure = self.variables.unsure
+        for name in (name for word in command if isinstance(word, Word) for name in names_in(word)):
+            if name in unsure:
+                raise ConfigError(
+                    f"{name} is changed under a condition, at line {unsure[name]} of the script, that cannot be judged "
+                    f"without running it. Pass --set NAME=VALUE for what it asks about, or for {name} itself."
+                )
+
+
+def _both(left: bool | None, right: bool | None) -> bool | None:
+    """`and` of answers that may be unknown."""
+    if left is False or right is False:
+        return False
+    return None if left is None or right is None else True
+
+
+def _branch(block: _Block) -> tuple[bool | None, bool | None]:
+    """Whether the branch whose condition was just read runs, and whether any branch did so far."""
+    runs = _both(block.runs, None if block.taken is None else not block.taken)
+    taken = True if block.taken or runs else None if block.taken is None or runs is None else False
+    return runs, taken
+
+
+def _plain(word: Word | ArrayLiteral) -> str:
+    """The letters of a word that has nothing to fill in and no quotes, else ""."""
+    if isinstance(word, ArrayLiteral) or any(part.kind != "text" or part.quoted for part in word.parts):
+        return ""
+    return "".join(part.text for part in word.parts)
+
+
+def _assigns(word: Word | ArrayLiteral) -> bool:
+    return isinstance(word, ArrayLiteral) or _ASSIGNMENT.match(_letters(word)) is not None
+
+
+def _letters(word: Word) -> str:
+    """The unquoted letters that a word begins with."""
+    return "".join(part.text for part in takewhile(lambda part: part.kind == "text" and not part.quoted, word.parts))
+
+
+def _assignment(word: Word | ArrayLiteral) -> tuple[str, bool, Word | ArrayLiteral]:
+    """Name, whether it appends, and value of NAME=value, NAME+=value or an array."""
+    if isinstance(word, ArrayLiteral):
+        return word.name, word.append, word
+    found = _ASSIGNMENT.match(_letters(word))
+    assert found is not None
+    return found[1], bool(found[2]), Word(word.parts[found.end() :], word.line)  # an unquoted letter is one part
