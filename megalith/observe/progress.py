@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LINE_SECONDS = 5.0  # between plain lines, so that a log of a long run stays readable
+LINE_SECONDS = 10.0  # between plain lines, so that a log of a long run stays readable
 
 
 class StepProgress:

@@ -79,8 +79,7 @@ class _Loop:
         saved = open_checkpoint(found) if isinstance(found, Path) else None
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
         self.tokenizer = _matching_tokenizer(run)
-        self.order_samples = self._order_samples(saved)
-        self.splits = self._build_datasets()
+        self._open_data(saved)
         self.trainer = build_trainer(run, mesh, device, fill=saved is None and run.checkpoint.load is None)
         self._load(saved)
         if self.writer:
@@ -208,7 +207,8 @@ class _Loop:
             if saved.state["data"] != self.splits.train.fingerprint:
                 raise CheckpointError(
                     f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
-                    f"  now:  {self.splits.train.fingerprint}\nUse the data the run was started with, or choose "
+                    f"  now:  {self.splits.train.fingerprint}\nUse the data the run was started with, set "
+                    f"data.num_train_samples={saved.state['order_samples']} if only its length changed, or choose "
                     f"another folder with --run NAME."
                 )
             saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
@@ -221,18 +221,22 @@ class _Loop:
                 self.progress.say(f"{source}: {line}")
             self.progress.say(f"starting from {source}")
 
-    def _order_samples(self, saved: Checkpoint | None) -> int:
-        """The count of samples that decides the data's order: that of the first start, while it suffices."""
-        needed = self.run_config.train.steps * self.run_config.train.global_batch_size
-        if self.run_config.data.num_train_samples is not None:
-            return self.run_config.data.num_train_samples
-        return needed if saved is None else max(needed, int(saved.state["order_samples"]))
+    def _open_data(self, saved: Checkpoint | None) -> None:
+        """Build the datasets. Their order follows from a count of samples: that of the first start, if it suffices.
 
-    def _build_datasets(self) -> Splits:
-        """Indices are built by whoever comes first and mapped by the others."""
+        Indices are built by whoever comes first and mapped by the others.
+        """
+        needed = self.run_config.train.steps * self.run_config.train.global_batch_size
+        self.order_samples = needed if saved is None else int(saved.state["order_samples"])
+        self.splits = self._datasets(self.order_samples)
+        if self.splits.train is not None and self.splits.train.num_samples < needed:
+            self.order_samples = needed
+            self.splits = self._datasets(needed)
+
+    def _datasets(self, train_samples: int) -> Splits:
         run, train = self.run_config, self.run_config.train
         return build_datasets(
-            run.data, seq_len=train.seq_len, seed=run.seed, train_samples=self.order_samples,
+            run.data, seq_len=train.seq_len, seed=run.seed, train_samples=train_samples,
             valid_samples=train.eval_steps * train.global_batch_size, test_samples=0, vocab_size=run.model.vocab_size,
             eod=self.tokenizer.eod,
         )  # fmt: skip
