@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from megalith.errors import RankError, UserError
 from megalith.observe.limits import available_cores
@@ -104,27 +105,32 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
     except SystemExit:
         raise
     except BaseException as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
+        failure = failure_of(int(environment.get("RANK", 0)), error, frames_to_skip=1)
+        if isinstance(error, UserError):
+            failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
         if launcher is not None:
-            rank = int(environment["RANK"])
-            _leave_record(Path(launcher.partition(":")[2]) / f"rank{rank}.json", rank, error)
-        elif "TORCHELASTIC_ERROR_FILE" in environment:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-            get_error_handler().record_exception(error)
+            _leave_record(
+                failure, Path(launcher.partition(":")[2]), USER_ERROR if isinstance(error, UserError) else FAULT
+            )
+        if "TORCHELASTIC_ERROR_FILE" in environment:
+            Path(environment["TORCHELASTIC_ERROR_FILE"]).write_text(_torchrun_record(failure))
         raise
 
 
-def _leave_record(file: Path, rank: int, error: BaseException) -> None:
+def _leave_record(failure: Failure, folder: Path, code: int) -> NoReturn:
     """Write the failure down and end at once: what Python does at exit could wait for ranks that are gone."""
-    failure = failure_of(rank, error, frames_to_skip=1)
-    if isinstance(error, UserError):
-        failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
-    unfinished = file.with_suffix(".tmp")
+    unfinished = folder / f"rank{failure.rank}.tmp"
     unfinished.write_text(json.dumps(asdict(failure)))
-    unfinished.rename(file)  # a record is there whole or not at all
+    unfinished.rename(folder / f"rank{failure.rank}.json")  # a record is there whole or not at all
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(USER_ERROR if isinstance(error, UserError) else FAULT)
+    os._exit(code)
+
+
+def _torchrun_record(failure: Failure) -> str:
+    """The failure in the form in which torchrun reads it."""
+    more = {"py_callstack": failure.text, "timestamp": str(int(time.time()))}
+    return json.dumps({"message": {"message": failure.summary, "extraInfo": more}})
 
 
 @dataclass(slots=True)

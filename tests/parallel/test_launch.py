@@ -280,11 +280,27 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: 
         until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
 
 
-def test_under_torchrun_a_failure_goes_to_its_error_file(script: Path, tmp_path: Path) -> None:
-    error = tmp_path / "error.json"
-    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(error)}
-    command = [sys.executable, str(script), "fail", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("how", "code", "summary", "shown"),
+    [
+        ("fail", 1, "ValueError: the real reason", "Traceback (most recent call last):"),
+        (
+            "refuse_one",
+            1,
+            "megalith.errors.ConfigError: data.path=x: no such file here. Use another.",
+            "data.path=x: no",
+        ),
+    ],
+)
+def test_under_torchrun_a_failure_goes_to_its_error_file(
+    script: Path, tmp_path: Path, how: str, code: int, summary: str, shown: str
+) -> None:
+    file = tmp_path / "error.json"
+    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": "1", "TORCHELASTIC_ERROR_FILE": str(file)}
+    command = [sys.executable, str(script), how, str(tmp_path)]
     done = subprocess.run(command, env=told, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.rstrip().endswith("ValueError: the real reason")
-    assert json.loads(error.read_text())["message"]["message"] == "ValueError: the real reason"
+    assert done.returncode == code
+    assert done.stderr.rstrip().endswith(summary), "the rank speaks for itself, too"
+    record = json.loads(file.read_text())["message"]
+    assert record["message"] == summary
+    assert record["extraInfo"]["py_callstack"].startswith(shown)
