@@ -1,0 +1,76 @@
+"""Layers with weights, whole or cut over ranks on paper."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels.rope import rope_frequencies, rope_tables
+from megalith.kernels.tokens import Tokens, tokens_of_lengths
+from megalith.models.decoder import declared_parameters
+from megalith.nn.attention import with_rotary
+from megalith.nn.init import fill
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.tensor import Init, WholeTokens
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 18, "num_layers": 1, "num_heads": 6, "num_kv_heads": 3, "ffn_hidden_size": 11,
+    "max_seq_len": 32, "qkv_bias": True, "output_bias": True, "mlp_bias": True, "head_dim": 4,
+}  # fmt: skip
+
+
+def config(**changes: Any) -> ModelConfig:
+    """A model of one layer, with biases."""
+    return ModelConfig(**SIZES | changes)
+
+
+def build(kind: type[nn.Module], model: ModelConfig, mesh: Mesh | None = None) -> nn.Module:
+    """A layer in float64 with random weights and biases, the same under every layout."""
+    mesh = mesh or mesh_of_one()
+    layer = kind("layers.0.x", model, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    layer.to_empty(device="cpu")
+    for declared, module, name in declared_parameters(layer):
+        fill(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
+    return layer
+
+
+def paper(model: ModelConfig, tp: int, rank: int) -> Mesh:
+    """A place among tp ranks that do not exist."""
+    return mesh_on_paper(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
+
+
+def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
+    """A place among tp processes."""
+    return build_mesh(model_grid(ParallelConfig(tp=tp), model, tp), rank=rank)
+
+
+def tokens(model: ModelConfig, lengths: list[int]) -> Tokens:
+    """Documents, with their rotations."""
+    made = tokens_of_lengths(lengths)
+    frequencies = rope_frequencies(model.rope, model.head_size(), dtype=torch.float64)
+    return with_rotary(made, *rope_tables(made.positions, frequencies, torch.float64))
+
+
+def inputs(count: int, features: int = 18) -> Tensor:
+    """x [count, features] in float64."""
+    return torch.randn(count, features, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def weights(layer: nn.Module) -> dict[str, Tensor]:
+    """Weights by the last part of their names, in the shapes of their boxes."""
+    return {
+        declared.shard.name.rpartition(".x.")[2]: getattr(module, name).detach().view(declared.shard.box_shape)
+        for declared, module, name in declared_parameters(layer)
+    }
+
+
+@pytest.fixture
+def layers() -> SimpleNamespace:
+    """Functions that make layers and what they read."""
+    return SimpleNamespace(
+        config=config, build=build, paper=paper, real=real, tokens=tokens, inputs=inputs, weights=weights
+    )

@@ -1,0 +1,35 @@
+import pytest
+import torch
+
+from megalith.models.decoder import declared_parameters
+from megalith.nn.init import fill
+from megalith.nn.norm import RMSNorm
+
+
+def norm(dtype: torch.dtype = torch.float32) -> RMSNorm:
+    made = RMSNorm("layers.3.mlp_norm", 7, eps=1e-5, invariant=frozenset({"tp_kv"}), dtype=dtype)
+    made.to_empty(device="cpu")
+    ((declared, _, _),) = declared_parameters(made)
+    fill(made.get_parameter("weight"), declared.shard, declared.init, seed=0)
+    return made
+
+
+def test_each_token_is_divided_by_its_root_mean_square_and_scaled() -> None:
+    made, x = norm(), torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert (made.get_parameter("weight") == 1).all()
+    with torch.no_grad():
+        made.get_parameter("weight").copy_(torch.arange(7.0))
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * torch.arange(7.0)
+    torch.testing.assert_close(made(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_it_answers_in_the_dtype_it_was_asked_in(dtype: torch.dtype) -> None:
+    assert norm(dtype)(torch.ones(2, 7, dtype=dtype)).dtype == dtype
+
+
+def test_its_parameter_is_a_whole_vector_under_its_name() -> None:
+    ((declared, _, _),) = declared_parameters(norm())
+    shard = declared.shard
+    assert (shard.name, shard.shape, shard.cut) == ("layers.3.mlp_norm.weight", (7,), ())
+    assert (shard.inputs, shard.invariant) == (0, {"tp_kv"}), "a vector, whose gradient every rank of tp_kv has whole"
