@@ -1,0 +1,208 @@
+import io
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.save import save_checkpoint
+from megalith.cli.arguments import parse_options
+from megalith.cli.generate import GenerateOptions, print_now, read_prompt_file, worker_words
+from megalith.cli.main import main
+from megalith.config.model import ModelConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml
+from megalith.errors import DataError
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.release import release_run
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_of_one
+
+CONFIG = ModelConfig(
+    vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=64,
+    init_std=0.5,
+)  # fmt: skip
+
+
+def make_run(folder: Path, tokenizer: TokenizerConfig) -> str:
+    """A run with one checkpoint."""
+    model = Decoder(CONFIG, mesh_of_one())
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    text = dump_yaml(release_run("run", CONFIG, tokenizer, folder))
+    save_checkpoint(folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> str:
+    """A run whose tokens are bytes."""
+    return make_run(tmp_path / "run", TokenizerConfig())
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    """What `generate --json` prints."""
+    assert main(["generate", *words, "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    found: dict[str, Any] = json.loads(said.out)
+    return found
+
+
+def test_the_prompt_and_what_follows_it_are_printed(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", run, "ab", "--max-new-tokens", "9", "--greedy"]) == 0
+    said = capsys.readouterr().out
+    (result,) = document(capsys, run, "ab", "--max-new-tokens", "9", "--greedy")["results"]
+    assert said == "ab" + result["text"] + "\n"
+    assert (result["prompt"], result["prompt_ids"], len(result["ids"])) == ("ab", [97, 98], 9)
+
+
+def test_json_is_one_document_with_every_prompt(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(capsys, run, "ab", "", "abc", "--max-new-tokens", "5")
+    assert [result["prompt"] for result in found["results"]] == ["ab", "", "abc"]
+    assert found["results"][1]["prompt_ids"] == [256], "nothing begins a document"
+    assert found["num_tokens"] == sum(len(result["ids"]) for result in found["results"]) > 0
+    assert found["source"].endswith("step_0000007") and found["tokens_per_second"] > 0
+    assert {result["finish"] for result in found["results"]} <= {"stop", "length"}
+
+
+def test_prompts_come_from_words_files_and_standard_input(
+    run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("two\nlines\n"))
+    (tmp_path / "p.txt").write_text("one\n\nthree words\r\n")
+    words = [run, "a", "-", "--file", str(tmp_path / "p.txt"), "--max-new-tokens", "1"]
+    found = document(capsys, *words)
+    assert [result["prompt"] for result in found["results"]] == ["a", "two\nlines", "one", "three words"]
+
+
+def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a\\nb"}\n\n"c"\n{"prompt": "", "x": 1}\n')
+    assert read_prompt_file(file) == ["a\nb", "c", ""]
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("p.jsonl", b"{}\n", r'p.jsonl:1: no text under "prompt", found'),
+        ("p.jsonl", b'"a"\n{x\n', r"p.jsonl:2: not JSON .*Use an object like"),
+        ("p.txt", b"a\xff", "byte 1 is not UTF-8. Pass a text file"),
+        (None, b"", "No such file or directory. Pass a text file with one prompt in every line"),
+    ],
+)
+def test_files_that_hold_no_prompts_are_refused(name: str | None, data: bytes, message: str, tmp_path: Path) -> None:
+    file = tmp_path / (name or "gone.txt")
+    if name is not None:
+        file.write_bytes(data)
+    with pytest.raises(DataError, match=message):
+        read_prompt_file(file)
+
+
+def test_the_seed_the_temperature_and_the_filters_count(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def ids(*words: str) -> list[int]:
+        (result,) = document(capsys, run, "ab", "--max-new-tokens", "12", "--ignore-eod", *words)["results"]
+        found: list[int] = result["ids"]
+        return found
+
+    assert ids() == ids("--seed", "1234") != ids("--seed", "5")
+    greedy = ids("--greedy")
+    assert greedy == ids("--temperature", "0") == ids("--top-k", "1") == ids("--top-p", "1e-6") != ids()
+
+
+def test_a_model_without_a_tokenizer_speaks_in_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = make_run(tmp_path / "run", TokenizerConfig(kind="null", vocab_size=257))
+    assert main(["generate", source, "5 17", "--max-new-tokens", "3", "--ignore-eod"]) == 0
+    words = capsys.readouterr().out.split()
+    assert words[:2] == ["5", "17"] and len(words) == 5 and all(word.isdigit() for word in words)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gone"], "gone: no such folder"),
+        (["RUN", "--temperature", "-1"], "--temperature=-1.0 must be 0"),
+        (["RUN", "--max-new-tokens", "0", "--top-k", "0"], "1. --max-new-tokens=0 must be at least 1"),
+        (["RUN", "--greedy", "--temperature", "0.5"], "--greedy with --temperature=0.5: use one of them"),
+        (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
+        (["RUN", "--nproc", "5"], "parallel.tp=5 does not fit model.num_kv_heads=2"),
+        (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),
+        (["RUN", "--tempreature", "1"], "--tempreature is not an option of this command. Did you mean --temperature"),
+    ],
+)
+def test_bad_input_is_told_in_words(
+    words: list[str], message: str, run: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", *(run if word == "RUN" else word for word in words)]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and "Traceback" not in said.err and said.out == ""
+
+
+def test_a_folder_without_a_checkpoint_says_what_it_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").write_text("")
+    assert main(["generate", str(tmp_path)]) == 2
+    assert "has no checkpoint (found: log.txt). Use the folder of a run" in capsys.readouterr().err
+
+
+def test_control_characters_are_not_obeyed_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for place, expected in ((Terminal(), "a\ufffd[2Jb\n\tc"), (io.StringIO(), "a\x1b[2Jb\n\tc")):
+        monkeypatch.setattr("sys.stdout", place)
+        print_now("a\x1b[2Jb\n\tc")
+        assert place.getvalue() == expected
+
+
+def test_workers_get_the_same_options_and_every_prompt(
+    run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[tuple[list[str], int, str]] = []
+
+    def start(argv: list[str], nproc: int) -> int:
+        started.append((argv, nproc, Path(argv[argv.index("--file") + 1]).read_text()))
+        return 0
+
+    monkeypatch.setattr("megalith.parallel.launch.run_workers", start)
+    monkeypatch.setattr("sys.stdin", io.StringIO("from a pipe\n"))
+    assert main(["generate", run, "a\nb", "-", "--nproc", "2", "--top-k", "7", "--greedy"]) == 0
+    ((argv, nproc, text),) = started
+    assert nproc == 2 and [json.loads(line)["prompt"] for line in text.splitlines()] == ["a\nb", "from a pipe"]
+    assert argv[:2] == ["generate", f"{run}/checkpoints/step_0000007"]
+    options = parse_options(GenerateOptions, argv[1:], prog="x")
+    assert (options.top_k, options.greedy, options.nproc, options.prompts) == (7, True, 1, ())
+
+
+def test_every_option_reaches_the_workers() -> None:
+    values: dict[str, Any] = {
+        "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 6, "greedy": True,
+        "ignore_eod": True, "dtype": "fp64", "json": True,
+    }  # fmt: skip
+    options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)
+    assert {field.name for field in fields(options)} == {*values, "source", "prompts", "file", "nproc"}
+    read = parse_options(GenerateOptions, worker_words(options, Path("y"), Path("z")), prog="x")
+    assert {name: getattr(read, name) for name in values} == values and (read.source, read.file) == ("y", "z")
+
+
+def test_two_processes_write_what_one_writes(run: str, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", run, "ab", "xyz", "--max-new-tokens", "9", "--json", "--seed", "3"]
+    assert main(words) == 0
+    one = json.loads(capfd.readouterr().out)
+    assert main([*words, "--nproc", "2"]) == 0
+    assert json.loads(capfd.readouterr().out)["results"] == one["results"]
+
+
+@pytest.mark.parametrize("command", ["generate", "convert"])
+def test_help_does_not_load_torch(command: str) -> None:
+    code = (
+        f"import sys; from megalith.cli.main import main; main(['{command}', '--help']); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "--dtype" in done.stdout and done.stdout.endswith("False\n")

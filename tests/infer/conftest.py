@@ -1,0 +1,35 @@
+"""A tiny model whose scores differ enough for its texts to be interesting."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.model import ModelConfig
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.parallel.mesh import Mesh, mesh_of_one
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "hidden_size": 12, "num_layers": 2, "num_heads": 6, "num_kv_heads": 2, "ffn_hidden_size": 10,
+    "max_seq_len": 96, "vocab_multiple": 8, "init_std": 0.7,
+}  # fmt: skip
+
+
+def config(**changes: Any) -> ModelConfig:
+    """A model of a few thousand weights."""
+    return ModelConfig(**SIZES | changes)
+
+
+def model(model_config: ModelConfig, mesh: Mesh | None = None, *, dtype: torch.dtype = torch.float32) -> Decoder:
+    """A model with first weights, the same under every layout."""
+    made = Decoder(model_config, mesh or mesh_of_one(), dtype=dtype)
+    allocate(made, torch.device("cpu"))
+    initialise(made, seed=11)
+    return made
+
+
+@pytest.fixture
+def tiny() -> SimpleNamespace:
+    """Functions that make tiny models."""
+    return SimpleNamespace(config=config, model=model)

@@ -1,0 +1,124 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.sample import SampleConfig
+from megalith.errors import ConfigError, DataError
+from megalith.infer.generate import Written, divide_room, generate
+from megalith.kernels.tokens import tokens_of_rows
+from megalith.models.decoder import Decoder
+from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.testing.ranks import run_ranks
+
+GREEDY = SampleConfig(temperature=0.0, max_new_tokens=20)
+PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
+
+
+def texts(found: list[Written], count: int = 3) -> list[list[int]]:
+    return [[written.token for written in found if written.sequence == number] for number in range(count)]
+
+
+@torch.no_grad()
+def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    """Greedy text without any cache: everything is read again for each token."""
+    ids = list(prompt)
+    for _ in range(count):
+        hidden = model(torch.tensor(ids), tokens_of_rows(1, len(ids)))
+        ids.append(int(model.head.logits(hidden[-1:])[0].argmax()))
+    return ids[len(prompt) :]
+
+
+def test_text_read_once_is_the_text_read_again_for_every_token(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    found = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
+    assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+
+
+@pytest.mark.parametrize("room", [1, 4, 7])
+@pytest.mark.parametrize("sample", [GREEDY, SampleConfig(max_new_tokens=20, top_k=9, seed=3)])
+def test_how_prompts_are_cut_and_who_is_beside_them_changes_nothing(
+    room: int, sample: SampleConfig, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    expected = texts(list(generate(model, PROMPTS, sample)))
+    assert texts(list(generate(model, PROMPTS, sample, step_tokens=room))) == expected
+    assert texts(list(generate(model, PROMPTS[:1], sample)), 1) == expected[:1]
+    assert texts(list(generate(model, PROMPTS[:2], sample)), 2) == expected[:2]
+
+
+def test_the_seed_decides_the_text(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    found = [texts(list(generate(model, PROMPTS, SampleConfig(max_new_tokens=20, seed=seed)))) for seed in (1, 1, 2)]
+    assert found[0] == found[1] != found[2]
+    repeated = texts(list(generate(model, [PROMPTS[0]] * 3, SampleConfig(max_new_tokens=20, seed=1))))
+    assert repeated[0] == found[0][0] and repeated[0] != repeated[1] != repeated[2], "each has draws of its own"
+
+
+def test_a_text_ends_at_a_stop_at_its_length_or_at_the_end_of_the_context(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(max_seq_len=16))
+    free = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert [len(text) for text in free] == [11, 15, 5]
+    stop = free[1][6]
+    found = list(generate(model, PROMPTS, SampleConfig(temperature=0.0, max_new_tokens=13), stops=frozenset({stop})))
+    ends = {written.sequence: written.finish for written in found if written.finish is not None}
+    for number, text in enumerate(texts(found)):
+        until = free[number].index(stop) + 1 if stop in free[number] else len(free[number])
+        assert text == free[number][: min(until, 13)]
+    assert ends[1] == "stop" and set(ends.values()) <= {"stop", "context"}
+    (last,) = [w for w in generate(model, [[8]], SampleConfig(temperature=0.0, max_new_tokens=3)) if w.finish]
+    assert last.finish == "length"
+
+
+def test_tokens_come_out_as_soon_as_they_are_chosen(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    stream = generate(model, PROMPTS, GREEDY)
+    assert [next(stream).sequence for _ in range(6)] == [0, 1, 2, 0, 1, 2]
+    stream.close()
+
+
+def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config())
+    list(generate(model, PROMPTS, GREEDY))
+    assert torch.is_grad_enabled() and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt 2 has 0 tokens: pass at least one"),
+        ([1] * 96, "prompt 2 has 96 tokens, and the model reads at most 96 together.* of at most 95 tokens"),
+        ([1, 37], "prompt 2 has token 37, and the model knows ids below 37. Use the tokenizer"),
+        ([-1], "prompt 2 has token -1"),
+    ],
+)
+def test_prompts_that_cannot_be_read_are_refused(prompt: list[int], message: str, tiny: SimpleNamespace) -> None:
+    with pytest.raises(DataError, match=message):
+        next(generate(tiny.model(tiny.config()), [[1], prompt], GREEDY))
+
+
+def test_settings_that_cannot_be_are_refused(tiny: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="top_p=2 must be"):
+        next(generate(tiny.model(tiny.config()), [[1]], SampleConfig(top_p=2)))
+
+
+@pytest.mark.parametrize(("wanted", "counts"), [([3, 5, 1], [3, 3, 0]), ([1], [1]), ([0, 2], [0, 2]), ([9, 9], [6, 0])])
+def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
+    assert divide_room(wanted, 6) == counts
+
+
+def on_a_rank(rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig) -> list[Written]:
+    mesh = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank)
+    return list(generate(make(config, mesh, dtype=torch.float64), PROMPTS, sample))
+
+
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (2, 1), (3, 3)])
+def test_every_rank_writes_what_one_process_writes(tp: int, kv_heads: int, tiny: SimpleNamespace) -> None:
+    config, sample = tiny.config(num_kv_heads=kv_heads), SampleConfig(max_new_tokens=20, top_k=20, top_p=0.95)
+    expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, sample))
+    for found in run_ranks(on_a_rank, tp, config, tiny.model, sample):
+        assert found == expected

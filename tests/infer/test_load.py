@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.sample import SampleConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml
+from megalith.data.huggingface import train_bpe
+from megalith.errors import ConfigError, DataError
+from megalith.infer.generate import generate
+from megalith.infer.load import load_writer, open_source
+from megalith.models.convert import convert
+from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.pretrained import open_pretrained
+from megalith.models.release import release_run
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_of_one
+
+CPU = torch.device("cpu")
+
+
+def save(folder: Path, model: Decoder, tokenizer: TokenizerConfig) -> Path:
+    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    text = dump_yaml(release_run("tiny", model.config, tokenizer, folder))
+    return save_checkpoint(folder, 1, entries, {}, alone("world"), config_text=text, keep=None).path
+
+
+def text(source: Path, dtype: torch.dtype = torch.float32) -> list[int]:
+    writer = load_writer(open_source(str(source), 1), mesh_of_one(), CPU, dtype)
+    return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+
+
+def test_a_run_a_checkpoint_and_a_folder_write_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(vocab_size=300))
+    path = save(tmp_path / "run" / "checkpoints", model, TokenizerConfig())
+    convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
+    convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
+    expected = [w.token for w in generate(model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    for source in (tmp_path / "run", path, tmp_path / "theirs", tmp_path / "ours"):
+        assert text(source) == expected
+
+
+def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    for dtype in (torch.bfloat16, torch.float64):
+        writer = load_writer(open_source(str(path), 1), mesh_of_one(), CPU, dtype)
+        assert {parameter.dtype for parameter in writer.model.parameters()} == {dtype}
+        assert len(text(path, dtype)) == 9
+
+
+def test_texts_end_where_the_tokenizer_or_the_folder_says(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(vocab_size=300))
+    ours = save(tmp_path / "a", model, TokenizerConfig())
+    assert load_writer(open_source(str(ours), 1), mesh_of_one(), CPU, torch.float32).stops == {256}
+    convert(open_pretrained(ours), tmp_path / "b", "huggingface")
+    (tmp_path / "b" / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    assert theirs.stops == {3, 4, 256} and theirs.tokenizer.vocab_size == 300, "no tokenizer came with it: ids"
+    words = train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "b" / name).write_bytes((tmp_path / "words" / name).read_bytes())
+    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    assert theirs.stops == {3, 4, 256, words.eod}
+    (tmp_path / "b" / "generation_config.json").unlink()
+    (tmp_path / "b" / "tokenizer.json").unlink()
+    theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
+    assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
+
+
+def test_a_tokenizer_without_an_end_is_fine_for_writing(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train_bpe(["some text"] * 3, vocab_size=260, path=str(tmp_path / "words"))
+    document = json.loads((tmp_path / "words" / "tokenizer.json").read_text())
+    document["added_tokens"] = []
+    document["model"]["vocab"] = {k: v for k, v in document["model"]["vocab"].items() if k != "<|endoftext|>"}
+    (tmp_path / "words" / "tokenizer.json").write_text(json.dumps(document))
+    words = TokenizerConfig(kind="huggingface", path=str(tmp_path / "words"))
+    path = save(tmp_path / "a", tiny.model(tiny.config(vocab_size=300)), words)
+    assert load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32).stops == frozenset()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=256)), TokenizerConfig())
+    with pytest.raises(
+        DataError, match="the tokenizer has 257 tokens, and the model knows 256. Use the tokenizer that"
+    ):
+        load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float32)
+
+
+@pytest.mark.parametrize(("tp", "message"), [(4, "one of"), (7, "one of")])
+def test_ranks_that_do_not_fit_its_heads_are_refused(
+    tp: int, message: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=3)), TokenizerConfig())
+    with pytest.raises(ConfigError, match=rf"parallel.tp={tp} does not fit model.num_kv_heads=3.*{message}"):
+        open_source(str(path), tp)

@@ -1,0 +1,116 @@
+from types import SimpleNamespace
+
+import pytest
+
+from megalith.config.sample import SampleConfig
+from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
+from megalith.data.tokenizer import ByteTokenizer, NullTokenizer
+from megalith.errors import DataError
+from megalith.infer.generate import Written, generate
+from megalith.infer.load import Writer
+from megalith.infer.text import InOrder, Transcript, encode_prompt, encode_prompts, write_texts
+
+BYTES = ByteTokenizer()
+
+
+def transcript(prompt: str = "ab", tokenizer: ByteTokenizer | NullTokenizer = BYTES) -> Transcript:
+    return Transcript(prompt, tokenizer.encode(prompt), tokenizer)
+
+
+def test_an_empty_prompt_begins_a_document() -> None:
+    assert encode_prompt("", BYTES) == [256]
+    assert encode_prompt("ab", BYTES) == [97, 98]
+
+    class Beginning(ByteTokenizer):
+        bos = 7  # type: ignore[assignment]  # the byte tokenizer has none
+
+    assert encode_prompt("", Beginning()) == [7]
+
+
+def test_an_end_that_the_tokenizer_adds_is_taken_off_again() -> None:
+    class Ending(ByteTokenizer):
+        def encode(self, text: str) -> list[int]:
+            return [*super().encode(text), 256]
+
+    assert encode_prompt("ab", Ending()) == [97, 98]
+    assert encode_prompt("", Ending()) == [256]
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
+    with pytest.raises(DataError, match=r"prompt 2 \('x'\): .*'x' is not an id.*Use another prompt"):
+        encode_prompts(["1 2", "x"], NullTokenizer(5))
+
+
+def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
+    found, parts = transcript(), []
+    for token in [*"é!".encode(), 256]:
+        found.add(Written(0, token, "stop" if token == 256 else None))
+        parts.append(found.text)
+    assert parts == ["", "é", "é!", "é!"] and found.ids == [195, 169, 33, 256] and found.finish == "stop"
+
+
+def test_a_character_that_never_became_whole_shows_at_the_end() -> None:
+    found = transcript()
+    found.add(Written(0, 195, "length"))
+    assert found.text == "\ufffd"
+
+
+def test_an_end_token_that_is_not_heeded_is_no_text_either() -> None:
+    found = transcript()
+    for token in (256, 99):
+        found.add(Written(0, token, None))
+    assert found.text == "c"
+
+
+def test_a_stop_of_another_name_is_no_text() -> None:
+    found = transcript()
+    found.add(Written(0, 99, "stop"))
+    assert found.text == ""
+
+
+def test_the_space_after_the_prompt_is_not_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("words")
+    train_bpe(["hello world, hello there"] * 4, vocab_size=280, path=str(folder))
+    words = HuggingFaceTokenizer(str(folder))
+    ids = words.encode("hello world, hello there")
+    for cut in range(1, len(ids)):
+        found = Transcript(words.decode(ids[:cut]), ids[:cut], words)
+        for number, token in enumerate(ids[cut:], cut + 1):
+            found.add(Written(0, token, "length" if number == len(ids) else None))
+        assert found.echo + found.text == "hello world, hello there"
+
+
+def test_ids_are_the_text_of_a_model_without_a_tokenizer() -> None:
+    found = transcript("5 17", NullTokenizer(37))
+    found.add(Written(0, 9, None))
+    found.add(Written(0, 3, "length"))
+    assert found.echo + found.text == "5 17 9 3"
+
+
+def test_one_text_streams_and_several_follow_one_another() -> None:
+    one = transcript("ab")
+    stream = InOrder([one])
+    assert stream.news() == "ab"
+    one.add(Written(0, 99, None))
+    assert stream.news() == "c" and stream.news() == ""
+    one.add(Written(0, 100, "length"))
+    assert stream.news() == "d\n" and stream.news() == ""
+
+    first, second = transcript("a"), transcript("x")
+    stream = InOrder([first, second])
+    second.add(Written(1, 121, None))
+    assert stream.news() == "--- 1 of 2 ---\na"
+    second.add(Written(1, 122, "length"))
+    first.add(Written(0, 98, "stop"))
+    assert stream.news() == "\n--- 2 of 2 ---\nxyz\n"
+    assert stream.news() == ""
+
+
+@pytest.mark.parametrize("ignore_eod", [False, True])
+def test_what_is_shown_is_what_was_written(ignore_eod: bool, tiny: SimpleNamespace) -> None:
+    model, sample = tiny.model(tiny.config(vocab_size=257)), SampleConfig(max_new_tokens=30, seed=5)
+    free = [written.token for written in generate(model, [[97]], sample)]
+    writer, shown = Writer(model, BYTES, frozenset({free[9]})), []
+    (found,) = write_texts(writer, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
+    assert "".join(shown) == "a" + found.text + "\n" and len(shown) == len(found.ids)
+    assert found.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])
