@@ -78,7 +78,6 @@ def test_tokens_come_out_as_soon_as_they_are_chosen(tiny: SimpleNamespace) -> No
     model = tiny.model(tiny.config())
     stream = generate(model, PROMPTS, GREEDY)
     assert [next(stream).sequence for _ in range(6)] == [0, 1, 2, 0, 1, 2]
-    stream.close()
 
 
 def test_no_gradient_is_kept(tiny: SimpleNamespace) -> None:

@@ -110,7 +110,8 @@ def test_one_text_streams_and_several_follow_one_another() -> None:
 def test_what_is_shown_is_what_was_written(ignore_eod: bool, tiny: SimpleNamespace) -> None:
     model, sample = tiny.model(tiny.config(vocab_size=257)), SampleConfig(max_new_tokens=30, seed=5)
     free = [written.token for written in generate(model, [[97]], sample)]
-    writer, shown = Writer(model, BYTES, frozenset({free[9]})), []
+    shown: list[str] = []
+    writer = Writer(model, BYTES, frozenset({free[9]}))
     (found,) = write_texts(writer, ["a"], sample, ignore_eod=ignore_eod, show=shown.append)
     assert "".join(shown) == "a" + found.text + "\n" and len(shown) == len(found.ids)
     assert found.ids == (free if ignore_eod else free[: free.index(free[9]) + 1])

@@ -14,10 +14,11 @@ from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals
 
+BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied": {"tied_embeddings": True},
-    "biases": {"qkv_bias": True, "output_bias": True, "mlp_bias": True, "head_dim": 4},
+    "biases": {**BIASED, "head_dim": 4},
 }
 
 
@@ -91,6 +92,25 @@ def test_first_weights_do_not_depend_on_the_layout(tp: int, tiny: SimpleNamespac
             box = tuple(slice(a, b) for a, b in entry.shard.box)
             assert torch.equal(entry.tensor.view(entry.shard.box_shape), whole[entry.shard.name][box])
     assert not torch.equal(whole["embed.weight"], tiny.tensors(tiny.model(config, seed=6))["embed.weight"])
+
+
+def test_weights_back_into_the_residual_stream_start_smaller_and_the_rest_as_the_config_says(
+    tiny: SimpleNamespace,
+) -> None:
+    config = tiny.config(hidden_size=120, ffn_hidden_size=300, num_layers=8, init_std=0.02, **BIASED)
+    model = Decoder(config, mesh_of_one())
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    for entry in tiny.entries(model):
+        last = entry.shard.name.rpartition(".")[2]
+        if last.endswith("bias"):
+            assert not entry.tensor.any()
+        elif "norm" in entry.shard.name:
+            assert (entry.tensor == 1).all()
+        else:
+            expected = 0.02 / 4 if last in ("o", "down") else 0.02
+            real = entry.tensor[:37] if last == "weight" else entry.tensor
+            assert abs(real.std().item() / expected - 1) < 0.05, entry.shard.name
 
 
 def step(config: ModelConfig, parallel: ParallelConfig, rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:

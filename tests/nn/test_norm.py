@@ -32,4 +32,6 @@ def test_its_parameter_is_a_whole_vector_under_its_name() -> None:
     ((declared, _, _),) = declared_parameters(norm())
     shard = declared.shard
     assert (shard.name, shard.shape, shard.cut) == ("layers.3.mlp_norm.weight", (7,), ())
-    assert (shard.inputs, shard.invariant) == (0, {"tp_kv"}), "a vector, whose gradient every rank of tp_kv has whole"
+    assert (shard.inputs, shard.invariant) == (0, frozenset({"tp_kv"})), (
+        "a vector, whose gradient every rank of tp_kv has whole"
+    )
