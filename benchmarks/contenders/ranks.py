@@ -1,0 +1,94 @@
+"""One rank of the comparison with DistributedDataParallel: both contenders live in every rank and take turns together."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from paired import take_turns
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from contenders.ours import LR, WEIGHT_DECAY, random_step
+from megalith.config.parallel import ParallelConfig
+from megalith.config.train import TrainRun
+from megalith.data.loader import StepBatches
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.parallel.group import all_reduce_, barrier
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.train.build import DTYPES, build_trainer
+from megalith.train.step import train_step
+
+
+class LossModel(nn.Module):
+    """Our model without data parallelism of ours: gradients arrive in `.grad`, as plain autograd leaves them."""
+
+    def __init__(self, run: TrainRun) -> None:
+        super().__init__()
+        self.decoder = Decoder(run.model, mesh_of_one(), dtype=DTYPES[run.precision.params])
+        allocate(self.decoder, torch.device("cpu"))
+        initialise(self.decoder, seed=run.seed)
+
+    def forward(self, batches: StepBatches) -> Tensor:
+        """The loss of the only microbatch, as a share of the mean over the labels of all ranks."""
+        (batch,) = batches.microbatches
+        loss: Tensor = self.decoder.loss(batch.ids, batch.labels, batch.tokens)
+        return loss / batches.num_labels
+
+
+class Theirs:
+    """The same model under torch's DistributedDataParallel, with clipping and fused AdamW."""
+
+    def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
+        self.model, self.batches, self.mesh = LossModel(run), batches, mesh
+        self.parallel = DistributedDataParallel(
+            self.model, process_group=mesh.dp.handle, gradient_as_bucket_view=True
+        )
+        self.clip_grad = run.optim.clip_grad
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=(run.optim.beta1, run.optim.beta2), eps=run.optim.eps,
+            weight_decay=WEIGHT_DECAY, fused=True,
+        )  # fmt: skip
+
+    def step(self) -> float:
+        """One update; the loss before it."""
+        loss = self.parallel(self.batches)
+        (loss * self.mesh.dp.size).backward()  # their gradients are means over the ranks, ours are sums
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(all_reduce_(loss.detach(), self.mesh.dp))
+
+
+def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[list[float], dict[str, list[float]]]:
+    """Losses of the first step (ours, theirs), and the seconds of every turn, each from barrier to barrier."""
+    torch.set_num_threads(1)
+    mesh = build_mesh(model_grid(ParallelConfig(), run.model, world), rank=rank)
+    batches = _my_part(run, rank, world)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    theirs = Theirs(run, batches, mesh)
+
+    def ours() -> float:
+        return train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss
+
+    losses = [ours(), theirs.step()]
+    turns = take_turns(
+        {"ours": _until_all_are_done(ours, mesh), "ddp": _until_all_are_done(theirs.step, mesh)},
+        rounds=rounds, warmup=warmup,
+    )  # fmt: skip
+    return losses, dict(turns.seconds)
+
+
+def _my_part(run: TrainRun, rank: int, world: int) -> StepBatches:
+    """An equal part of the step's rows as one microbatch, other rows on every rank."""
+    rows = run.train.global_batch_size // world
+    mine = replace(run, train=replace(run.train, global_batch_size=rows, micro_batch_size=rows))
+    batches = random_step(mine, torch.device("cpu"), seed=rank)
+    return StepBatches(batches.microbatches, batches.num_labels * world)
+
+
+def _until_all_are_done(step: Callable[[], object], mesh: Mesh) -> Callable[[], None]:
+    def turn() -> None:
+        step()
+        barrier(mesh.world)
+
+    return turn
