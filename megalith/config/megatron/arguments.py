@@ -71,10 +71,11 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     for name, behind in _flags(words, problems):
         if name in ROWS:
             found[ROWS[name].name] = behind
-        elif name in UNMAPPED or name in FILE_FLAGS:
+        elif name in UNMAPPED:
             found[name] = behind
-            if name in UNMAPPED and UNMAPPED[name].alone and behind:
-                problems.append(_stray(name, behind))
+            problems += [_stray(name, behind)] if UNMAPPED[name].alone and behind else []
+        elif name in FILE_FLAGS:
+            problems.append(f"{name} has {len(behind)} values, and none was read. Use {name} with one file.")
         else:
             advice = did_you_mean(name, known_flags()) or " Remove it, or use the name that Megatron gives it."
             problems.append(f"{' '.join((name, *behind))}: Megatron has no such argument.{advice}")

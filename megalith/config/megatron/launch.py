@@ -47,9 +47,9 @@ class Launch:
 
 @dataclass(slots=True)
 class _Block:
-    """An `if`, loop, `case` or function that is open."""
+    """An `if`, loop, `case`, call or group that is open."""
 
-    kind: Literal["if", "loop", "case", "function", "group"]
+    kind: Literal["if", "loop", "case", "group"]
     line: int
     runs: bool | None
     """Does the part that is being read run? None: it cannot be told."""
@@ -59,6 +59,17 @@ class _Block:
 
     taken: bool | None = False
     """Did an earlier branch run?"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A function of the script."""
+
+    name: str
+    line: int
+    body: tuple[Token, ...]
+    end: int
+    """Where the script goes on behind it."""
 
 
 def split_command(words: Sequence[str]) -> Launch:
@@ -128,6 +139,7 @@ class _Shell:
     variables: Variables
     blocks: list[_Block] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
+    functions: dict[str, "_Function"] = field(default_factory=dict)
     count: int = 0
 
     def read(self, script: list[Token]) -> None:
@@ -135,36 +147,36 @@ class _Shell:
         command: list[Word | ArrayLiteral] = []
         status: bool | None = True  # how the last command ended; None: it cannot be told
         runs: bool | None = True  # does the next one run, as far as && and || decide?
-        skip = function = False
-        for token in [*script, Operator("\n", 0)]:
+        skip, place = False, 0
+        script = [*script, Operator("\n", 0)]
+        while place < len(script):
+            function = None if command else _function(script, place)
+            if function is not None:
+                self.functions[function.name] = function
+                place = function.end
+                continue
+            token = script[place]
+            place += 1
             if not isinstance(token, Operator):
                 command += [] if skip else [token]
                 skip = False
             elif token.text[:1] in "<>" or token.text in ("&>", "&>>"):
                 skip = True  # a file, not an argument
-                if command and _plain(command[-1]).isdecimal():
+                if command and token.glued and _plain(command[-1]).isdecimal():
                     command.pop()  # the 2 of 2>&1
-            elif token.text == "(" and len(command) == 1:
-                function = True  # a function's name comes before ()
-            elif not (token.text == ")" and function and len(command) == 1):
-                if command:
-                    status = self.command(command, runs, status, function=function)
-                    command, function = [], False
+            else:
+                status = self.command(command, runs, status) if command else status
+                command = []
                 decided = {"&&": status, "||": None if status is None else not status}
                 runs = decided.get(token.text, True)
 
-    def command(
-        self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None, *, function: bool
-    ) -> bool | None:
+    def command(self, command: list[Word | ArrayLiteral], runs: bool | None, status: bool | None) -> bool | None:
         """Read one command; returns how it ends, or `status`, how the one before did, when it does not run."""
         self.count += 1
-        if function:  # what it contains may run at any time, or never
-            self.blocks.append(_Block("function", command[0].line, None))
-            command = command[1:]
         negated = False
         while command and self.keyword(_plain(command[0]), command[0].line):
             negated ^= _plain(command[0]) == "!"
-            command = [] if _plain(command[0]) in ("for", "case", "select", "function") else command[1:]
+            command = [] if _plain(command[0]) in ("for", "case", "select") else command[1:]
         active = runs
         for block in self.blocks:
             active = _both(active, True if block.testing else block.runs)
@@ -180,7 +192,22 @@ class _Shell:
         """Follow a command that sets variables, asks a question or starts a training."""
         if _plain(command[0]) in ("[", "[[", "test"):
             return self.variables.test([word for word in command if isinstance(word, Word)])
+        if _plain(command[0]) in self.functions:
+            self.call(self.functions[_plain(command[0])], command[1:], active)
+            return None
         return True if self.assignments(command, active) else self.start(command)
+
+    def call(self, function: "_Function", words: list[Word | ArrayLiteral], active: bool | None) -> None:
+        """Follow a function of the script, with its own $1, $2 and so on."""
+        outside, self.functions = self.functions, {n: f for n, f in self.functions.items() if n != function.name}
+        before = self.variables.fixed
+        given = [value for word in words if isinstance(word, Word) for value in self.variables.fill(word)]
+        named = {name: value for name, value in before.items() if not name.isdecimal()}
+        self.variables.fixed = named | {str(number): value for number, value in enumerate(given, 1)}
+        self.blocks.append(_Block("group", words[0].line if words else function.line, active))
+        self.read(list(function.body))
+        self.blocks.pop()
+        self.variables.fixed, self.functions = before, {**outside, **self.functions}
 
     def keyword(self, word: str, line: int) -> bool:
         """Open, turn or close a block. False for an ordinary word."""
@@ -189,13 +216,8 @@ class _Shell:
             self.blocks.append(_Block("if" if word == "if" else "loop", line, None, testing=True))
         elif word in ("for", "select", "case", "until"):
             self.blocks.append(_Block("case" if word == "case" else "loop", line, None))
-        elif word == "function":
-            self.blocks.append(_Block("function", line, None))
         elif word == "{":
-            if block is None or block.kind != "function" or block.taken:
-                self.blocks.append(_Block("group", line, True))
-            else:
-                block.taken = True  # its body has begun
+            self.blocks.append(_Block("group", line, True))
         elif word in ("fi", "done", "esac", "}"):
             if block is not None:
                 self.blocks.pop()
@@ -253,6 +275,30 @@ class _Shell:
                     f"{name} is changed under a condition, at line {unsure[name]} of the script, that cannot be judged "
                     f"without running it. Pass --set NAME=VALUE for what it asks about, or for {name} itself."
                 )
+
+
+def _function(script: Sequence[Token], place: int) -> _Function | None:
+    """The function whose definition begins at `place`: `name() { ... }` or `function name { ... }`."""
+    head = [token.text if isinstance(token, Operator) else _plain(token) for token in script[place : place + 6]]
+    named = head[:1] == ["function"]
+    name, rest = (head[1:2], head[2:]) if named else (head[:1], head[1:])
+    brackets = rest[:2] == ["(", ")"]
+    begin = place + 1 + named + 2 * brackets
+    while begin < len(script) and isinstance(token := script[begin], Operator) and token.text == "\n":
+        begin += 1
+    if not (named or brackets) or not name[0] or begin >= len(script) or _brace(script[begin]) != 1:
+        return None
+    depth = 0
+    for end in range(begin, len(script)):
+        depth += _brace(script[end])
+        if depth == 0:
+            return _Function(name[0], script[begin].line, tuple(script[begin + 1 : end]), end + 1)
+    return None
+
+
+def _brace(token: Token) -> int:
+    """1 for `{`, -1 for `}`."""
+    return 0 if isinstance(token, Operator) else {"{": 1, "}": -1}.get(_plain(token), 0)
 
 
 def _both(left: bool | None, right: bool | None) -> bool | None:

@@ -114,7 +114,10 @@ STEPS = (
         how="left out: --micro-batch-size times the data-parallel ranks of the job",
     ),
     Row(name="--train-iters", takes="int", fields=("train.steps",)),
-    Row(name="--train-samples", takes="int", fields=("train.steps",), how="divided by the global batch, rounded down"),
+    Row(
+        name="--train-samples", takes="int", fields=("train.steps", "data.num_train_samples"),
+        how="divided by the global batch, rounded down; the order of samples is built for all of them",
+    ),
     Row(
         name="--eval-interval", takes="int", fields=("train.eval_every",),
         how="left out or 0: after the last step only (Megatron before 0.19 assumed 1000)",

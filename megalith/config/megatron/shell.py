@@ -38,6 +38,8 @@ class Operator:
 
     text: str
     line: int
+    glued: bool = False
+    """No blank before it, as in `2>&1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,7 @@ class _Reader:
 
     def operator(self, text: str, line: int) -> Operator:
         """An operator; after a line that opens here-documents, these are skipped."""
+        glued = self.at > 0 and self.text[self.at - 1] not in " \t\n"
         self.at += len(text)
         if text in ("<<", "<<-"):
             self.skip_blanks()
@@ -109,7 +112,7 @@ class _Reader:
                 found = re.compile(rf"^\s*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
                 self.at = found.end() if found else len(self.text)
             self.heredocs = []
-        return Operator(text, line)
+        return Operator(text, line, glued)
 
     def skip_blanks(self) -> None:
         """Go past blanks, continued lines and comments, but not past a line's end."""
@@ -181,7 +184,7 @@ class _Reader:
                 self.at += 1
                 yield Part("text", character, True)
         if end is not None:
-            raise ConfigError(f'line {line}: the quote {end} is not closed. Use another {end} behind the text.')
+            raise ConfigError(f"line {line}: the quote {end} is not closed. Use another {end} behind the text.")
 
     def dollar(self, *, quoted: bool) -> Part:
         """A variable, an arithmetic expression, or a command whose output is meant."""

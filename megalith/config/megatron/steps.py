@@ -67,7 +67,10 @@ def _length(draft: Draft) -> None:
     if steps is not None:
         draft.copy("--train-iters")
     elif samples is not None:
-        draft.put("--train-samples", "train.steps", samples // global_batch(draft), f"/ {global_batch(draft)} per step")
+        size = global_batch(draft)
+        draft.put("--train-samples", "train.steps", samples // size, f"/ {size} per step")
+        if samples % size:
+            draft.put("--train-samples", "data.num_train_samples", samples, "so that the order is Megatron's")
 
 
 def _evaluation(draft: Draft) -> None:

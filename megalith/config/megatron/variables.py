@@ -43,9 +43,7 @@ class Variables:
     unsure: dict[str, int] = field(default_factory=dict)
     """Variables that a condition may have changed, with the line where it stands."""
 
-    def assign(
-        self, name: str, literal: Word | ArrayLiteral, *, append: bool, active: bool | None, line: int
-    ) -> None:
+    def assign(self, name: str, literal: Word | ArrayLiteral, *, append: bool, active: bool | None, line: int) -> None:
         """Set a variable; `active` None: it may have been set, by the condition at `line`."""
         if name in self.fixed:
             return
@@ -68,9 +66,10 @@ class Variables:
     def fill(self, word: Word) -> list[str]:
         """A word with its variables filled in; blanks divide unquoted ones, so it may become several words or none."""
         fields: list[str] = []
-        open_field = False
+        open_field = vanished = False
         for part in word.parts:
             pieces, divided = self.pieces(part)
+            vanished |= part.quoted and not pieces  # "${NONE[@]}" of an empty array is no word at all
             for number, piece in enumerate(pieces):
                 if number == 0 and open_field and not (divided and piece == ""):
                     fields[-1] += piece
@@ -79,14 +78,14 @@ class Variables:
                 open_field = bool(fields)
             if divided and pieces and pieces[-1] == "":
                 open_field = False
-        return fields
+        return [] if vanished and fields == [""] else fields
 
     def pieces(self, part: Part) -> tuple[list[str], bool]:
         """The fields of one piece of a word, and whether blanks divided them (an empty end then closes a field)."""
         if part.kind == "text":
             return [part.text], False
         values = self.expand(part)
-        if part.quoted:
+        if part.quoted or part.kind != "variable":
             return values, False
         text = " ".join(values)
         return re.split(r"\s+", text) if text else [], True

@@ -479,7 +479,7 @@ MODEL = (
     ),
     Group(
         verdict="not mapped", effect="model",
-        reason="not yet: layers that differ from each other, state-space layers, and modules of your own",
+        reason="not yet: layers that differ from each other, state-space layers, and modules of your own. Remove it",
         flags="""
             --heterogeneous-layers-config-encoded-json --heterogeneous-layers-config-path --hybrid-attention-ratio=0
             --hybrid-layer-pattern --hybrid-mlp-ratio=0 --hybrid-override-pattern --is-hybrid-model! --spec

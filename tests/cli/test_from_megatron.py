@@ -1,0 +1,261 @@
+"""Tests of megalith/cli/from_megatron.py, and of the page that explains it."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megalith.cli.from_megatron import FromMegatron, report, split_own
+from megalith.cli.main import main
+from megalith.config.fields import describe
+from megalith.config.megatron.arguments import known_flags
+from megalith.config.megatron.draft import Entry
+from megalith.config.megatron.mapped import MAPPED
+from megalith.config.train import TrainRun
+from megalith.config.tree import flatten, load_yaml
+from megalith.train.rules import run_problems
+from tests.config.megatron.conftest import TINY_LLAMA
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PAGE = (ROOT / "docs" / "coming_from_megatron.md").read_text()
+FLAGS = (Path(__file__).parent / "megatron_flags.txt").read_text().split()
+
+
+def run(*words: str) -> int:
+    """The command on these words."""
+    return main(["from-megatron", *words])
+
+
+def block(kind: str) -> str:
+    """The page's one fenced block of a kind."""
+    (found,) = re.findall(rf"```{kind}\n(.*?)```", PAGE, re.DOTALL)
+    assert isinstance(found, str)
+    return found
+
+
+# --- every flag
+
+
+def test_every_flag_of_megatrons_is_mapped_or_explained() -> None:
+    assert sorted(set(FLAGS)) == FLAGS and len(FLAGS) > 1000
+    assert set(FLAGS) - set(known_flags()) == set()
+
+
+def test_no_flag_is_explained_that_megatron_does_not_have() -> None:
+    assert set(known_flags()) - set(FLAGS) == set()
+
+
+def test_our_own_options_are_not_megatrons() -> None:
+    own = {f"--{setting.path}" for setting in describe(FromMegatron)}
+    assert own == {"--script", "--set", "--output", "--name", "--world", "--strict", "--json"}
+    assert own & {*FLAGS, "--help", "-h"} == set()
+
+
+def test_our_own_options_are_found_anywhere() -> None:
+    own, words = split_own(["--lr", "1", "--set", "A=1", "--json", "--bf16", "--set=B=x=y", "--world=8", "--strict"])
+    assert own == ["--json", "--world", "8", "--strict", "--set", "A=1", "B=x=y"]
+    assert words == ["--lr", "1", "--bf16"]
+
+
+# --- what it prints
+
+
+def test_arguments_become_yaml_that_loads_and_breaks_no_rule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*TINY_LLAMA.split(), "--bf16", "--name", "first") == 0
+    printed = capsys.readouterr()
+    file = tmp_path / "run.yaml"
+    file.write_text(printed.out)
+    loaded = load_yaml(file, TrainRun)
+    assert (loaded.name, loaded.model.num_kv_heads, loaded.precision.params) == ("first", 3, "bf16")
+    assert run_problems(loaded, 1) == []
+    assert "--adam-beta2 0.999 (left out)" in printed.err and "optim.beta2 = 0.999" in printed.err
+
+
+def test_the_yaml_goes_to_a_file_that_is_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "run.yaml")
+    assert run(*TINY_LLAMA.split(), "--output", file) == 0
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"megalith train {file}" in printed.err
+    assert run(*TINY_LLAMA.split(), "--output", file) == 2
+    assert f"--output {file} exists already. Use another name" in capsys.readouterr().err
+    assert run(*TINY_LLAMA.split(), "--output", str(tmp_path / "none" / "run.yaml")) == 2
+    assert "Use a folder that exists" in capsys.readouterr().err
+
+
+def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY_LLAMA.split(), "--json", "--use-distributed-optimizer", "--grad-reduce-in-bf16") == 0
+    printed = capsys.readouterr()
+    document = json.loads(printed.out)
+    assert printed.err == "" and document["refused"] == []
+    assert document["run"]["model"]["num_layers"] == 2 and document["ranks"] == 1
+    assert {"--num-layers 2"} <= {entry["flag"] for entry in document["mapped"]}
+    assert [entry["flag"] for entry in document["not_mapped"]] == ["--use-distributed-optimizer"]
+    assert "--grad-reduce-in-bf16" in {entry["flag"] for entry in document["explained"]}
+    assert "--mock-data" not in {entry["flag"] for entry in document["already"]}
+
+
+def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in TINY_LLAMA.split() if word != "--swiglu"]
+    assert run(*words, "--num-experts", "8", "--qk-layernorm") == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "3 settings must be changed" in printed.err
+    for reason in ("Use --swiglu", "mixture of experts", "norms of queries and keys"):
+        assert reason in printed.err
+    assert run(*words, "--json") == 2
+    document = json.loads(capsys.readouterr().out)
+    assert document["run"] is None and len(document["refused"]) == 1
+
+
+def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TINY_LLAMA.split(), "--hidden-dropout", "0.1"]
+    assert run(*words) == 0
+    assert "not mapped, which changes the numbers\n  --hidden-dropout 0.1" in capsys.readouterr().err
+    assert run(*words, "--strict") == 2
+    assert "--hidden-dropout 0.1: there is no dropout here" in capsys.readouterr().err
+
+
+def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY_LLAMA.split(), "--num-attention-heads", "4", "--lr-warmup-iters", "50") == 2
+    error = capsys.readouterr().err
+    assert "model.num_kv_heads=3 does not divide model.num_heads=4" in error
+    assert "schedule.warmup_steps=50 leaves no step" in error
+
+
+def test_an_unknown_argument_is_compared_with_megatrons(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY_LLAMA.split(), "--sequence-paralel") == 2
+    assert "Did you mean --sequence-parallel" in capsys.readouterr().err
+
+
+def test_nothing_to_translate_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 2
+    assert "there are 0 arguments to translate. Pass Megatron's own, or --script FILE." in capsys.readouterr().err
+
+
+def test_help_shows_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    assert "--script" in capsys.readouterr().out
+
+
+def test_answers_that_are_the_same_share_a_line() -> None:
+    entries = [Entry(verdict="not mapped", flag=flag, text="why") for flag in ("--a", "--b 1")]
+    mapped = Entry(verdict="mapped", flag="--c 2", text="because", setting="seed", value=2)
+    shown = report([*entries, mapped])
+    assert re.sub(" +", " ", shown).split("\n") == [
+        "mapped", " --c 2 seed = 2 (because)", "", "not mapped; the numbers stay the same", " --a, --b 1", " why",
+    ]  # fmt: skip
+
+
+# --- scripts
+
+
+def test_a_whole_command_line_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    words = TINY_LLAMA.split()
+    place = words.index("--global-batch-size")
+    del words[place : place + 2]
+    assert run("torchrun", "--nproc_per_node", "3", "pretrain_gpt.py", *words) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["train"]["global_batch_size"] == 3
+    assert "--nproc 3" in printed.err
+    assert run(*words) == 2
+    assert run(*words, "--world", "5") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "message"),
+    [
+        (None, (), "cannot be read: .*Pass a bash script"),
+        ("ls", (), "none of the script's 1 commands starts a training"),
+        ("torchrun pretrain_t5.py --num-layers 2", (), "pretrain_t5.py trains T5"),
+        ("python pretrain_gpt.py --lr '1", (), "line 1: expected ' further on"),
+        ("python pretrain_gpt.py --num-layers $N", (), "nothing says what \\$N is. Pass --set N=VALUE"),
+        ("python pretrain_gpt.py --num-layers $N", ("--set", "N"), "--set N: expected NAME=VALUE"),
+    ],
+)
+def test_a_script_that_cannot_be_used_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, words: Sequence[str], message: str
+) -> None:
+    script = tmp_path / "launch.sh"
+    if text is not None:
+        script.write_text(text)
+    assert run("--script", str(script), *words) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_variables_belong_to_a_script(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*TINY_LLAMA.split(), "--set", "A=1") == 2
+    assert "--set A=1 belongs to a script" in capsys.readouterr().err
+    assert run("--script") == 2
+    assert "--script has no value. Use --script VALUE." in capsys.readouterr().err
+
+
+def test_a_script_is_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script, made = tmp_path / "launch.sh", tmp_path / "made"
+    script.write_text(f"touch {made}\nX=$(touch {made})\n`touch {made}`\npython pretrain_gpt.py {TINY_LLAMA}\n")
+    assert run("--script", str(script)) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["name"] == "launch"
+    assert not made.exists()
+
+
+def test_arguments_behind_a_script_win_over_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "launch.sh"
+    script.write_text(f"python pretrain_gpt.py {TINY_LLAMA}\n")
+    assert run("--script", str(script), "--num-layers", "7") == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["num_layers"] == 7
+
+
+def test_a_hugging_face_tokenizer_on_this_machine_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    Tokenizer(WordLevel({f"w{i}": i for i in range(77)}, unk_token="w0")).save(str(tmp_path / "tokenizer.json"))
+    words = TINY_LLAMA.split()
+    words = words[: words.index("--tokenizer-type")]
+    assert run(*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["vocab_size"] == 77
+    assert run(*words, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "none")) == 2
+    assert "Pass --vocab-size" in capsys.readouterr().err
+
+
+def test_translating_never_loads_torch() -> None:
+    code = (
+        "import sys; from megalith.cli.main import main; "
+        f"code = main(['from-megatron', *{TINY_LLAMA.split()!r}]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+# --- the page
+
+
+def test_the_pages_example_is_translated_as_the_page_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train_llama3_8b.sh"
+    script.write_text(block("bash"))
+    output = tmp_path / "llama3_8b.yaml"
+    assert run("--strict", "--script", str(script), "--output", str(output)) == 0
+    error = capsys.readouterr().err
+    settings = flatten(load_yaml(output, TrainRun))
+    defaults = {setting.path: setting.default for setting in describe(TrainRun) if not setting.required}
+    changed = {path: value for path, value in settings.items() if path not in defaults or defaults[path] != value}
+    del changed["name"]
+    assert changed == yaml.safe_load(block("yaml"))
+    not_mapped = error.split("not mapped; the numbers stay the same\n")[1].split("\n")[0]
+    assert not_mapped.split() == ["--overlap-param-gather,", "--use-distributed-optimizer"]
+    assert "--nproc 8" in error
+
+
+def test_the_page_names_every_mapped_argument() -> None:
+    for row in MAPPED:
+        names = ", ".join(f"`{name}`" for name in (row.name, *row.aliases))
+        line = f"| {names} | {', '.join(f'`{field}`' for field in row.fields)} | {row.how} |".replace("|  |", "| |")
+        assert line in PAGE, f"docs/coming_from_megatron.md lacks this line of its table:\n{line}"

@@ -1,0 +1,36 @@
+"""Tests of megalith/config/megatron/mapped.py."""
+
+from megalith.config.fields import setting_names
+from megalith.config.megatron.mapped import MAPPED
+from megalith.config.train import TrainRun
+
+
+def test_every_flag_becomes_settings_that_exist() -> None:
+    names = set(setting_names(TrainRun))
+    assert {field for row in MAPPED for field in row.fields} - names == set()
+    assert all(row.fields for row in MAPPED)
+
+
+def test_a_flag_and_its_other_spellings_stand_once() -> None:
+    names = [name for row in MAPPED for name in (row.name, *row.aliases)]
+    assert len(names) == len(set(names))
+    assert all(name.startswith("--") for name in names)
+
+
+def test_choices_and_defaults_fit() -> None:
+    for row in MAPPED:
+        assert bool(row.choices) == (row.takes == "choice"), row.name
+        assert row.default is None or not row.choices or row.default in row.choices, row.name
+        expected = {"int": int, "float": float}.get(row.takes)
+        assert row.default is None or expected is None or type(row.default) is expected, row.name
+
+
+def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
+    """Settings of ours without a counterpart; a new one is added here or gets its row."""
+    ours = {
+        "name", "parallel.dp", "parallel.overlap", "model.rope.low_freq_factor", "model.rope.high_freq_factor",
+        "model.rope.original_max_position", "data.keep_partial_valid", "data.mock_num_documents",
+        "data.mock_max_tokens", "train.compile", "train.threads", "tokenizer.eod", "checkpoint.max_save_failures",
+        "observe.plots", "observe.peak_tflops",
+    }  # fmt: skip
+    assert set(setting_names(TrainRun)) - {field for row in MAPPED for field in row.fields} <= ours

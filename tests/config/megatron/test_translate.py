@@ -1,0 +1,62 @@
+"""Tests of megalith/config/megatron/translate.py."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from megalith.config.megatron.arguments import ROWS, known_flags
+from megalith.config.megatron.table import Row
+from megalith.config.megatron.translate import named_tokenizer, translate
+from megalith.config.train import TrainRun
+from megalith.config.tree import dump_yaml, from_dict, to_dict
+from megalith.train.rules import run_problems
+from tests.config.megatron.conftest import Translate
+
+
+def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
+    done = tiny("--bf16 --tensor-model-parallel-size 3 --sequence-parallel --seq-length 33", world=6)
+    assert done.run is not None and done.problems == () and done.refusals(strict=True) == []
+    assert done.run.name == "tiny"
+    assert run_problems(done.run, done.ranks) == []
+    assert from_dict(TrainRun, to_dict(done.run)) == done.run
+    assert "num_kv_heads: 3" in dump_yaml(done.run)
+
+
+def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
+    done = tiny("--qk-layernorm --lr fast --num-experts 2 --nonsense", without=("--swiglu", "--num-layers"))
+    assert done.run is None and len(done.problems) == 3
+    assert len(done.refusals(strict=False)) == 6
+
+
+def test_an_empty_list_names_all_that_is_needed() -> None:
+    missing = {problem.split()[0] for problem in translate([], name="x").problems}
+    sizes = {"--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings", "--seq-length"}
+    assert {*sizes, "--micro-batch-size", "--global-batch-size", "--lr", "--train-iters"} <= missing
+
+
+def _typed(row: Row | None) -> Sequence[str]:
+    """Words that may stand behind a flag."""
+    takes = "nothing" if row is None else row.takes
+    if takes == "choice":
+        assert row is not None
+        return row.choices[:1]
+    return {"nothing": (), "int": ("3",), "float": ("0.5",), "text": ("a",), "place": ("a",), "words": ("a",)}[takes]
+
+
+@pytest.mark.parametrize("chunk", range(8))
+def test_every_flag_gets_an_answer(tiny: Translate, chunk: int) -> None:
+    """No argument is dropped without a word: it is in the entries, or a problem is about it."""
+    for flag in known_flags()[chunk::8]:
+        row = ROWS.get(flag)
+        name = row.name if row else flag
+        done = tiny(" ".join((flag, *_typed(row))))
+        told = [entry.flag for entry in done.entries] + list(done.problems)
+        assert any(text.split()[0].rstrip(":") == name for text in told), flag
+
+
+def test_the_tokenizer_to_be_measured_is_found() -> None:
+    words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
+    assert named_tokenizer(words) == "folder"
+    assert named_tokenizer([*words, "--vocab-size", "5"]) is None
+    assert named_tokenizer(["--tokenizer-type", "NullTokenizer"]) is None
+    assert named_tokenizer(words[:2]) is None
