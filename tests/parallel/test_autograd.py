@@ -163,7 +163,7 @@ def test_the_comparison_sees_a_wrong_backward(name: str, other: str) -> None:
         run_ranks(_equals_dense_algebra, 2, name, other)
 
 
-TRAFFIC = ([[1, 2, 0, 3], [2, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]], [[0, 0, 0, 0]] * 4, [[2, 2, 2, 2]] * 4)
+TRAFFIC = ([[1, 2, 0, 3], [0, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]], [[0, 0, 0, 0]] * 4, [[2, 2, 2, 2]] * 4)
 """Rows that each rank (outer) sends to each rank (inner)."""
 
 

@@ -233,7 +233,7 @@ def parent(script: Path, how: str, here: Path, *more: str) -> "subprocess.Popen[
     """Another process that runs two ranks, for us to send signals to."""
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
@@ -244,6 +244,16 @@ def test_a_signal_is_passed_on_once_and_the_ranks_save_and_stop(
     with parent(script, "stop", tmp_path) as process:
         started(tmp_path, 2)
         process.send_signal(number)
+        assert process.wait(timeout=30) == 75
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_ctrl_c_which_a_terminal_sends_to_a_whole_process_group_reaches_each_rank_once(
+    script: Path, tmp_path: Path
+) -> None:
+    with parent(script, "stop", tmp_path) as process:
+        started(tmp_path, 2)
+        os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=30) == 75
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 

@@ -111,7 +111,8 @@ def test_boxes_meet_in_what_both_hold() -> None:
     for a, b in product(product(spans, repeat=2), repeat=2):
         shared = set(elements((4, 4), a)) & set(elements((4, 4), b))
         found = intersect(a, b)
-        assert (set() if found is None else set(elements((4, 4), found))) == shared
+        assert (found is None) == (not shared)
+        assert found is None or set(elements((4, 4), found)) == shared
         assert found == intersect(b, a)
 
 
