@@ -13,7 +13,16 @@ from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.nn.norm import RMSNorm
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Declared, Init, Region, SplitTokens, VocabEmbedding, VocabHead, WholeTokens
+from megalith.parallel.tensor import (
+    ColumnLinear,
+    Declared,
+    Init,
+    Region,
+    SplitTokens,
+    VocabEmbedding,
+    VocabHead,
+    WholeTokens,
+)
 from megalith.plan.shards import cut_dim, split_evenly, whole
 
 
@@ -72,12 +81,21 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             if id(parameter) not in placed:
                 placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
             setattr(module, name, placed[id(parameter)])
+        if isinstance(module, ColumnLinear):
+            _place_below_one_another(module.sunk())
 
 
 def initialise(model: nn.Module, *, seed: int) -> None:
     """Write the first weights, the same for a seed under every layout."""
     for declared, module, name in declared_parameters(model):
         fill(getattr(module, name), declared.shard, declared.init, seed=seed)
+
+
+def _place_below_one_another(parameters: Sequence[nn.Parameter]) -> None:
+    """Give matrices that one matmul reads one storage; each matmul would have to copy them into one otherwise."""
+    both = torch.cat([parameter.data for parameter in parameters])
+    for parameter, rows in zip(parameters, both.split([len(parameter) for parameter in parameters]), strict=True):
+        parameter.data = rows
 
 
 def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.kernels.linear import stacked
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
@@ -51,6 +52,12 @@ def test_every_parameter_is_declared_once_and_in_order(tiny: SimpleNamespace) ->
 def test_a_tied_head_shares_its_parameter_in_every_state(tiny: SimpleNamespace) -> None:
     model = tiny.model(tiny.config(tied_embeddings=True))
     assert model.head.weight is model.embed.weight
+
+
+def test_matrices_of_one_matmul_lie_below_one_another_so_that_none_is_copied(tiny: SimpleNamespace) -> None:
+    attention = tiny.model(tiny.config()).layers[0].attention
+    both = attention.qkv.sunk()
+    assert len(both) == 2 and stacked(both).data_ptr() == both[0].data_ptr()
 
 
 def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
