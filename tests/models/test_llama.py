@@ -11,6 +11,7 @@ from megalith.errors import ConfigError
 from megalith.models.llama import LLAMA, read_config, rules, write_config
 from megalith.models.names import by_parameter, extent
 from megalith.models.release import parameters
+from megalith.plan.costs import num_parameters
 
 RAW: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 37, "hidden_size": 12,
@@ -19,6 +20,56 @@ RAW: dict[str, Any] = {
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}  # fmt: skip
 SCALED = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0, original_max_position=8192)
+
+
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.1-8B": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+            "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096,
+            "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": LLAMA3, "rope_theta": 500000.0,
+            "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
+            "use_cache": True, "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "Llama-2-7b": (
+        {
+            "_name_or_path": "meta-llama/Llama-2-7b-hf", "architectures": ["LlamaForCausalLM"], "bos_token_id": 1,
+            "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "model_type": "llama",
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False, "torch_dtype": "float16",
+            "transformers_version": "4.31.0.dev0", "use_cache": True, "vocab_size": 32000,
+        },
+        6_738_415_616,
+    ),
+    "SmolLM-135M": (
+        {
+            "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+            "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.02,
+            "intermediate_size": 1536, "max_position_embeddings": 2048, "mlp_bias": False, "model_type": "llama",
+            "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": True,
+            "torch_dtype": "float32", "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 49152,
+        },
+        134_515_008,
+    ),
+}  # fmt: skip
+"""Contents of config.json as their authors published them, and the number of parameters they state."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_and_have_as_many_parameters_as_stated(name: str) -> None:
+    raw, count = PUBLISHED[name]
+    config = read_config(raw)
+    assert num_parameters(config) == count
+    again = write_config(config)
+    assert {key: again[key] for key in again.keys() & raw.keys()} == {
+        key: raw[key] for key in again.keys() & raw.keys()
+    }
 
 
 @pytest.mark.parametrize(
