@@ -131,15 +131,18 @@ def _rows(x: Tensor, tile: Tile) -> Tensor:
     return x[tile.heads, :, tile.start : tile.stop].flatten(1, 2)
 
 
-def _probabilities(q: Tensor, k: Tensor, tile: Tile, above: Tensor) -> Tensor:
-    """softmax(q k^T / sqrt(d)) of a tile in q's dtype: [heads, shared * rows, stop]."""
-    wide = above.dtype
-    rows, keys = _rows(q, tile).to(wide), k[tile.heads, : tile.stop].to(wide)
+def _probabilities(q: Tensor, k: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """softmax(q k^T / sqrt(d)) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32 or float64.
+
+    [tile's heads, shared * rows, stop] in `dtype`.
+    """
+    rows, keys = _rows(q, tile), k[tile.heads, : tile.stop]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], tile.stop)
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
     size = tile.stop - tile.start
-    scores.unflatten(1, (-1, size))[..., tile.start :].add_(above[:size, :size])
-    return torch.softmax(scores, -1, out=scores).to(q.dtype)
+    later = scores.new_full((size, size), float("-inf")).triu(1)
+    scores.unflatten(1, (-1, size))[..., tile.start :].add_(later)
+    return torch.softmax(scores, -1, out=scores).to(dtype)
 
 
 class TiledAttention(Function):
@@ -154,16 +157,13 @@ class TiledAttention(Function):
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:
         """q [t, n, d], k and v [t, g, d] -> [t, n, d]; keeps copies of them, ordered by head."""
         kv_heads = k.shape[1]
-        q, k, v = (
-            _by_head(q, kv_heads, length),
-            _by_head(k, kv_heads, length)[:, 0],
-            _by_head(v, kv_heads, length)[:, 0],
-        )
-        above = _above(length, q)
+        q, k, v = (_by_head(x, kv_heads, length) for x in (q, k, v))
+        k, v = k.squeeze(1), v.squeeze(1)
+        wide_q, wide_k = _wide(q), _wide(k)
         out = torch.empty_like(q)
         kept = []
         for tile in _tiles(q.shape[0], q.shape[1], length):
-            p = _probabilities(q, k, tile, above)
+            p = _probabilities(wide_q, wide_k, tile, q.dtype)
             o = torch.bmm(p, v[tile.heads, : tile.stop])
             out[tile.heads, :, tile.start : tile.stop] = o.unflatten(1, (-1, tile.stop - tile.start))
             if wanted and length <= KEPT_LENGTH:
@@ -178,32 +178,23 @@ class TiledAttention(Function):
         """dout [t, n, d] -> dq, dk, dv."""
         q, k, v, *kept = ctx.saved_tensors
         length, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
-        dout, above = _by_head(dout, ctx.kv_heads, length), _above(length, q)
+        dout = _by_head(dout, ctx.kv_heads, length)
+        wide_q, wide_k = (q, k) if kept else (_wide(q), _wide(k))
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=above.dtype) for x in (k, v))
+        dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
         for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], length)):
             keys = tile.heads, slice(0, tile.stop)
-            p = kept[number] if kept else _probabilities(q, k, tile, above)
+            p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, q.dtype)
             rows, drows = _rows(q, tile), _rows(dout, tile)
-            _add_bmm_(dv[keys], p.transpose(1, 2), drows)
+            dv[keys] += torch.bmm(p.transpose(1, 2), drows)
             dp = torch.bmm(drows, v[keys].transpose(1, 2))
             ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
             dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[keys]).unflatten(1, (q.shape[1], -1))
-            _add_bmm_(dk[keys], ds.transpose(1, 2), rows)
+            dk[keys] += torch.bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
         return *(_by_token(x, ctx.kv_heads) for x in (dq.mul_(scale), dk, dv)), None, None
 
 
-def _above(length: int, q: Tensor) -> Tensor:
-    """What hides later keys on a tile's diagonal: -inf above it, 0 elsewhere; in the dtype scores are computed in."""
-    rows = min(length, TILE_ROWS)
-    hidden = q.new_full((rows, rows), float("-inf"), dtype=torch.promote_types(q.dtype, torch.float32))
-    return hidden.triu(1)
-
-
-def _add_bmm_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total += a @ b` in place, in fp32 or float64."""
-    if a.dtype == total.dtype:
-        total.baddbmm_(a, b)
-    else:
-        total.add_(torch.bmm(a, b))
+def _wide(x: Tensor) -> Tensor:
+    """In the dtype that scores are computed in: fp32, or float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -5,13 +5,15 @@ sum its exponentials and its target's logit. Source of the parallel form: Shoeyb
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.kernels import cpu
+from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context, Sink, add_product_
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
 
@@ -28,6 +30,7 @@ def linear_cross_entropy(
     vocab_size: int,
     sink: Sink | None = None,
     chunk: int | None = None,
+    kernel: Kernel = "auto",
 ) -> Tensor:
     """Sum over labelled tokens of -log softmax(x @ W.T)[label], W being the whole vocabulary: one fp32 or fp64.
 
@@ -35,11 +38,18 @@ def linear_cross_entropy(
     [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
     part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
 
-    Both gradients are formed here, while a chunk's logits are at hand, if a gradient is wanted at all; backward only
-    scales them. Holds one dw [v_local, h] in fp32 and one dx [t, h] until then. `chunk`: tokens at a time.
+    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
+    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time. With kernel="reference" the
+    vocabulary must be whole and there is no sink.
     """
-    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    loss: Tensor = LossSumFunction.apply(x, weight, labels, vocab, first_row, vocab_size, sink, chunk, wanted)  # type: ignore[no-untyped-call]  # torch's own
+    if kernel == "reference":
+        assert vocab.size == 1
+        assert sink is None
+        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size).sum()
+    grad = torch.is_grad_enabled()
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto")
+    wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad)
+    loss: Tensor = LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink)  # type: ignore[no-untyped-call]  # torch's own
     return loss
 
 
@@ -53,13 +63,19 @@ def token_losses(
     vocab_size: int,
     sink: Sink | None = None,
     chunk: int | None = None,
+    kernel: Kernel = "auto",
 ) -> Tensor:
     """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
 
     The weight gradient of a weighted sum of losses does not factor by token, so backward computes each chunk's logits
     again (one matmul more than `linear_cross_entropy`).
     """
-    losses: Tensor = TokenLossesFunction.apply(x, weight, labels, vocab, first_row, vocab_size, sink, chunk)  # type: ignore[no-untyped-call]  # torch's own
+    if kernel == "reference":
+        assert vocab.size == 1
+        assert sink is None
+        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size)
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto")
+    losses: Tensor = TokenLossesFunction.apply(x, weight, labels, vocab, head, sink)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
 
@@ -70,55 +86,133 @@ def reference_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, vocab_
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """My rows of the vocabulary, without padding: the head as one rank sees it."""
-
-    weight: Tensor
-    """[rows, h]; one masked row where all my rows are padding, so that no rank leaves the others alone in a sum."""
+class Head:
+    """What one rank has of the output head, and how it goes about it."""
 
     group: Group
-    first_row: int
-    only_padding: bool
+    """The ranks that hold the vocabulary."""
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [c, h] -> [c, rows] in fp32 or float64, a fresh tensor."""
-        logits = torch.mm(x, self.weight.t()).to(torch.promote_types(x.dtype, torch.float32))
-        return logits.fill_(float("-inf")) if self.only_padding else logits
+    first_row: int
+    """Token number of my first row."""
+
+    rows: int
+    """My rows that are not padding; 0 on a rank that has only those."""
+
+    chunk: int
+    """Tokens at a time."""
+
+    loops: bool
+    """Use the compiled loops where they serve."""
+
+    @staticmethod
+    def of(weight: Tensor, group: Group, first_row: int, vocab_size: int, chunk: int | None, *, loops: bool) -> "Head":
+        """The head whose matrix is `weight` [v_local, h]."""
+        rows = max(0, min(weight.shape[0], vocab_size - first_row))
+        # From what all ranks know alike, not from my rows, which may be more than theirs: every chunk is a collective.
+        fitting = max(64, CHUNK_LOGITS * group.size // vocab_size // 64 * 64)
+        return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """My rows without padding; one row of padding if there is only that, so that no rank leaves out a sum."""
+        return weight[: max(1, self.rows)]
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [c, h] -> [c, rows], rounded to x's dtype; -inf where there is only padding."""
+        logits = torch.mm(x, self.matrix(weight).t())
+        return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Each label as a row of mine [c, 1] (0 if it is not), and whether it is mine [c, 1]."""
         local = (labels - self.first_row).unsqueeze(1)
-        mine = (local >= 0) & (local < (0 if self.only_padding else self.weight.shape[0])) & (labels >= 0).unsqueeze(1)
+        mine = (local >= 0) & (local < self.rows) & (labels >= 0).unsqueeze(1)
         return local * mine, mine
 
 
-def _part(weight: Tensor, group: Group, first_row: int, vocab_size: int) -> _Part:
-    rows = min(weight.shape[0], vocab_size - first_row)
-    return _Part(weight[: max(rows, 1)], group, first_row, only_padding=rows < 1)
+class Wanted(NamedTuple):
+    """Which gradients to form."""
+
+    x: bool
+    weight: bool
 
 
-def _tokens_at_a_time(chunk: int | None, part: _Part) -> int:
-    return chunk if chunk is not None else max(64, CHUNK_LOGITS // part.weight.shape[0] // 64 * 64)
+class Softmax(NamedTuple):
+    """What is left of each token's logits over the whole vocabulary, in fp32 or float64."""
+
+    largest: Tensor
+    """[c]: the largest logit."""
+
+    total: Tensor
+    """[c]: sum of exp(logit - largest)."""
+
+    target: Tensor
+    """[c]: the label's logit - largest; 0 without a label."""
+
+    def losses(self, labels: Tensor) -> Tensor:
+        """[c]: -log p(label), 0 without one."""
+        return (self.total.log() - self.target).masked_fill_(labels < 0, 0.0)
 
 
-def _exponentials(logits: Tensor, labels: Tensor, part: _Part) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Overwrite logits [c, rows] by exp(logit - largest); with it return, each [c] and over the whole vocabulary,
+def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
+    """Two small collectives over the ranks that hold the vocabulary, whatever the labels are; leaves logits alone."""
+    own_largest, own_total = (_loop_row_sums if head.loops and cpu.takes(logits) else _row_sums)(logits)
+    largest = all_reduce_max_(own_largest.clone(), head.group)
+    rows, mine = head.target(labels)
+    target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~mine.squeeze(1), 0.0)
+    sums = all_reduce_(torch.stack([own_total.mul_((own_largest - largest).exp_()), target]), head.group)
+    return Softmax(largest, sums[0], sums[1])
 
-    the sum of those exponentials, the target's logit minus the largest, and the largest.
+
+def logit_gradient(logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head) -> Tensor:
+    """weights * (p - one hot at the label), [c, rows] in the logits' dtype and, where possible, their memory.
+
+    weights [c]: what each token's loss counts, 0 without a label. The entry at the label is computed apart: in bf16, 1
+    would swallow the last digits of p.
     """
-    largest = all_reduce_max_(logits.amax(-1), part.group)
-    logits.sub_(largest.unsqueeze(1))
-    rows, mine = part.target(labels)
-    target = logits.gather(1, rows).masked_fill_(~mine, 0.0)
-    exponentials = logits.exp_()
-    sums = all_reduce_(torch.cat([exponentials.sum(-1, keepdim=True), target], dim=1), part.group)
-    return exponentials, sums[:, 0], sums[:, 1], largest
+    loops = head.loops and cpu.takes(logits)
+    gradient = (_loop_scaled_exp if loops else _scaled_exp)(logits, softmax.largest, weights / softmax.total)
+    rows, mine = head.target(labels)
+    at_label = (softmax.target.exp() / softmax.total - 1).mul_(weights).unsqueeze(1).to(gradient.dtype)
+    return gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
 
 
-def _logit_gradient(probabilities: Tensor, labels: Tensor, weights: Tensor, part: _Part) -> Tensor:
-    """weights * (probabilities - one hot at the label), in place: [c, rows]; weights [c] already on the former."""
-    rows, mine = part.target(labels)
-    return probabilities.scatter_add_(1, rows, -(weights.unsqueeze(1) * mine))
+def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest of each row of [c, rows], and the sum of exp(logit - largest): [c] each, in fp32 or float64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = wide.amax(-1)
+    # A row of -inf (a rank that has only padding) sums to 0, not to the NaN of inf - inf.
+    return largest, (wide - largest.clamp(min=torch.finfo(wide.dtype).min).unsqueeze(1)).exp_().sum(-1)
+
+
+def _loop_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`_row_sums` in one pass."""
+    largest, total = logits.new_empty(2, logits.shape[0], dtype=torch.float32)
+    cpu.run("row_sums", logits.dtype, *logits.shape, logits, largest, total, elements=logits.numel())
+    return largest, total
+
+
+def _scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
+    """factor * exp(logit - largest), [c, rows] in the logits' dtype."""
+    wide = logits.to(factor.dtype)
+    return wide.sub_(largest.unsqueeze(1)).exp_().mul_(factor.unsqueeze(1)).to(logits.dtype)
+
+
+def _loop_scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
+    """`_scaled_exp` in one pass, in place."""
+    cpu.run(
+        "logit_gradients", logits.dtype, *logits.shape, largest.contiguous(), factor.contiguous(), logits,
+        elements=logits.numel(),
+    )  # fmt: skip
+    return logits
+
+
+def _add_gradients(
+    dlogits: Tensor, x: Tensor, weight: Tensor, head: Head, dx: Tensor | None, dw: Tensor | None
+) -> None:
+    """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to dw [v_local, h]."""
+    if dx is not None:
+        torch.mm(dlogits, head.matrix(weight), out=dx)
+    if dw is not None:
+        add_product_(head.matrix(dw), x, dlogits)
 
 
 class LossSumFunction(Function):
@@ -133,58 +227,34 @@ class LossSumFunction(Function):
         weight: Tensor,
         labels: Tensor,
         group: Group,
-        first_row: int,
-        vocab_size: int,
+        head: Head,
+        wanted: Wanted,
         sink: Sink | None,
-        chunk: int | None,
-        wanted: bool,
     ) -> Tensor:
         """x [t, h] -> scalar; keeps dx and dw for a gradient of one."""
-        part = _part(weight, group, first_row, vocab_size)
         wide = torch.promote_types(x.dtype, torch.float32)
-        total = x.new_zeros((), dtype=wide)
-        dx = torch.empty_like(x) if wanted else None
-        dw = x.new_zeros(weight.shape, dtype=wide) if wanted else None
-        step = _tokens_at_a_time(chunk, part)
-        for start in range(0, x.shape[0], step):
-            rows = slice(start, start + step)
-            total += _chunk_loss(
-                x[rows], labels[rows], part, None if dx is None else dx[rows], None if dw is None else dw
-            )
+        loss = x.new_zeros((), dtype=wide)
+        dx = torch.empty_like(x) if wanted.x else None
+        dw = x.new_zeros(weight.shape, dtype=wide) if wanted.weight else None
+        for start in range(0, x.shape[0], head.chunk):
+            rows = slice(start, start + head.chunk)
+            logits = head.logits(x[rows], weight)
+            softmax = softmax_over_ranks(logits, labels[rows], head)
+            loss += softmax.losses(labels[rows]).sum()
+            if any(wanted):
+                weights = (labels[rows] >= 0).to(wide)
+                dlogits = logit_gradient(logits, labels[rows], softmax, weights, head)
+                _add_gradients(dlogits, x[rows], weight, head, None if dx is None else dx[rows], dw)
         ctx.save_for_backward(dx, dw)
         ctx.sink, ctx.dtype = sink, weight.dtype
-        return total
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what forward left, in place: dw may be the largest tensor there is. A second backward is refused."""
-        dx, dw = (saved.mul_(dloss) for saved in ctx.saved_tensors)
-        none = (None,) * 7
-        return dx if ctx.needs_input_grad[0] else None, _deliver(ctx, dw), *none
-
-
-def _deliver(ctx: Context, dw: Tensor) -> Tensor | None:
-    """Hand dw to the sink, if there is one, else to autograd."""
-    if not ctx.needs_input_grad[1]:
-        return None
-    if ctx.sink is None:
-        return dw.to(ctx.dtype)
-    ctx.sink.gradient(dw)
-    return None
-
-
-def _chunk_loss(x: Tensor, labels: Tensor, part: _Part, dx: Tensor | None, dw: Tensor | None) -> Tensor:
-    """The loss of a chunk of tokens; where asked, writes their dx [c, h] and adds to dw [v_local, h]."""
-    exponentials, total, target, _ = _exponentials(part.logits(x), labels, part)
-    labelled = (labels >= 0).to(total.dtype)
-    loss = (total.log() - target).mul_(labelled).sum()
-    if dx is not None and dw is not None:
-        probabilities = exponentials.mul_((labelled / total).unsqueeze(1))
-        dlogits = _logit_gradient(probabilities, labels, labelled, part).to(x.dtype)
-        torch.mm(dlogits, part.weight, out=dx)
-        add_product_(dw[: part.weight.shape[0]], x, dlogits)
-    return loss
+        dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
+        return dx, _deliver(dw, ctx.sink, ctx.dtype), None, None, None, None, None
 
 
 class TokenLossesFunction(Function):
@@ -194,45 +264,39 @@ class TokenLossesFunction(Function):
 
     @staticmethod
     def forward(
-        ctx: Context,
-        x: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        group: Group,
-        first_row: int,
-        vocab_size: int,
-        sink: Sink | None,
-        chunk: int | None,
+        ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, group: Group, head: Head, sink: Sink | None
     ) -> Tensor:
-        """x [t, h] -> [t]; keeps the logarithm of each token's sum of exponentials."""
-        part = _part(weight, group, first_row, vocab_size)
-        step = _tokens_at_a_time(chunk, part)
-        losses = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-        normaliser = torch.empty_like(losses)
-        for start in range(0, x.shape[0], step):
-            rows = slice(start, start + step)
-            _, total, target, largest = _exponentials(part.logits(x[rows]), labels[rows], part)
-            torch.sub(total.log_(), target, out=losses[rows]).mul_(labels[rows] >= 0)
-            torch.add(total, largest, out=normaliser[rows])
-        ctx.save_for_backward(x, weight, labels, normaliser)
-        ctx.group, ctx.first_row, ctx.vocab_size = group, first_row, vocab_size
-        ctx.sink, ctx.step, ctx.dtype = sink, step, weight.dtype
-        return losses
+        """x [t, h] -> [t]; keeps three numbers per token."""
+        kept = x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+        for start in range(0, x.shape[0], head.chunk):
+            rows = slice(start, start + head.chunk)
+            softmax = softmax_over_ranks(head.logits(x[rows], weight), labels[rows], head)
+            torch.stack(softmax, out=kept[:, rows])
+        ctx.save_for_backward(x, weight, labels, kept)
+        ctx.head, ctx.sink = head, sink
+        return Softmax(*kept).losses(labels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dlosses: Tensor) -> tuple[Tensor | None, ...]:
         """dlosses [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no collective."""
-        x, weight, labels, normaliser = ctx.saved_tensors
-        part = _part(weight, ctx.group, ctx.first_row, ctx.vocab_size)
-        dx, dw = torch.empty_like(x), x.new_zeros(weight.shape, dtype=normaliser.dtype)
+        x, weight, labels, kept = ctx.saved_tensors
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dw = x.new_zeros(weight.shape, dtype=kept.dtype) if ctx.needs_input_grad[1] else None
         weights = dlosses * (labels >= 0)
-        for start in range(0, x.shape[0], ctx.step):
-            rows = slice(start, start + ctx.step)
-            probabilities = part.logits(x[rows]).sub_(normaliser[rows].unsqueeze(1)).exp_()
-            probabilities.mul_(weights[rows].unsqueeze(1))
-            dlogits = _logit_gradient(probabilities, labels[rows], weights[rows], part).to(x.dtype)
-            torch.mm(dlogits, part.weight, out=dx[rows])
-            add_product_(dw[: part.weight.shape[0]], x[rows], dlogits)
-        none = (None,) * 6
-        return dx if ctx.needs_input_grad[0] else None, _deliver(ctx, dw), *none
+        for start in range(0, x.shape[0], ctx.head.chunk):
+            rows = slice(start, start + ctx.head.chunk)
+            logits = ctx.head.logits(x[rows], weight)
+            dlogits = logit_gradient(logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head)
+            _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
+        return dx, _deliver(dw, ctx.sink, weight.dtype), None, None, None, None
+
+
+def _deliver(dw: Tensor | None, sink: Sink | None, dtype: torch.dtype) -> Tensor | None:
+    """Hand dw to the sink, if there is one, else to autograd."""
+    if dw is None:
+        return None
+    if sink is None:
+        return dw.to(dtype)
+    sink.gradient(dw)
+    return None

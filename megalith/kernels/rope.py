@@ -11,6 +11,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.config.model import RopeConfig
+from megalith.kernels import cpu
+from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
 
 
@@ -36,27 +38,19 @@ def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> t
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, kernel: Kernel = "auto") -> Tensor:
     """Turn every head: x [t, n, d], any strides; cos, sin [t, d / 2] -> [t, n, d]. Backward turns back, saving no x."""
-    y: Tensor = RopeFunction.apply(x, cos, sin)  # type: ignore[no-untyped-call]  # torch's own
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_rope(x, cos, sin)
+    y: Tensor = RopeFunction.apply(x, cos, sin, kernel == "auto" and cpu.takes(x, cos, sin))  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def reference_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, loops: bool = False) -> Tensor:
     """What `apply_rope` computes, in plain operations."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, out: Tensor) -> Tensor:
-    """Turn by the tables' angles (sign 1) or back (sign -1), into `out`, which is not x."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
-    return out
 
 
 class RopeFunction(Function):
@@ -65,14 +59,34 @@ class RopeFunction(Function):
     reference = staticmethod(reference_rope)
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, loops: bool) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin, sign=1, out=x.new_empty(x.shape))
+        ctx.loops = loops
+        return (_loop_turn if loops else _turn)(x, cos, sin, sign=1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, n, d] -> dx, turned back."""
-        cos, sin = ctx.saved_tensors
-        return _turn(dy, cos, sin, sign=-1, out=dy.new_empty(dy.shape)), None, None
+        return (_loop_turn if ctx.loops else _turn)(dy, *ctx.saved_tensors, sign=-1), None, None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    """Turn by the tables' angles (sign 1) or back (sign -1)."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    out = x.new_empty(x.shape)
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
+    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    return out
+
+
+def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+    """`_turn` in one pass."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    out = x.new_empty(x.shape)
+    tables = cos.contiguous(), sin.contiguous()
+    cpu.run("rope", x.dtype, *x.shape, x.stride(0), x.stride(1), sign, x, *tables, out, elements=x.numel())
+    return out

@@ -5,16 +5,20 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.kernels import cpu
+from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, *, kernel: Kernel = "auto") -> Tensor:
     """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and computes silu again."""
-    y: Tensor = SwigluFunction.apply(gate_up)  # type: ignore[no-untyped-call]  # torch's own
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_swiglu(gate_up)
+    y: Tensor = SwigluFunction.apply(gate_up, kernel == "auto" and cpu.takes(gate_up))  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def reference_swiglu(gate_up: Tensor) -> Tensor:
+def reference_swiglu(gate_up: Tensor, loops: bool = False) -> Tensor:
     """What `swiglu` computes, in plain operations."""
     gate, up = gate_up.chunk(2, dim=-1)
     return gate * torch.sigmoid(gate) * up
@@ -26,22 +30,48 @@ class SwigluFunction(Function):
     reference = staticmethod(reference_swiglu)
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, loops: bool) -> Tensor:
         """[t, 2 f] -> [t, f]."""
         ctx.save_for_backward(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return torch.nn.functional.silu(gate).mul_(up)
+        ctx.loops = loops
+        return (_loop_forward if loops else _forward)(gate_up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, dy: Tensor) -> Tensor:
-        """dy [t, f] -> [t, 2 f], written in place half by half."""
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        out = torch.empty_like(gate_up)
-        dgate, dup = out.chunk(2, dim=-1)
-        torch.ops.aten.silu.out(gate, out=dup)
-        dup.mul_(dy)
-        torch.mul(dy, up, out=dgate)
-        torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
-        return out
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None]:
+        """dy [t, f] -> [t, 2 f]."""
+        return (_loop_backward if ctx.loops else _backward)(dy, *ctx.saved_tensors), None
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def _backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """Both halves of the gradient, each written in place."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    out = torch.empty_like(gate_up)
+    dgate, dup = out.chunk(2, dim=-1)
+    torch.ops.aten.silu.out(gate, out=dup)
+    dup.mul_(dy)
+    torch.mul(dy, up, out=dgate)
+    torch.ops.aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    return out
+
+
+def _loop_forward(gate_up: Tensor) -> Tensor:
+    """`_forward` in one pass."""
+    gate_up = gate_up.contiguous()
+    t, f = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(t, f)
+    cpu.run("swiglu", y.dtype, t, f, gate_up, y, elements=y.numel())
+    return y
+
+
+def _loop_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """`_backward` in one pass."""
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    cpu.run("swiglu_backward", dy.dtype, *dy.shape, dy, gate_up, out, elements=dy.numel())
+    return out

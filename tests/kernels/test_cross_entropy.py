@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy, token_losses
-from megalith.parallel.group import alone
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.cross_entropy import Head, linear_cross_entropy, reference_cross_entropy, token_losses
+from megalith.parallel.group import Group, alone
 
 T, H, V, PADDED = 11, 5, 13, 16
 LABELS = torch.tensor([1, 2, -1, 0, 12, 5, 5, -100, 3, 7, 12])
@@ -198,3 +199,62 @@ def test_shapes_hold_on_meta(form: str) -> None:
     assert x.grad is not None
     assert weight.grad is not None
     assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+
+
+def large(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """More logits than the compiled loops ask for, with some tokens unlabelled and padding rows."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 33, generator=generator).to(dtype).requires_grad_()
+    weight = (0.5 * torch.randn(320, 33, generator=generator)).to(dtype).requires_grad_()
+    return x, weight, torch.randint(-50, 301, (60,), generator=generator)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_every_kernel_gives_what_the_reference_gives(
+    form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel
+) -> None:
+    x, weight, labels = large(dtype)
+    whole = linear_cross_entropy if form == "sum" else token_losses
+    results = []
+    for each in (kernel, "reference"):
+        loss_sum = whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, kernel=each).sum()
+        results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
+    for mine, theirs in zip(*results):
+        assert mine.dtype == theirs.dtype
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None:
+    _, weight, labels = large(torch.bfloat16)
+    sure = weight.detach()[labels.clamp(min=0)].mul(1.5).requires_grad_()
+    exact = [a.detach().double().requires_grad_() for a in (sure, weight)]
+    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": 301}
+    (mine,) = torch.autograd.grad(linear_cross_entropy(sure, weight, labels, **whole, kernel=kernel), sure)
+    (theirs,) = torch.autograd.grad(linear_cross_entropy(*exact, labels, **whole), exact[0])
+    assert float(theirs.norm(dim=1)[labels >= 0].min()) < 1e-2  # some are sure indeed
+    assert (mine - theirs).norm() <= 3e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf")])
+def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: float) -> None:
+    x, weight, labels = large(torch.float32)
+    labels[3] = 5
+    with torch.no_grad():
+        x[3, 4] = bad
+    whole = linear_cross_entropy if form == "sum" else token_losses
+    assert not whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, kernel=kernel).sum().isfinite()
+
+
+def test_ranks_with_uneven_parts_cut_the_tokens_alike() -> None:
+    ranks = [Group(axes=("tp",), ranks=(0, 1, 2), rank=rank) for rank in range(3)]
+    parts = [torch.zeros(rows, 4) for rows in (16384, 16383, 16383)]
+    heads = [Head.of(part, group, 0, 49150, None, loops=True) for part, group in zip(parts, ranks)]
+    assert len({head.chunk for head in heads}) == 1
+    padding_only = Head.of(parts[2], ranks[2], 49150, 49150, None, loops=True)
+    assert (padding_only.rows, padding_only.chunk) == (0, heads[0].chunk)
+    assert not padding_only.loops

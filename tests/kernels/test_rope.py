@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import RopeConfig
+from megalith.kernels.cpu import Kernel
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 
 LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)
@@ -72,6 +73,20 @@ def test_result_and_gradient_equal_the_reference(dtype: torch.dtype) -> None:
     tolerance = {torch.float64: 1e-15, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
     (mine,), (theirs,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, x, dy)
+    torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("d", [10, 32])
+def test_every_kernel_gives_what_the_reference_gives(
+    dtype: torch.dtype, tolerance: float, kernel: Kernel, d: int
+) -> None:
+    wide = seeded(301, 7, d, dtype=dtype).requires_grad_()
+    x, (cos, sin), dy = wide[:, 1:6], tables(torch.arange(301), d, dtype=dtype), seeded(301, 5, d, seed=1, dtype=dtype)
+    y, expected = apply_rope(x, cos, sin, kernel=kernel), apply_rope(x, cos, sin, kernel="reference")
+    torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
+    (mine,), (theirs,) = torch.autograd.grad(y, wide, dy), torch.autograd.grad(expected, wide, dy)
     torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.kernels.cpu import Kernel
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 
 
@@ -34,13 +35,27 @@ def test_result_and_gradient_equal_the_reference(dtype: torch.dtype, tolerance: 
     assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_every_kernel_gives_what_the_reference_gives(dtype: torch.dtype, tolerance: float, kernel: Kernel) -> None:
+    gate_up, dy = (5 * seeded(67, 2 * 131, dtype=dtype)).requires_grad_(), seeded(67, 131, seed=1, dtype=dtype)
+    y, expected = swiglu(gate_up, kernel=kernel), swiglu(gate_up, kernel="reference")
+    assert (y - expected).abs().max() <= tolerance * expected.abs().max()
+    (mine,), (theirs,) = torch.autograd.grad(y, gate_up, dy), torch.autograd.grad(expected, gate_up, dy)
+    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_gates_neither_overflow_nor_turn_nan(dtype: torch.dtype) -> None:
-    gate_up = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]], dtype=dtype, requires_grad=True)
+@pytest.mark.parametrize("rows", [1, 2000])
+def test_large_gates_neither_overflow_nor_turn_nan(dtype: torch.dtype, rows: int) -> None:
+    row = torch.tensor([[-1e4, -100.0, 100.0, 1e4, 1.0, 1.0, 1.0, 1.0]], dtype=dtype)
+    gate_up = row.repeat(rows, 1).requires_grad_()
     y = swiglu(gate_up)
-    assert torch.equal(y.float(), torch.tensor([[0.0, 0.0, 100.0, 1e4]], dtype=dtype).float())
+    torch.testing.assert_close(
+        y[-1].float(), torch.tensor([0.0, 0.0, 100.0, 1e4], dtype=dtype).float(), atol=1e-33, rtol=0
+    )
     (grad,) = torch.autograd.grad(y.sum(), gate_up)
-    assert torch.equal(grad[0, :4].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]))
+    torch.testing.assert_close(grad[-1, :4].float(), torch.tensor([0.0, 0.0, 1.0, 1.0]), atol=1e-33, rtol=0)
 
 
 def test_only_the_input_is_kept_and_nothing_is_overwritten() -> None:

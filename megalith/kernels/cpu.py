@@ -1,0 +1,106 @@
+"""The compiled loops of `kernels/loops.py`: when they serve, and how they run on the threads torch already has.
+
+A second pool of threads would fight torch's for the same cores, because both spin for a while after their work. So a
+loop is handed to the OpenMP library that torch itself has loaded. Where there is none that we can call (macOS), no loop
+runs, and the operations use their torch versions; both give the same values to the last bit or two of the dtype.
+"""
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kernel = Literal["auto", "torch", "reference"]
+"""How an operation is computed. auto: the fastest way on this machine; torch: torch operations with our own backward;
+reference: the plain definition, whose backward is autograd's."""
+
+Loop = Literal["rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rope", "row_sums", "logit_gradients"]
+
+WORTH_A_LOOP = 1 << 13  # elements; below, starting a loop costs more than the passes over memory that it saves
+WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop
+
+
+class OpenMP(NamedTuple):
+    """What we call in torch's OpenMP library."""
+
+    parallel: Callable[..., None]
+    """GOMP_parallel(function, argument, threads, flags): runs function(argument) on every thread, then waits."""
+
+    thread_num: int
+    """Address of omp_get_thread_num."""
+
+    num_threads: int
+    """Address of omp_get_num_threads."""
+
+
+@cache
+def openmp() -> OpenMP | None:
+    """The OpenMP library that torch runs its own loops with; None where it is not one that we can call."""
+    for path in _loaded_libraries():
+        library = ctypes.CDLL(path)
+        if not hasattr(library, "GOMP_parallel"):
+            continue
+        parallel = library.GOMP_parallel
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return OpenMP(parallel, _address(library.omp_get_thread_num), _address(library.omp_get_num_threads))
+    return None
+
+
+def _loaded_libraries() -> list[str]:
+    """Paths of the OpenMP libraries in this process, torch's own first."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    fields = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
+    paths = {field[5] for field in fields if len(field) == 6}
+    known = [path for path in paths if Path(path).name.startswith(("libgomp", "libiomp5", "libomp"))]
+    return sorted(known, key=lambda path: ("/torch" not in path, path))
+
+
+def _address(function: object) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value  # type: ignore[arg-type]  # a function of a CDLL may be cast
+    assert address is not None
+    return address
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the compiled loops work on these: on the CPU, all fp32 or all bf16, the first large enough."""
+    first = tensors[0]
+    return (
+        first.device.type == "cpu"
+        and first.dtype in (torch.float32, torch.bfloat16)
+        and all(tensor.dtype == first.dtype for tensor in tensors)
+        and first.numel() >= WORTH_A_LOOP
+        and not torch.compiler.is_compiling()
+        and openmp() is not None
+    )
+
+
+def run(loop: Loop, dtype: torch.dtype, *arguments: Tensor | int | float, elements: int) -> None:
+    """Run a compiled loop on torch's threads: tensors of `dtype`, work of `elements`, arguments as the loop lists."""
+    from megalith.kernels.loops import address  # imports numba: half a second, only where a loop is needed
+
+    library = openmp()
+    assert library is not None
+    block = (ctypes.c_int64 * len(arguments))(*map(_bits, arguments))
+    library.parallel(address(loop, dtype), block, num_threads(elements), 0)
+
+
+def num_threads(elements: int) -> int:
+    """How many threads share work of this size."""
+    return torch.get_num_threads() if elements >= WORTH_THREADS else 1
+
+
+def _bits(argument: Tensor | int | float) -> int:
+    """Eight bytes that stand for an argument: where a tensor lies, a number, or the bits of a double."""
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    if isinstance(argument, float):
+        return int(struct.unpack("q", struct.pack("d", argument))[0])
+    return argument

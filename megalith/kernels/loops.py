@@ -1,0 +1,313 @@
+"""What lies between the matmuls, as single passes over memory for CPUs: compiled by numba on first use, then cached.
+
+Each loop handles fp32 and bf16; it computes in fp32 and rounds where the torch version does. A loop is given a block of
+8-byte arguments (`cpu.run`) and works on its thread's share of the rows. Importing this file imports numba, which takes
+half a second, so it is imported when a loop is first needed.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, ParamSpec, TypeVar
+
+import llvmlite.binding
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public, but not declared
+from numba.extending import intrinsic, overload
+
+from megalith.kernels.cpu import Loop, openmp
+
+# Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN keep their meaning.
+FAST = {"contract", "reassoc", "nsz", "arcp"}
+Array = Any  # inside a loop: what numba makes of an address; elements are fp32, or uint16 that hold bf16
+Block = Any  # inside a loop: the arguments
+Value = Any  # inside a loop: one fp32 or uint16
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ELEMENTS = {torch.float32: types.float32, torch.bfloat16: types.uint16}
+_INTEGERS = types.CPointer(types.int64)
+_thread_num: Any = types.ExternalFunction("megalith_omp_thread_num", types.int32())
+_num_threads: Any = types.ExternalFunction("megalith_omp_num_threads", types.int32())
+
+
+@cache
+def address(loop: Loop, dtype: torch.dtype) -> int:
+    """Where the machine code of a loop for tensors of `dtype` starts; compiled when first asked for."""
+    library = openmp()
+    assert library is not None
+    llvmlite.binding.add_symbol("megalith_omp_thread_num", library.thread_num)
+    llvmlite.binding.add_symbol("megalith_omp_num_threads", library.num_threads)
+    try:
+        return _compile(loop, dtype, keep=True)
+    except RuntimeError as problem:  # numba found no folder that it may write to
+        if "cannot cache" not in str(problem):
+            raise
+        return _compile(loop, dtype, keep=False)
+
+
+def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
+    signature = types.void(types.CPointer(_ELEMENTS[dtype]))  # the type of a tensor's elements, told by the block's
+    compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(globals()[loop])  # numba's own
+    return int(compiled.address)
+
+
+# What loops are written with.
+
+
+def part(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that loops may call."""
+    result: Callable[P, R] = njit(nogil=True)(function)
+    return result
+
+
+def _read_block(typing: Any, block: Any) -> Any:  # numba's own protocol: a signature, and what emits the code
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(_INTEGERS))
+
+    return _INTEGERS(block), emit
+
+
+def _point_to_elements(typing: Any, integer: Any, block: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return block(types.int64, block), emit
+
+
+def _point_to_fp32(typing: Any, integer: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(types.int64), emit
+
+
+# Any: numba gives them other arguments than it declares.
+_integers: Any = intrinsic(_read_block)  # a block, as int64
+_elements: Any = intrinsic(_point_to_elements)  # an address, as one of what the block's type tells
+_floats: Any = intrinsic(_point_to_fp32)  # an address, as one of fp32
+
+
+@part
+def count(block: Block, index: int) -> Any:
+    """Argument `index`, an integer."""
+    return carray(_integers(block), (index + 1,))[index]
+
+
+@part
+def number(block: Block, index: int) -> Any:
+    """Argument `index`, a double, as fp32."""
+    return np.float32(np.int64(count(block, index)).view(np.float64))
+
+
+@part
+def data(block: Block, index: int, shape: Any) -> Array:
+    """Argument `index`, a tensor of the dtype the loop is compiled for."""
+    return carray(_elements(count(block, index), block), shape)
+
+
+@part
+def wides(block: Block, index: int, shape: Any) -> Array:
+    """Argument `index`, an fp32 tensor."""
+    return carray(_floats(count(block, index)), shape)
+
+
+@part
+def share(rows: Any) -> Any:
+    """Which of `rows` this thread does: first and one past the last."""
+    thread, threads = np.int64(_thread_num()), np.int64(_num_threads())
+    return rows * thread // threads, rows * (thread + 1) // threads
+
+
+def wide(value: Value) -> Any:
+    """An element as fp32."""
+
+
+@overload(wide)
+def _wide(value: Any) -> Any:
+    def of_fp32(value: Any) -> Any:
+        return value
+
+    def of_bf16(value: Any) -> Any:
+        return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+
+    return of_fp32 if value == types.float32 else of_bf16
+
+
+def narrow(value: Any, like: Array) -> Value:
+    """fp32 as an element of `like`, rounded to the nearest, ties to even."""
+
+
+@overload(narrow)
+def _narrow(value: Any, like: Any) -> Any:
+    def to_fp32(value: Any, like: Any) -> Any:
+        return np.float32(value)
+
+    def to_bf16(value: Any, like: Any) -> Any:
+        bits = np.float32(value).view(np.uint32)
+        odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+        rounded = np.uint32(bits + np.uint32(0x7FFF) + odd)
+        quiet = np.uint32(bits | np.uint32(0x400000))  # a NaN must not be rounded up to infinity
+        return np.uint16(np.uint32(quiet if value != value else rounded) >> np.uint32(16))
+
+    return to_fp32 if like.dtype == types.float32 else to_bf16
+
+
+@part
+def exp(x: Any) -> Any:
+    """exp of an fp32 number to about 1e-7 (relative, plus 3e-8 |x|); 1e-38 below -87, never infinite, NaN of NaN.
+
+    exp(x) = 2^n exp(r) with n the integer nearest to x / ln 2; r is at most 0.35, where eight terms of the series do.
+    """
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(88.0) if x > np.float32(88.0) else x
+    n = np.floor(x * np.float32(1.4426950408889634) + np.float32(0.5))
+    r = x - n * np.float32(0.6931471805599453)
+    series = np.float32(1 / 5040)
+    series = series * r + np.float32(1 / 720)
+    series = series * r + np.float32(1 / 120)
+    series = series * r + np.float32(1 / 24)
+    series = series * r + np.float32(1 / 6)
+    series = series * r + np.float32(1 / 2)
+    series = series * r + np.float32(1)
+    series = series * r + np.float32(1)
+    return series * np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@part
+def largest_of(row: Array) -> Any:
+    """The largest of a row, in fp32; NaN or the largest number where there is a NaN.
+
+    Compared as integers that order as the floats do, because a vector unit has no maximum of floats that minds NaN.
+    """
+    most = np.int32(-0x7FFFFFFF)
+    for j in range(len(row)):
+        bits = np.float32(wide(row[j])).view(np.int32)
+        most = max(most, np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF))))
+    return np.int32(most ^ np.int32(np.int32(most >> np.int32(31)) & np.int32(0x7FFFFFFF))).view(np.float32)
+
+
+# The loops. Arguments in the order of the block. Arrays are shaped so that every innermost index is the loop's own
+# counter: an index with an offset may be negative for all numba knows, and the check for that keeps the loop from the
+# vector unit (measured: 3 to 5 times slower).
+
+
+def rms_norm(block: Block) -> None:
+    """rows, h, eps, x [rows, h], weight [h] -> y [rows, h], scale fp32 [rows]."""
+    rows, h = count(block, 0), count(block, 1)
+    eps = number(block, 2)
+    x, weight, y = data(block, 3, (rows, h)), data(block, 4, (h,)), data(block, 5, (rows, h))
+    scale = wides(block, 6, (rows,))
+    first, last = share(rows)
+    for i in range(first, last):
+        squares = np.float32(0)
+        for j in range(h):
+            value = wide(x[i, j])
+            squares += value * value
+        s = np.float32(1) / np.sqrt(squares / np.float32(h) + eps)
+        scale[i] = s
+        for j in range(h):
+            normed = wide(narrow(wide(x[i, j]) * s, y))
+            y[i, j] = narrow(normed * wide(weight[j]), y)
+
+
+def rms_norm_backward(block: Block) -> None:
+    """rows, h, adds, dy [rows, h], x, weight [h], scale fp32 [rows], dsum [rows, h] if adds -> dx, dweight.
+
+    dweight is fp32 [threads, h], zero before. With `adds`, dx = what comes through the norm + dsum.
+    """
+    rows, h, adds = count(block, 0), count(block, 1), count(block, 2)
+    dy, x = data(block, 3, (rows, h)), data(block, 4, (rows, h))
+    weight, scale = data(block, 5, (h,)), wides(block, 6, (rows,))
+    dsum, dx = data(block, 7, (rows, h)), data(block, 8, (rows, h))
+    dweight = wides(block, 9, (np.int64(_num_threads()), h))[np.int64(_thread_num())]
+    first, last = share(rows)
+    for i in range(first, last):
+        s, along = scale[i], np.float32(0)
+        for j in range(h):
+            product = wide(dy[i, j]) * wide(x[i, j])
+            along += product * wide(weight[j])
+            dweight[j] += product * s
+        along *= s * s * s / np.float32(h)
+        if adds:
+            for j in range(h):
+                through = wide(dy[i, j]) * wide(weight[j]) * s - wide(x[i, j]) * along
+                dx[i, j] = narrow(through + wide(dsum[i, j]), dx)
+        else:
+            for j in range(h):
+                dx[i, j] = narrow(wide(dy[i, j]) * wide(weight[j]) * s - wide(x[i, j]) * along, dx)
+
+
+def swiglu(block: Block) -> None:
+    """rows, f, gate_up [rows, 2, f] -> y [rows, f]."""
+    rows, f = count(block, 0), count(block, 1)
+    gate_up, y = data(block, 2, (rows, 2, f)), data(block, 3, (rows, f))
+    first, last = share(rows)
+    for i in range(first, last):
+        for j in range(f):
+            gate = wide(gate_up[i, 0, j])
+            y[i, j] = narrow(gate / (np.float32(1) + exp(-gate)) * wide(gate_up[i, 1, j]), y)
+
+
+def swiglu_backward(block: Block) -> None:
+    """rows, f, dy [rows, f], gate_up [rows, 2, f] -> d gate_up."""
+    rows, f = count(block, 0), count(block, 1)
+    dy, gate_up, out = data(block, 2, (rows, f)), data(block, 3, (rows, 2, f)), data(block, 4, (rows, 2, f))
+    first, last = share(rows)
+    for i in range(first, last):
+        for j in range(f):
+            d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
+            sigmoid = np.float32(1) / (np.float32(1) + exp(-gate))
+            out[i, 0, j] = narrow(d * up * sigmoid * (np.float32(1) + gate * (np.float32(1) - sigmoid)), out)
+            out[i, 1, j] = narrow(d * gate * sigmoid, out)
+
+
+def rope(block: Block) -> None:
+    """rows, n, d, row stride of x, head stride of x, sign, x, cos [rows, d / 2], sin -> y [rows, n, d].
+
+    sign 1 turns by the tables' angles, -1 turns back.
+    """
+    rows, n, d = count(block, 0), count(block, 1), count(block, 2)
+    row_stride, head_stride, sign = count(block, 3), count(block, 4), np.float32(count(block, 5))
+    half = d // 2
+    x = data(block, 6, (rows * row_stride + n * head_stride,))
+    cos, sin = data(block, 7, (rows, half)), data(block, 8, (rows, half))
+    y = data(block, 9, (rows, n, 2, half))
+    first, last = share(rows)
+    for i in range(first, last):
+        for head in range(n):
+            start = i * row_stride + head * head_stride
+            x1, x2 = x[start : start + half], x[start + half : start + d]
+            for j in range(half):
+                a, b = wide(x1[j]), wide(x2[j])
+                c, s = wide(cos[i, j]), wide(sin[i, j]) * sign
+                y[i, head, 0, j] = narrow(a * c - b * s, y)
+                y[i, head, 1, j] = narrow(b * c + a * s, y)
+
+
+def row_sums(block: Block) -> None:
+    """rows, v, logits [rows, v] -> largest fp32 [rows], sums fp32 [rows]: each row's sum of exp(logit - largest)."""
+    rows, v = count(block, 0), count(block, 1)
+    logits = data(block, 2, (rows, v))
+    largest, sums = wides(block, 3, (rows,)), wides(block, 4, (rows,))
+    first, last = share(rows)
+    for i in range(first, last):
+        top = largest_of(logits[i])
+        total = np.float32(0)
+        for j in range(v):
+            total += exp(wide(logits[i, j]) - top)
+        largest[i] = top
+        sums[i] = total
+
+
+def logit_gradients(block: Block) -> None:
+    """rows, v, largest fp32 [rows], factor fp32 [rows], logits [rows, v] -> factor * exp(logit - largest), in place."""
+    rows, v = count(block, 0), count(block, 1)
+    largest, factor = wides(block, 2, (rows,)), wides(block, 3, (rows,))
+    logits = data(block, 4, (rows, v))
+    first, last = share(rows)
+    for i in range(first, last):
+        top, f = largest[i], factor[i]
+        for j in range(v):
+            logits[i, j] = narrow(exp(wide(logits[i, j]) - top) * f, logits)

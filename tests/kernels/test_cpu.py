@@ -1,0 +1,92 @@
+"""Compiled loops run on torch's own threads, and only on what they were made for."""
+
+import struct
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import cpu
+from megalith.kernels.norm import rms_norm
+from megalith.kernels.swiglu import swiglu
+
+linux = pytest.mark.skipif(
+    sys.platform != "linux", reason="finds torch's OpenMP library in /proc, which only Linux has"
+)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@linux
+def test_the_library_is_the_one_that_torch_brought() -> None:
+    assert cpu.openmp() is not None
+    assert "/torch" in cpu._loaded_libraries()[0]
+
+
+@linux
+def test_loops_take_large_cpu_tensors_of_one_narrow_dtype() -> None:
+    large, weight = torch.zeros(128, 64), torch.zeros(64)
+    assert cpu.takes(large, weight)
+    assert cpu.takes(large.bfloat16(), weight.bfloat16())
+    assert not cpu.takes(large[:2], weight)
+    assert not cpu.takes(large.double(), weight.double())
+    assert not cpu.takes(large.bfloat16(), weight)
+    assert not cpu.takes(large.half(), weight.half())
+    assert not cpu.takes(large.to("meta"), weight.to("meta"))
+
+
+def test_without_a_library_to_call_the_torch_versions_do_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up = torch.randn(128, 128, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(cpu, "openmp", lambda: None)
+    assert not cpu.takes(gate_up)
+    torch.testing.assert_close(swiglu(gate_up), swiglu(gate_up, kernel="reference"))
+
+
+def test_arguments_become_eight_bytes_each() -> None:
+    x = torch.zeros(3)
+    assert cpu._bits(x) == x.data_ptr()
+    assert cpu._bits(-7) == -7
+    assert cpu._bits(True) == 1
+    assert struct.unpack("d", struct.pack("q", cpu._bits(1e-5))) == (1e-5,)
+
+
+def test_small_work_stays_on_one_thread(two_threads: None) -> None:
+    assert cpu.num_threads(cpu.WORTH_THREADS - 1) == 1
+    assert cpu.num_threads(cpu.WORTH_THREADS) == 2
+
+
+@linux
+@pytest.mark.parametrize("rows", [1, 2, 3, 101])
+def test_any_number_of_rows_is_shared_by_two_threads_without_gap_or_overlap(rows: int, two_threads: None) -> None:
+    h = cpu.WORTH_THREADS
+    x = torch.randn(rows, h, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weight = torch.ones(h, requires_grad=True)
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        y = rms_norm(x, weight, 1e-5)
+        results.append((y, *torch.autograd.grad(y, (x, weight), torch.ones_like(y))))
+    (y1, dx1, dw1), (y2, dx2, dw2) = results
+    assert torch.equal(y1, y2)
+    assert torch.equal(dx1, dx2)
+    torch.testing.assert_close(dw1, dw2)
+
+
+@linux
+def test_the_same_threads_give_the_same_bits_every_time(two_threads: None) -> None:
+    x = torch.randn(512, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weight = torch.ones(96, requires_grad=True)
+
+    def dweight() -> Tensor:
+        return torch.autograd.grad(rms_norm(x, weight, 1e-5).square().sum(), weight)[0]
+
+    first = dweight()
+    assert all(torch.equal(first, dweight()) for _ in range(5))
