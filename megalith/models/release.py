@@ -23,8 +23,8 @@ from megalith.models.hf import Weights, check_absent
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Shard
 
-BATCH_NBYTES = 512 * 2**20
-"""Weights in memory at once, and so about the length of a file (guess)."""
+BATCH_NBYTES = 256 * 2**20
+"""Length of a file, about; twice as much is in memory (guess)."""
 
 
 def parameters(model: ModelConfig) -> list[Shard]:
