@@ -1,6 +1,7 @@
 """metrics.jsonl: one JSON object per logged step, one writer, and no step twice however often a run is resumed."""
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -19,7 +20,8 @@ class MetricsFile:
         self._events = None if tensorboard is None else _event_writer(tensorboard, resume_at)
 
     def write(self, row: Row) -> None:
-        """Add one row; it is with the operating system when this returns."""
+        """Add one row; it is with the operating system when this returns. JSON has no nan: it becomes null."""
+        row = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
         row = {**row, "time_utc": datetime.now(UTC).isoformat(timespec="milliseconds")}
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()

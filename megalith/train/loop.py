@@ -21,7 +21,7 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.pretrained import load_pretrained
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
-from megalith.observe.metrics import MetricsFile, has_tensorboard
+from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
 from megalith.observe.plots import plot_run
 from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
@@ -117,8 +117,7 @@ class _Loop:
                         self._save()
                 self._save(final=True)
         finally:
-            if self.metrics is not None:
-                self.metrics.close()
+            self._close_metrics()
         if self.writer and run.observe.plots:
             plot_run(self.folder.path)
         return outcome
@@ -153,11 +152,25 @@ class _Loop:
             "tflops_per_device": round(tflops, 6), "mfu": round(tflops / self.peak, 4) if self.peak else None,
             "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
-        if self.metrics is not None:
-            self.metrics.write(row)
+        self._write(row)
         self.progress.step(
             state.step, {"loss": f"{result.loss:.4f}", "lr": f"{self.lr:.2e}", "tokens/s": f"{per_second:,.0f}"}
         )
+
+    def _write(self, row: Row) -> None:
+        """Add a row to metrics.jsonl. A full disk ends no run: the row waits in memory for the next one."""
+        try:
+            if self.metrics is not None:
+                self.metrics.write(row)
+        except OSError as error:
+            self.progress.say(f"step {row['step']}: {self.folder.metrics} cannot be written ({error}); the run goes on")
+
+    def _close_metrics(self) -> None:
+        try:
+            if self.metrics is not None:
+                self.metrics.close()
+        except OSError as error:
+            self.progress.say(f"{self.folder.metrics} lacks its last rows ({error})")
 
     def _evaluate_if_due(self) -> None:
         train, step = self.run_config.train, self.state.step
@@ -169,8 +182,7 @@ class _Loop:
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
             device=self.trainer.device,
         )  # fmt: skip
-        if self.metrics is not None:
-            self.metrics.write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
+        self._write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
         self.progress.say(f"step {step}: held-out loss {found.loss:.4f}{bits}")
 
@@ -207,9 +219,8 @@ class _Loop:
             if saved.state["data"] != self.splits.train.fingerprint:
                 raise CheckpointError(
                     f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
-                    f"  now:  {self.splits.train.fingerprint}\nUse the data the run was started with, set "
-                    f"data.num_train_samples={saved.state['order_samples']} if only its length changed, or choose "
-                    f"another folder with --run NAME."
+                    f"  now:  {self.splits.train.fingerprint}\n"
+                    f"{self.way_out}, or choose another folder with --run NAME."
                 )
             saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
             self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
@@ -229,7 +240,12 @@ class _Loop:
         needed = self.run_config.train.steps * self.run_config.train.global_batch_size
         self.order_samples = needed if saved is None else int(saved.state["order_samples"])
         self.splits = self._datasets(self.order_samples)
+        self.way_out = "Use the data and the data.num_train_samples that the run was started with"
         if self.splits.train is not None and self.splits.train.num_samples < needed:
+            enough_for = self.splits.train.num_samples // self.run_config.train.global_batch_size
+            self.way_out = (
+                f"Set train.steps to at most {enough_for}, which the order it began with has samples for"
+            )
             self.order_samples = needed
             self.splits = self._datasets(needed)
 

@@ -34,3 +34,11 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
 def test_no_file_is_nothing_to_cut(tmp_path: Path) -> None:
     cut_after(tmp_path / "metrics.jsonl", 5)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_loss_that_is_not_finite_is_null_so_that_every_reader_of_json_can_go_on(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0)
+    file.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.5})
+    file.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (row["loss"], row["grad_norm"], row["lr"]) == (None, None, 0.5)

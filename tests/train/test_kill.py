@@ -1,5 +1,6 @@
 """A run that is killed with SIGKILL at random moments, and resumed by the same command, is the run never killed."""
 
+import contextlib
 import json
 import os
 import random
@@ -71,10 +72,8 @@ def family(process: "subprocess.Popen[bytes]") -> list[int]:
 def send(processes: list[int], number: int) -> None:
     """A signal to all of them that still live."""
     for process in processes:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process, number)
-        except ProcessLookupError:
-            pass
 
 
 def kill_in_a_save(folder: Path, process: "subprocess.Popen[bytes]") -> None:
@@ -159,8 +158,8 @@ def check_bar(tmp_path: Path, settings: dict[str, str], *, nproc: int, kills: in
     assert tensors == hashes(tmp_path / "whole")
     assert len(tensors) > 50
     print(
-        f"{kills} kills at steps {found.steps}, {found.in_a_save} of them in a save, {nproc} ranks: {len(mine)} rows and "
-        f"{len(tensors)} tensors equal those of the run never killed ({time.monotonic() - started:.1f} s)"
+        f"{kills} kills at steps {found.steps}, {found.in_a_save} of them in a save, {nproc} ranks: {len(mine)} rows "
+        f"and {len(tensors)} tensors equal those of the run never killed ({time.monotonic() - started:.1f} s)"
     )
     assert found.in_a_save >= kills // 2
 

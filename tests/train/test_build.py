@@ -1,0 +1,100 @@
+"""From a config to what a step needs: first weights, one memory for weights, and every tensor of a checkpoint once."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from megalith.config.parallel import ParallelConfig
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries, weight_entries
+
+CPU = torch.device("cpu")
+
+
+def build(*, fill: bool = True, **settings: str) -> Trainer:
+    """The tiny run's trainer, with settings written with __ for the dot."""
+    run = tiny_run({name.replace("__", "."): value for name, value in settings.items()})
+    return build_trainer(run, mesh_of_one(), CPU, fill=fill)
+
+
+def test_first_weights_are_those_of_the_model_alone_whatever_the_engine_does_with_memory() -> None:
+    trainer = build()
+    alone = Decoder(trainer.run.model, mesh_of_one())
+    allocate(alone, CPU)
+    initialise(alone, seed=trainer.run.seed)
+    weights = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(weights[name], parameter) and bool(parameter.any()), name
+
+
+def test_without_filling_weights_are_zero() -> None:
+    assert not any(bool(parameter.any()) for parameter in build(fill=False).model.parameters())
+
+
+def test_another_seed_gives_other_weights() -> None:
+    ours, other = build(), build(seed="7")
+    assert not torch.equal(ours.model.embed.weight, other.model.embed.weight)
+
+
+def test_model_engine_and_optimizer_share_one_memory() -> None:
+    trainer = build()
+    for slot, owned in zip(trainer.optimizer.slots, trainer.data.owned, strict=True):
+        slot.master.fill_(2.0)  # in fp32 the weights are their own masters
+        assert owned.weight.eq(2.0).all()
+    assert all(bool(parameter.eq(2.0).all()) for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("params", "weights", "gradients", "masters"),
+    [
+        ("fp32", torch.float32, torch.float32, torch.float32),
+        ("bf16", torch.bfloat16, torch.float32, torch.float32),
+        ("fp64", torch.float64, torch.float64, torch.float64),
+    ],
+)
+def test_each_precision_has_its_formats(
+    params: str, weights: torch.dtype, gradients: torch.dtype, masters: torch.dtype
+) -> None:
+    trainer = build(precision__params=params)
+    assert {owned.weight.dtype for owned in trainer.data.owned} == {weights}
+    assert {owned.gradient.dtype for owned in trainer.data.owned} == {gradients}
+    assert {slot.master.dtype for slot in trainer.optimizer.slots} == {masters}
+    for slot in trainer.optimizer.slots:
+        assert torch.equal(slot.master.to(weights), slot.weight)
+
+
+def test_a_checkpoint_holds_weights_and_moments_and_masters_where_they_are_apart() -> None:
+    names = {declared.shard.name for declared, _, _ in declared_parameters(build().model)}
+    for params, roles in (("fp32", 3), ("bf16", 4)):
+        entries = checkpoint_entries(build(precision__params=params))
+        assert Counter(entry.role for entry in entries).keys() >= {"param", "exp_avg", "exp_avg_sq"}
+        assert len(entries) == len({entry.key for entry in entries}) == roles * len(names)
+        assert all(entry.mine for entry in entries)
+
+
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tp=4), ParallelConfig(tp=4, dp=2, sp=True), ParallelConfig(tp=2, dp=3)]
+)
+def test_ranks_together_write_every_element_once(parallel: ParallelConfig) -> None:
+    """tp 4 has two ranks for each of the two key/value heads."""
+    run, world = tiny_run(), parallel.tp * (parallel.dp or 1)
+    grid = model_grid(parallel, run.model, world)
+    written: Counter[str] = Counter()
+    shapes = {}
+    for rank in range(world):
+        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        for entry in checkpoint_entries(trainer):
+            shapes[entry.key] = entry.shard.shape
+            written[entry.key] += entry.tensor.numel() * entry.mine
+    assert written == Counter({key: torch.Size(shape).numel() for key, shape in shapes.items()})
+
+
+def test_weights_alone_have_the_names_of_a_checkpoint() -> None:
+    trainer = build()
+    entries = weight_entries([(owned.shard, owned.weight) for owned in trainer.data.owned], trainer.mesh)
+    assert {entry.key for entry in entries} == {
+        entry.key for entry in checkpoint_entries(trainer) if entry.role == "param"
+    }

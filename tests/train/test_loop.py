@@ -1,0 +1,341 @@
+"""The loop: resumes to the same bits, goes on under other layouts and lengths, refuses what does not fit, survives a full disk."""
+
+import json
+import os
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.lock import lock_run
+from megalith.config.train import TrainRun
+from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import CURVE64, FP64, assert_close
+from megalith.train import loop
+from megalith.train.folder import RunFolder
+from megalith.train.loop import Outcome, run_training
+from megalith.train.step import StepResult, train_step
+
+CPU = torch.device("cpu")
+CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
+
+
+def train(path: Path, settings: dict[str, str] | None = None, *, show: bool = False) -> Outcome:
+    """The tiny run on one process, with settings changed."""
+    return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what depends on the clock."""
+    clock = ("tokens_per_second", "step_ms", "tflops_per_device", "mfu", "memory_gib", "time_utc")
+    return [
+        {name: value for name, value in row.items() if name not in clock}
+        for row in read_metrics(path / "metrics.jsonl")
+    ]
+
+
+def hashes(path: Path, step: int) -> dict[str, list[str]]:
+    """SHA-256 of every box of one checkpoint."""
+    manifest = json.loads((path / "checkpoints" / f"step_{step:07d}" / "manifest.json").read_text())
+    return {key: [box["sha256"] for box in tensor["boxes"]] for key, tensor in manifest["tensors"].items()}
+
+
+def stored(path: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of one checkpoint."""
+    checkpoint = open_checkpoint(path / "checkpoints" / f"step_{step:07d}")
+    return {key: checkpoint.read(key) for key in checkpoint.keys()}
+
+
+def checkpoints(path: Path) -> list[int]:
+    """Steps that were saved and kept."""
+    return sorted(int(folder.name.removeprefix("step_")) for folder in (path / "checkpoints").glob("step_*"))
+
+
+def before_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
+    """Let something happen right before a step is computed."""
+    count = iter(range(1, 1000))
+
+    def watched(*arguments: Any, **options: Any) -> StepResult:
+        if next(count) == step:
+            action()
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "train_step", watched)
+
+
+def test_a_run_leaves_its_settings_its_metrics_and_its_last_checkpoints(tmp_path: Path) -> None:
+    assert train(tmp_path, {"checkpoint.keep": "2"}) == Outcome("done", 8)
+    found = rows(tmp_path)
+    assert [row["step"] for row in found if "loss" in row] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert [row["step"] for row in found if "eval_loss" in row] == [4, 8]
+    assert [row["tokens"] for row in found if "loss" in row] == [12 * 12 * step for step in range(1, 9)]
+    assert found[-2]["loss"] < found[0]["loss"]
+    assert checkpoints(tmp_path) == [6, 8]
+    assert (tmp_path / "config.yaml").exists()
+    assert not (tmp_path / "plots").exists() and not (tmp_path / "tensorboard").exists()
+    assert not (tmp_path / "lock.json").exists()
+
+
+def test_plots_and_events_are_written_when_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(tmp_path, {"observe.plots": "true", "observe.tensorboard": "true", "train.steps": "2"})
+    assert (tmp_path / "plots" / "loss.png").stat().st_size > 10_000
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_events_without_their_package_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "has_tensorboard", lambda: False)
+    with pytest.raises(ConfigError, match=r"observe.tensorboard=True needs the tensorboard package. Run pip install"):
+        train(tmp_path, {"observe.tensorboard": "true"})
+
+
+def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    for step in range(1, 9):
+        outcome = train(tmp_path / "parts", {"train.max_minutes": "0"})
+        assert outcome == Outcome("stopped", step, "time limit")
+    assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
+    assert hashes(tmp_path / "parts", 8) == hashes(tmp_path / "whole", 8)
+    assert train(tmp_path / "parts") == Outcome("done", 8)
+
+
+def test_a_run_made_longer_is_the_long_run(tmp_path: Path) -> None:
+    fixed = {"schedule.decay_steps": "8"}
+    train(tmp_path / "whole", fixed)
+    train(tmp_path / "longer", fixed | {"train.steps": "4"})
+    train(tmp_path / "longer", fixed)
+    assert rows(tmp_path / "longer") == rows(tmp_path / "whole")
+    assert hashes(tmp_path / "longer", 8) == hashes(tmp_path / "whole", 8)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert train(tmp_path, show=True) == Outcome("done", 8)
+    assert f"{tmp_path} is already at step 8 of 8" in capsys.readouterr().out
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+def test_what_changed_since_the_start_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    train(tmp_path, {"train.steps": "4", "schedule.lr": "0.02"}, show=True)
+    told = capsys.readouterr().out
+    assert "changed since the run was started: train.steps: 2 before, 4 now" in told
+    assert "changed since the run was started: schedule.lr: 0.01 before, 0.02 now" in told
+    assert f"resuming {tmp_path} at step 2" in told
+
+
+def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
+    """One rank of a run on several."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return run_training(run, RunFolder(path), mesh, CPU, show=False)
+
+
+def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
+    """Two ranks share weights and tokens, then one has all, then two read other rows, then two share the weights."""
+    fixed = CONSTANT | {"precision.params": "fp64", "optim.eps": "1e-3"}
+    train(tmp_path / "whole", fixed)
+    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.dp": "2"}, {"parallel.tp": "2"}]
+    for number, layout in enumerate(layouts):
+        settings = fixed | layout | {"train.steps": str(2 * number + 2)}
+        if layout:
+            run_ranks(train_as_rank, 2, tiny_run(settings), tmp_path / "moved")
+        else:
+            train(tmp_path / "moved", settings)
+    moved = [row for row in rows(tmp_path / "moved") if "loss" in row]
+    whole = [row for row in rows(tmp_path / "whole") if "loss" in row]
+    for mine, reference in zip(moved, whole, strict=True):
+        assert mine["loss"] == pytest.approx(reference["loss"], rel=FP64.relative)
+        assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=CURVE64.relative)
+    assert_close(stored(tmp_path / "moved", 8), stored(tmp_path / "whole", 8), CURVE64)
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
+    with lock_run(tmp_path), pytest.raises(CheckpointError) as caught:
+        train(tmp_path)
+    text = str(caught.value)
+    assert f"{tmp_path} is in use by process {os.getpid()} on " in text
+    assert "Stop that process first, or choose another folder with --run" in text
+    train(tmp_path, {"train.steps": "2"})
+
+
+def test_other_settings_that_decide_the_weights_are_refused(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError, match="model.num_layers: 2 before, 3 now"):
+        train(tmp_path, {"model.num_layers": "3"})
+    assert (tmp_path / "config.yaml").read_bytes() == before
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Path) -> None:
+    train(tmp_path / "a", {"train.steps": "2"})
+    (tmp_path / "a" / "config.yaml").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path / "a", {"model.num_layers": "3"})
+    text = str(caught.value)
+    assert "step_0000002 is a checkpoint of another model" in text and "only in this run: model.layers.2." in text
+    with pytest.raises(CheckpointError, match="is another model:\n  model.hidden_size: 24 there, 48 here"):
+        train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "model.hidden_size": "48"})
+
+
+def test_a_run_can_start_from_the_weights_of_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path / "a", {"precision.params": "bf16"})
+    train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "train.steps": "1"}, show=True)
+    assert f"starting from {tmp_path / 'a'}" in capsys.readouterr().out
+    last, first = rows(tmp_path / "a")[-2]["loss"], rows(tmp_path / "b")[0]["loss"]
+    assert first < last + 0.1
+    assert rows(tmp_path / "b")[0]["step"] == 1
+
+
+def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, {"data.num_train_samples": "1000"})  # some epochs
+    text = str(caught.value)
+    assert "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
+    assert "Use the data and the data.num_train_samples that the run was started with, or choose another" in text
+
+
+def test_a_run_too_long_for_its_order_is_told_how_long_it_can_be(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    with pytest.raises(CheckpointError) as caught:
+        train(tmp_path, {"train.steps": "1000"})
+    fits = int(str(caught.value).split("Set train.steps to at most ")[1].split(",")[0])
+    assert 8 < fits < 1000
+    assert train(tmp_path, {"train.steps": str(fits)}) == Outcome("done", fits)
+
+
+def test_data_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the training data has .* samples, and the run reads 1200"):
+        train(tmp_path, {"data.num_train_samples": "96", "train.steps": "100"})
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.vocab_size=200 is smaller than the tokenizer's 257 tokens. Set"):
+        train(tmp_path, {"model.vocab_size": "200"})
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def failing_saves(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    """Let saving fail at these steps."""
+    save = loop.save_checkpoint
+
+    def maybe(folder: Path, step: int, *arguments: Any, **options: Any) -> Any:
+        if step in steps:
+            raise CheckpointError(f"step {step} was not saved to {folder}. Free some space.")
+        return save(folder, step, *arguments, **options)
+
+    monkeypatch.setattr(loop, "save_checkpoint", maybe)
+
+
+def test_a_failed_save_is_announced_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_saves(monkeypatch, {4})
+    assert train(tmp_path, show=True) == Outcome("done", 8)
+    assert "the run goes on without this checkpoint: step 4 was not saved" in capsys.readouterr().out
+    assert checkpoints(tmp_path) == [2, 6, 8]
+
+
+def test_a_success_between_failures_starts_the_count_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_saves(monkeypatch, {2, 6})
+    assert train(tmp_path, {"checkpoint.max_save_failures": "2"}).kind == "done"
+    assert checkpoints(tmp_path) == [4, 8]
+
+
+def test_too_many_failures_in_a_row_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_saves(monkeypatch, {4, 6, 8})
+    with pytest.raises(CheckpointError, match="step 6 was not saved"):
+        train(tmp_path, {"checkpoint.max_save_failures": "2"})
+    assert checkpoints(tmp_path) == [2]
+    assert rows(tmp_path)[-1]["step"] == 6
+
+
+def test_the_last_save_has_to_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_saves(monkeypatch, {8})
+    with pytest.raises(CheckpointError, match="step 8 was not saved"):
+        train(tmp_path)
+    assert checkpoints(tmp_path) == [2, 4, 6]
+
+
+def test_a_full_disk_stops_nothing_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files cannot grow beyond 1 kB from step 3 on, and can again at step 7: the same errors as from a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    train(tmp_path / "whole")
+    count = iter(range(1, 9))
+
+    def limited(*arguments: Any, **options: Any) -> StepResult:
+        step = next(count)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000 if 3 <= step < 7 else soft, hard))
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(loop, "train_step", limited)
+    told: list[str] = []
+    monkeypatch.setattr(loop.StepProgress, "say", lambda self, text: told.append(text))  # pytest writes to files, too
+    try:
+        assert train(tmp_path / "full") == Outcome("done", 8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    text = "\n".join(told)
+    assert "the run goes on without this checkpoint: step 4 was not saved" in text
+    assert "Earlier checkpoints are untouched; the newest is step_0000002" in text
+    assert "metrics.jsonl cannot be written ([Errno 27] File too large); the run goes on" in text
+    assert checkpoints(tmp_path / "full") == [2, 8]
+    assert rows(tmp_path / "full") == rows(tmp_path / "whole")
+    assert hashes(tmp_path / "full", 8) == hashes(tmp_path / "whole", 8)
+
+
+def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_step(monkeypatch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(tmp_path) == Outcome("stopped", 4, "SIGTERM")  # noted during step 3, told to all ranks with step 4
+    assert checkpoints(tmp_path) == [2, 4]
+    assert train(tmp_path) == Outcome("done", 8)
+    train(tmp_path.with_name("whole"))
+    assert rows(tmp_path) == rows(tmp_path.with_name("whole"))
+    assert hashes(tmp_path, 8) == hashes(tmp_path.with_name("whole"), 8)
+
+
+def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = iter(range(1, 9))
+
+    def overflowing(*arguments: Any, **options: Any) -> StepResult:
+        result = train_step(*arguments, **options)
+        return replace(result, grad_norm=float("inf"), updated=False) if next(count) == 3 else result
+
+    monkeypatch.setattr(loop, "train_step", overflowing)
+    train(tmp_path, show=True)
+    assert "step 3: gradient norm inf; nothing was updated" in capsys.readouterr().out
+    found = [row for row in rows(tmp_path) if "loss" in row]
+    assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert found[3]["lr"] == found[2]["lr"] != found[1]["lr"]
+    assert found[2]["grad_norm"] is None
+
+
+def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
+    train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
+    assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [(3, True), (6, True), (8, True), (8, False)]
+
+
+def test_without_evaluation_steps_nothing_is_evaluated(tmp_path: Path) -> None:
+    train(tmp_path, {"train.eval_steps": "0", "train.eval_every": "none", "train.steps": "2"})
+    assert all("eval_loss" not in row for row in rows(tmp_path))
+
+
+def test_without_regular_checkpoints_the_last_one_is_written(tmp_path: Path) -> None:
+    train(tmp_path, {"checkpoint.every": "0"})
+    assert checkpoints(tmp_path) == [8]

@@ -1,0 +1,174 @@
+"""One step: the mean over the global batch however it is cut, clipping, updates, and what is not finite."""
+
+from shutil import which
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.data.loader import Loader, Masks, StepBatches
+from megalith.errors import DataError
+from megalith.models.decoder import declared_parameters
+from megalith.parallel.mesh import mesh_of_one
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
+from megalith.train.build import Trainer, build_trainer
+from megalith.train.step import StepResult, train_step
+from megalith.verify.ranks import RaggedRows
+
+CPU = torch.device("cpu")
+LR, DECAY = 1e-2, 0.1
+
+
+def build(**settings: str) -> Trainer:
+    """The tiny run's trainer, with settings written with __ for the dot."""
+    return build_trainer(
+        tiny_run({name.replace("__", "."): value for name, value in settings.items()}), mesh_of_one(), CPU
+    )
+
+
+def loader(trainer: Trainer, *, steps: int, masked: tuple[int, ...] = (1, 5)) -> Loader:
+    """Rows with uneven numbers of labels, some with none."""
+    train = trainer.run.train
+    rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * steps, masked)
+    return Loader(
+        rows, Masks(), mesh_of_one().dp, global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=CPU,
+    )  # fmt: skip
+
+
+def run_steps(trainer: Trainer, steps: int) -> list[StepResult]:
+    """Some steps on the same rows for everyone."""
+    batches = loader(trainer, steps=steps)
+    return [train_step(trainer, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(steps)]
+
+
+def weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Copies of the master weights, by name."""
+    return {slot.shard.name: slot.master.detach().clone() for slot in trainer.optimizer.slots}
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 12])
+def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> None:
+    one, many = build(precision__params="fp64"), build(precision__params="fp64", train__micro_batch_size=str(rows))
+    expected, found = run_steps(one, 3), run_steps(many, 3)
+    for mine, reference in zip(found, expected, strict=True):
+        assert mine.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=FP64.relative)
+    assert_close(weights(many), weights(one), FP64)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> None:
+    """Against plain autograd on all rows at once, torch's own clipping and its own AdamW."""
+    settings = {"precision__params": "fp64", "optim__clip_grad": str(clip), "optim__eps": "1e-3"}
+    ours, plain = build(**settings), build(**settings, train__micro_batch_size="12")
+    results = run_steps(ours, 2)
+    model = plain.model
+    for module in model.modules():
+        if hasattr(module, "sink"):
+            module.sink = None  # gradients to autograd's own `.grad`
+    named = {declared.shard: torch.nn.Parameter(getattr(module, name).detach().clone())
+             for declared, module, name in declared_parameters(model)}  # fmt: skip
+    for declared, module, name in declared_parameters(model):
+        setattr(module, name, named[declared.shard])
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for shard, p in named.items() if shard.inputs > 0], "weight_decay": DECAY},
+            {"params": [p for shard, p in named.items() if shard.inputs == 0], "weight_decay": 0.0},
+        ],
+        lr=LR, betas=(0.9, 0.95), eps=1e-3,
+    )  # fmt: skip
+    batches = loader(plain, steps=2)
+    for result in results:
+        step = batches.next()
+        (batch,) = step.microbatches
+        loss = model.loss(batch.ids, batch.labels, batch.tokens) / int((batch.labels >= 0).sum())
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(list(named.values()), clip or float("inf"))
+        optimizer.step()
+        assert result.loss == pytest.approx(loss.item(), rel=FP64.relative)
+        assert result.grad_norm == pytest.approx(norm.item(), rel=FP64.relative)
+        assert clip == 0 or norm > clip  # else clipping is not tested
+    assert_close(weights(ours), {shard.name: p.detach() for shard, p in named.items()}, FP64)
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16", "fp64"])
+def test_the_loss_falls_in_every_precision(params: str) -> None:
+    trainer = build(precision__params=params)
+    step = loader(trainer, steps=1).next()
+    losses = [train_step(trainer, step, lr=LR, weight_decay=DECAY).loss for _ in range(8)]
+    assert losses[-1] < 0.85 * losses[0]
+    for slot in trainer.optimizer.slots:
+        assert torch.equal(slot.weight, slot.master.to(slot.weight.dtype))
+
+
+def test_bf16_stays_close_to_fp32() -> None:
+    half, full = build(precision__params="bf16"), build()
+    for mine, reference in zip(run_steps(half, 4), run_steps(full, 4), strict=True):
+        assert mine.loss == pytest.approx(reference.loss, rel=1e-3)
+        assert mine.grad_norm == pytest.approx(reference.grad_norm, rel=2e-2)
+
+
+def planted_nan(trainer: Trainer) -> None:
+    """One weight of the second layer becomes NaN."""
+    name = "layers.1.mlp.down"
+    (slot,) = [slot for slot in trainer.optimizer.slots if slot.shard.name == name]
+    slot.weight.view(-1)[3] = float("nan")
+
+
+def test_a_step_that_is_not_finite_changes_nothing() -> None:
+    trainer = build()
+    run_steps(trainer, 1)
+    planted_nan(trainer)
+    before, moments = weights(trainer), [slot.exp_avg.clone() for slot in trainer.optimizer.slots]
+    (result,) = run_steps(trainer, 1)
+    assert not result.updated
+    assert result.grad_norm != result.grad_norm
+    assert_close(weights(trainer), before, EXACT)
+    assert all(torch.equal(slot.exp_avg, old) for slot, old in zip(trainer.optimizer.slots, moments, strict=True))
+    assert trainer.optimizer.updates == 1
+
+
+def test_a_step_that_is_not_finite_can_end_the_run_and_names_the_gradients() -> None:
+    trainer = build(optim__nonfinite_grad="raise")
+    planted_nan(trainer)
+    with pytest.raises(DataError) as caught:
+        run_steps(trainer, 1)
+    text = str(caught.value)
+    assert text.startswith("gradient norm nan: not finite in embed.weight, ")
+    assert text.endswith("on rank 0. Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip.")
+
+
+def test_a_global_batch_without_labels_costs_nothing() -> None:
+    trainer = build()
+    before = weights(trainer)
+    step = loader(trainer, steps=1, masked=tuple(range(12))).next()
+    assert step.num_labels == 0
+    result = train_step(trainer, step, lr=LR, weight_decay=0.0)
+    assert (result.loss, result.grad_norm, result.updated) == (0.0, 0.0, True)
+    assert_close(weights(trainer), before, EXACT)
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_wish_to_stop_comes_back_after_the_step(stop: bool) -> None:
+    trainer = build()
+    result = train_step(trainer, loader(trainer, steps=1).next(), lr=LR, weight_decay=DECAY, stop=stop)
+    assert result.stop == stop
+    assert result.updated
+
+
+def gradients(trainer: Trainer, step: StepBatches) -> dict[str, Tensor]:
+    """Of one step, as applied."""
+    train_step(trainer, step, lr=LR, weight_decay=DECAY)
+    return {owned.shard.name: owned.gradient.clone() for owned in trainer.data.owned}
+
+
+@pytest.mark.slow  # the compiler takes half a minute
+@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile")
+def test_compiled_layers_compute_what_plain_ones_do() -> None:
+    eager, compiled = build(), build(train__compile="true")
+    step = loader(eager, steps=1).next()
+    expected, found = gradients(eager, step), gradients(compiled, step)
+    assert_close(found, expected, FP32_DEEP)
