@@ -168,14 +168,17 @@ def test_a_call_costs_tens_of_milliseconds() -> None:
 
 
 def test_the_rank_that_raised_comes_first_with_its_traceback_and_output(pool: RankPool) -> None:
+    pids = pool.run(_my_pid, 3, (), timeout=30)
     with pytest.raises(RankError) as caught:
         pool.run(_raise_on_one, 3, (), timeout=30)
+    assert pool.run(_my_pid, 3, (), timeout=30) == pids, "an orderly failure costs no new processes"
     text = str(caught.value)
     assert text.startswith("rank 1 failed first:\nTraceback (most recent call last):\n")
     assert "in _raise_on_one" in text.split("then:")[0]
     assert "KeyError: 'the real reason'" in text.split("then:")[0]
     assert text.count("Traceback") == 1
-    assert {line[:9] for line in text.split("then:\n")[1].splitlines()[:2]} == {"  rank 0:", "  rank 2:"}
+    others = sorted(text.split("then:\n")[1].splitlines()[:2])
+    assert [line[:24] for line in others] == ["  rank 0: RuntimeError: ", "  rank 2: RuntimeError: "]
     assert "output of rank 1:\na word from rank 1" in text
 
 
@@ -208,13 +211,13 @@ def test_a_rank_that_dies_is_reported_and_replaced(pool: RankPool, how: str, sai
 
 
 def test_a_hang_shows_where_every_rank_is_and_ends_it(pool: RankPool) -> None:
-    pids = pool.run(_my_pid, 3, (), timeout=30)
+    pids = pool.run(_my_pid, 2, (), timeout=30)
     with pytest.raises(RankError) as caught:
-        pool.run(_sleep_on_one, 3, (), timeout=1.0)
+        pool.run(_sleep_on_one, 2, (), timeout=2.0)
     text = str(caught.value)
-    assert text.startswith("3 of 3 ranks did not finish within 1 s")
+    assert text.startswith("2 of 2 ranks did not finish within 2 s")
     stacks = text.split("\nrank ")[1:]
-    assert [stack[0] for stack in stacks] == ["0", "1", "2"]
+    assert [stack[0] for stack in stacks] == ["0", "1"]
     assert all("in _sleep_on_one" in stack for stack in stacks)
     assert "in _collective" not in stacks[1]
     assert "in _collective" in stacks[0]
@@ -255,7 +258,7 @@ def test_only_functions_that_a_rank_can_find_are_accepted() -> None:
 
 def test_closing_a_pool_leaves_no_process_and_no_file_and_it_may_be_used_again() -> None:
     pool = RankPool()
-    pids = pool.run(_my_pid, 2, (), timeout=30)
+    pids = pool.run(_my_pid, 1, (), timeout=30)
     folder = pool.folder
     pool.close()
     assert all(gone(pid) for pid in pids)
@@ -268,7 +271,7 @@ from megalith.testing.ranks import run_ranks
 def my_pid(rank, world):
     return os.getpid()
 if __name__ == "__main__":
-    print(*run_ranks(my_pid, 2), flush=True)
+    print(*run_ranks(my_pid, 1), flush=True)
     time.sleep({seconds})
 """
 
@@ -285,5 +288,5 @@ def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
         if how == "killed":
             parent.kill()
         parent.wait(timeout=30)
-    assert len(pids) == 2
+    assert len(pids) == 1
     assert all(gone(pid) for pid in pids)
