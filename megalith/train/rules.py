@@ -1,5 +1,6 @@
 """Every rule across the settings of a training run: all run before anything is built, all failures come together."""
 
+import math
 from collections.abc import Callable
 
 from megalith.config.data import data_problems
@@ -75,7 +76,7 @@ def heads_share_keys(run: TrainRun, world: int) -> str | None:
     heads, keys = run.model.num_heads, run.model.num_kv_heads
     if heads % keys == 0:
         return None
-    fits = [n for n in range(1, heads + 1) if heads % n == 0]
+    fits = _divisors(heads)
     return (
         f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
         f"query heads. Set model.num_kv_heads to one of {fits}."
@@ -109,7 +110,7 @@ def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
     keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
     if tp <= keys or (tp % keys == 0 and tp <= heads):
         return None
-    fits = [n for n in range(1, heads + 1) if n <= keys or n % keys == 0]
+    fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in _divisors(heads) if n % keys == 0)})
     return (
         f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a rank owns whole "
         f"key/value heads, or an equal number of ranks share each. Set parallel.tp to one of {fits}."
@@ -198,6 +199,12 @@ def bounds_are_positive(run: TrainRun, world: int) -> str | None:
     }  # fmt: skip
     bad += [f"{name}={value} must not be below 0; use 0 or more" for name, value in zero.items() if not value >= 0]
     return "; ".join(bad) + "." if bad else None
+
+
+def _divisors(number: int) -> list[int]:
+    """All of them, small ones of absurd numbers: a rule must not take longer than the person who mistyped."""
+    small = [n for n in range(1, min(math.isqrt(number), 100_000) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp)
