@@ -148,10 +148,7 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, dtype: torch.dtype) -> Tens
 class TiledAttention(Function):
     """Causal attention over documents of one length, tile by tile."""
 
-    @staticmethod
-    def reference(q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:
-        """The plain composition that this class stands for."""
-        return sdpa_documents(q, k, v, length)
+    reference = staticmethod(lambda q, k, v, length, wanted: sdpa_documents(q, k, v, length))
 
     @staticmethod
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:

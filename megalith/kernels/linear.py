@@ -98,15 +98,15 @@ def linear(x: Tensor, parameters: Sequence[Tensor], *, sink: Sink | None = None,
     return y
 
 
-def reference_linear(x: Tensor, sink: Sink | None, products: Products, *parameters: Tensor) -> Tensor:
-    """The plain composition that `LinearFunction` stands for; defines its value and its distribution types."""
+def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """What `linear` computes, in plain operations."""
     return torch.cat([x @ p.t() for p in parameters], dim=-1)
 
 
 class LinearFunction(Function):
     """`linear` as autograd sees it."""
 
-    reference = staticmethod(reference_linear)
+    reference = staticmethod(lambda x, sink, products, *parameters: reference_linear(x, parameters))
 
     @staticmethod
     def forward(ctx: Context, x: Tensor, sink: Sink | None, products: Products, *parameters: Tensor) -> Tensor:

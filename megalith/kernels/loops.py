@@ -58,7 +58,8 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
 
 def part(function: Callable[P, R]) -> Callable[P, R]:
     """A function that loops may call."""
-    result: Callable[P, R] = njit(nogil=True)(function)
+    # Spelled out: numba would compile it with the options of whichever loop comes first, and keep that for the others.
+    result: Callable[P, R] = njit(nogil=True, error_model="numpy", fastmath=FAST)(function)
     return result
 
 
