@@ -12,7 +12,7 @@ from megalith.config.tree import Override, apply_overrides, save_yaml
 
 
 def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
-    """Eight steps of 12 rows (dp 1, 2, 3, 4 and 6 divide them) on made-up text, with dotted settings changed.
+    """Eight steps of 12 rows (dp 1, 2, 3 and 6 divide them) on made-up text, with dotted settings changed.
 
     Sizes are no powers of two, the vocabulary is padded, and heads share keys; evaluates and saves every other step.
     Its plots, TensorBoard files and the measurement of the machine's peak, which cost more than the run, are off.
@@ -24,7 +24,9 @@ def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
             max_seq_len=32,
         ),
         data=DataConfig(mock=True, mock_num_documents=300, mock_max_tokens=60),
-        train=LoopConfig(steps=8, global_batch_size=12, seq_len=12, eval_every=4, eval_steps=1, threads=1),
+        train=LoopConfig(
+            steps=8, global_batch_size=12, micro_batch_size=2, seq_len=12, eval_every=4, eval_steps=1, threads=1
+        ),
         schedule=ScheduleConfig(lr=1e-2, warmup_steps=2),
         checkpoint=CheckpointConfig(every=2),
         observe=ObserveConfig(tensorboard=False, plots=False, peak_tflops=1.0),

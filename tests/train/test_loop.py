@@ -1,4 +1,4 @@
-"""The loop: resumes to the same bits, goes on under other layouts and lengths, refuses what does not fit, survives a full disk."""
+"""The loop resumes to the same bits, goes on under other layouts, refuses what does not fit, survives a full disk."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def hashes(path: Path, step: int) -> dict[str, list[str]]:
 def stored(path: Path, step: int) -> dict[str, Tensor]:
     """Every tensor of one checkpoint."""
     checkpoint = open_checkpoint(path / "checkpoints" / f"step_{step:07d}")
-    return {key: checkpoint.read(key) for key in checkpoint.keys()}
+    return {key: checkpoint.read(key) for key in checkpoint.manifest.tensors}
 
 
 def checkpoints(path: Path) -> list[int]:

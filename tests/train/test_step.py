@@ -48,7 +48,7 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
     return {slot.shard.name: slot.master.detach().clone() for slot in trainer.optimizer.slots}
 
 
-@pytest.mark.parametrize("rows", [2, 3, 4, 12])
+@pytest.mark.parametrize("rows", [1, 3, 4, 12])
 def test_microbatches_of_any_size_give_the_same_loss_and_weights(rows: int) -> None:
     one, many = build(precision__params="fp64"), build(precision__params="fp64", train__micro_batch_size=str(rows))
     expected, found = run_steps(one, 3), run_steps(many, 3)
