@@ -1,6 +1,7 @@
 """A list of Megatron's arguments as typed values, with everything in it that cannot be read."""
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -184,7 +185,10 @@ def _one(row: Row, word: str) -> tuple[Plain, str | None]:
         return None, f"{row.name} {word}: Megatron has no such choice.{advice}"
     if row.takes in ("int", "float"):
         try:
-            return (int if row.takes == "int" else float)(word), None
+            number = (int if row.takes == "int" else float)(word)
         except ValueError:
+            number = math.nan
+        if not math.isfinite(number):
             return None, f"{row.name} {word}: expected {_WORDS[row.takes]}. Set {row.name} to one."
+        return number, None
     return word, None

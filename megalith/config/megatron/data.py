@@ -117,7 +117,7 @@ def _padding(draft: Draft) -> None:
         text = f"{each} · tp {tp}" if tp > 1 else ""
         draft.put("--make-vocab-size-divisible-by", "model.vocab_multiple", each * tp, text)
     size, multiple = draft.settings.get("model.vocab_size"), draft.settings["model.vocab_multiple"]
-    if isinstance(size, int) and multiple > 0 and size % multiple:
+    if isinstance(size, int) and size > 0 and multiple > 0 and size % multiple:
         rows = -(-size // multiple) * multiple
         flag = "--make-vocab-size-divisible-by" if padded is None else "--padded-vocab-size"
         text = (

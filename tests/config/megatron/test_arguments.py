@@ -44,6 +44,8 @@ def test_negative_numbers_are_values() -> None:
         ("--num-layers four", "--num-layers four: expected a whole number"),
         ("--num-layers 4.5", "--num-layers 4.5: expected a whole number"),
         ("--lr high", "--lr high: expected a number"),
+        ("--lr-warmup-fraction nan", "--lr-warmup-fraction nan: expected a number"),
+        ("--clip-grad inf", "--clip-grad inf: expected a number"),
         ("--num-layers", "--num-layers: expected a whole number, found 0 words"),
         ("--num-layers 4 5", "--num-layers 4 5: expected a whole number, found 2 words"),
         ("--swiglu true", "--swiglu true: expected nothing after --swiglu"),

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from megalith.config.megatron.arguments import ROWS, known_flags
+from megalith.config.megatron.mapped import MAPPED
 from megalith.config.megatron.table import Row
-from megalith.config.megatron.translate import named_tokenizer, translate
+from megalith.config.megatron.translate import Translation, named_tokenizer, translate
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, from_dict, to_dict
 from megalith.train.rules import run_problems
@@ -26,6 +27,19 @@ def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
     done = tiny("--qk-layernorm --lr fast --num-experts 2 --nonsense", without=("--swiglu", "--num-layers"))
     assert done.run is None and len(done.problems) == 3
     assert len(done.refusals(strict=False)) == 6
+
+
+@pytest.mark.parametrize("flag", [row.name for row in MAPPED if row.takes in ("int", "float")])
+def test_values_out_of_range_are_for_our_rules_and_never_a_crash(tiny: Translate, flag: str) -> None:
+    for value in ("0", "-1", "100000"):
+        done = tiny(f"{flag} {value}")
+        assert done.run is None or isinstance(run_problems(done.run, done.ranks), list)
+    assert run_problems(*_run_and_ranks(tiny("--vocab-size -1"))) != []
+
+
+def _run_and_ranks(done: Translation) -> tuple[TrainRun, int]:
+    assert done.run is not None
+    return done.run, done.ranks
 
 
 def test_an_empty_list_names_all_that_is_needed() -> None:
