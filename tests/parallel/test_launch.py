@@ -231,9 +231,10 @@ def test_ranks_of_which_some_stopped_after_a_save_have_stopped(script: Path, tmp
 
 def parent(script: Path, how: str, here: Path, *more: str) -> "subprocess.Popen[str]":
     """Another process that runs two ranks, for us to send signals to."""
+    told = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here)}  # a launcher that is killed cannot remove its folder
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | told, stdout=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 

@@ -280,7 +280,7 @@ if __name__ == "__main__":
 def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(seconds=60 if how == "killed" else 0))
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     parent = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=environment)
     with parent:
         assert parent.stdout is not None
