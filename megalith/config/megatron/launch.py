@@ -139,7 +139,7 @@ class _Shell:
     variables: Variables
     blocks: list[_Block] = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
-    functions: dict[str, "_Function"] = field(default_factory=dict)
+    functions: dict[str, _Function] = field(default_factory=dict)
     count: int = 0
 
     def read(self, script: list[Token]) -> None:
@@ -197,16 +197,17 @@ class _Shell:
             return None
         return True if self.assignments(command, active) else self.start(command)
 
-    def call(self, function: "_Function", words: list[Word | ArrayLiteral], active: bool | None) -> None:
+    def call(self, function: _Function, words: list[Word | ArrayLiteral], active: bool | None) -> None:
         """Follow a function of the script, with its own $1, $2 and so on."""
         outside, self.functions = self.functions, {n: f for n, f in self.functions.items() if n != function.name}
         before = self.variables.fixed
         given = [value for word in words if isinstance(word, Word) for value in self.variables.fill(word)]
         named = {name: value for name, value in before.items() if not name.isdecimal()}
         self.variables.fixed = named | {str(number): value for number, value in enumerate(given, 1)}
+        depth = len(self.blocks)
         self.blocks.append(_Block("group", words[0].line if words else function.line, active))
         self.read(list(function.body))
-        self.blocks.pop()
+        del self.blocks[depth:]
         self.variables.fixed, self.functions = before, {**outside, **self.functions}
 
     def keyword(self, word: str, line: int) -> bool:

@@ -126,6 +126,10 @@ def test_a_condition_can_be_decided_from_outside() -> None:
     assert arguments(script, KEY="x") == "--num-layers 2 --bf16 --lr 1"
 
 
+def test_brackets_that_do_not_match_are_no_crash() -> None:
+    assert arguments("f() { fi; }\nf\nfi\ndone\n}\npython pretrain_gpt.py --num-layers 2") == "--num-layers 2"
+
+
 def test_an_unset_variable_stays_visible() -> None:
     assert arguments("python pretrain_gpt.py --num-layers 2 --data-path $DATA") == "--num-layers 2 --data-path ${DATA}"
 
