@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Batch, Masks, build_batch
-from megalith.data.sample import Dataset
+from megalith.data.sample import Dataset, Sample
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import Decoder, allocate, declared_parameters
@@ -45,7 +46,7 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
-    Samples are dealt out over the data-parallel ranks; the last rows of a rank may be fewer.
+    Samples are dealt out over the data-parallel ranks, some of which may have one less.
     """
     total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with torch.no_grad():
@@ -95,4 +96,7 @@ def _batches(
 ) -> Iterator[Batch]:
     mine = range(mesh.dp.rank, samples, mesh.dp.size)
     for start in range(0, len(mine), rows):
-        yield build_batch([dataset.sample(k) for k in mine[start : start + rows]], masks, device=device)
+        found = [dataset.sample(k) for k in mine[start : start + rows]]
+        # Rows without labels fill up the last batch: its tokens must still divide over sequence-parallel ranks.
+        empty = Sample(np.zeros_like(found[0].ids), num_valid=0)
+        yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device)

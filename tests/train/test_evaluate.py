@@ -1,0 +1,105 @@
+"""Evaluation is the mean over the samples asked for, however they are dealt out."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.config.train import TrainRun
+from megalith.data.loader import Masks, build_batch
+from megalith.data.tokenizer import ByteTokenizer
+from megalith.errors import CheckpointError, ConfigError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64
+from megalith.train.build import build_trainer
+from megalith.train.evaluate import Evaluation, evaluate, run_evaluation
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+from megalith.verify.ranks import RaggedRows
+
+CPU = torch.device("cpu")
+SAMPLES = 7
+FP64_RUN = tiny_run({"precision.params": "fp64"})
+
+
+def dataset(run: TrainRun) -> RaggedRows:
+    """Rows with uneven numbers of labels."""
+    return RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
+
+
+def evaluation(rank: int, world: int, run: TrainRun, rows: int, samples: int = SAMPLES) -> Evaluation:
+    """The mean over some samples, as one rank of a layout."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    trainer = build_trainer(run, mesh, CPU)
+    return evaluate(
+        trainer.model, dataset(run), Masks(), mesh, samples=samples, rows=rows, tokenizer=ByteTokenizer(), device=CPU
+    )
+
+
+def test_the_mean_is_over_labels_not_over_rows() -> None:
+    trainer = build_trainer(FP64_RUN, mesh_of_one(), CPU)
+    before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+    total, labels, num_bytes = 0.0, 0, 0
+    for k in range(SAMPLES):
+        batch = build_batch([dataset(FP64_RUN).sample(k)], Masks(), device=CPU)
+        total += trainer.model.loss(batch.ids, batch.labels, batch.tokens).item()
+        labels += batch.num_labels
+        num_bytes += sum(0 <= label < 256 for label in batch.labels.tolist())
+    found = evaluation(0, 1, FP64_RUN, rows=3)
+    assert found.loss == pytest.approx(total / labels, rel=FP64.relative)
+    assert found.num_labels == labels
+    assert found.bits_per_byte == pytest.approx(total / math.log(2) / num_bytes, rel=FP64.relative)
+    assert found.perplexity == pytest.approx(math.exp(total / labels))
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in trainer.model.named_parameters())
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 10])
+def test_rows_at_a_time_do_not_matter(rows: int) -> None:
+    reference, found = evaluation(0, 1, FP64_RUN, rows=3), evaluation(0, 1, FP64_RUN, rows=rows)
+    assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
+    assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+
+
+@pytest.mark.parametrize(
+    ("world", "settings", "samples"),
+    [
+        (2, {"parallel.dp": "2"}, SAMPLES),
+        (3, {"parallel.dp": "3"}, 2),  # one rank has nothing to do
+        (2, {"parallel.tp": "2", "parallel.sp": "true"}, SAMPLES),
+        (2, {"parallel.tp": "2", "parallel.sp": "true", "train.seq_len": "11"}, SAMPLES),  # a last row of odd length
+    ],
+)
+def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:
+    run = tiny_run({"precision.params": "fp64"} | settings)
+    alone = tiny_run({"precision.params": "fp64", "train.seq_len": str(run.train.seq_len)})
+    reference = evaluation(0, 1, alone, 2, samples)
+    for found in run_ranks(evaluation, world, run, 2, samples):
+        assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+
+
+def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) -> None:
+    run, folder = tiny_run(), RunFolder(tmp_path)
+    with pytest.raises(CheckpointError, match="has no checkpoint"):
+        run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=12)
+    run_training(run, folder, mesh_of_one(), CPU, show=False)
+    logged = read_metrics(folder.metrics)[-1]["eval_loss"]
+    found = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=12)
+    assert found.loss == pytest.approx(logged, rel=1e-6)
+    whole = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=None)
+    assert whole.num_labels > 5 * found.num_labels
+    assert run_evaluation(run, folder, mesh_of_one(), CPU, split="train", samples=5).num_labels == 60
+
+
+def test_a_split_without_a_share_is_refused(tmp_path: Path) -> None:
+    run = tiny_run({"data.split": "9,1"})
+    with pytest.raises(ConfigError, match=r"data.split=9,1 gives test nothing.*Set a test share above 0"):
+        run_evaluation(run, RunFolder(tmp_path), mesh_of_one(), CPU, split="test", samples=1)
+
+
+def test_perplexity_of_nonsense_is_a_number() -> None:
+    assert math.isfinite(Evaluation(loss=1e6, bits_per_byte=None, num_labels=1).perplexity)
