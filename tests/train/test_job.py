@@ -1,0 +1,97 @@
+"""A rank joins the others only when the run fits them and all were started alike, and leaves in order."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.errors import ConfigError
+from megalith.parallel.group import gather_objects
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.job import joined
+
+
+def environment(rank: int, world: int, port: int) -> dict[str, str]:
+    """What a launcher tells a rank."""
+    places = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    return {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def test_without_a_launcher_one_process_is_the_whole_job() -> None:
+    with joined(tiny_run(), {}) as job:
+        assert (job.mesh.world.size, job.first, job.device) == (1, True, torch.device("cpu"))
+        assert not dist.is_initialized()
+
+
+def test_threads_are_those_of_the_settings() -> None:
+    before = torch.get_num_threads()
+    try:
+        with joined(tiny_run({"train.threads": "2"}), {}):
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_run_that_does_not_fit_the_ranks_is_refused_before_they_meet() -> None:
+    with (
+        pytest.raises(ConfigError, match="train.global_batch_size=12 is not a multiple"),
+        joined(tiny_run(), environment(0, 5, 1)),
+    ):
+        pass
+
+
+def meet(rank: int, world: int, port: int, seeds: list[str], fail: bool) -> list[object]:
+    """Join as a rank of a launcher would; the pool's own process group makes way."""
+    dist.destroy_process_group()
+    told = environment(rank, world, port)
+    os.environ.update(told)
+    try:
+        with joined(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), told) as job:
+            found = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
+            if fail:
+                raise ValueError("a fault of ours")
+    finally:
+        assert not dist.is_initialized()
+    return found
+
+
+def test_two_ranks_meet_and_leave() -> None:
+    assert run_ranks(meet, 2, free_port(), ["1", "1"], False) == [[(0, True), (1, False)]] * 2
+
+
+def refused(rank: int, world: int, port: int) -> str:
+    """What a rank is told when the others were started with another seed."""
+    with pytest.raises(ConfigError) as caught:
+        meet(rank, world, port, ["1", "2"], False)
+    return str(caught.value)
+
+
+def test_ranks_with_other_settings_are_refused_with_what_differs() -> None:
+    said = run_ranks(refused, 2, free_port())
+    assert (
+        said[0]
+        == said[1]
+        == (
+            "ranks were started with different settings:\n  seed: 1 on rank 0; 2 on rank 1\n"
+            "Use the same command and files for every rank."
+        )
+    )
+
+
+def fails(rank: int, world: int, port: int) -> None:
+    """A fault inside leaves no process group behind."""
+    with pytest.raises(ValueError, match="a fault of ours"):
+        meet(rank, world, port, ["1", "1"], True)
+
+
+def test_a_rank_that_fails_leaves_too() -> None:
+    run_ranks(fails, 2, free_port())
