@@ -27,7 +27,7 @@ def tiny_run(overrides: Mapping[str, Override] | None = None) -> TrainRun:
         train=LoopConfig(
             steps=8, global_batch_size=12, micro_batch_size=2, seq_len=12, eval_every=4, eval_steps=1, threads=1
         ),
-        schedule=ScheduleConfig(lr=1e-2, warmup_steps=2),
+        schedule=ScheduleConfig(lr=1e-2, warmup_steps=1),
         checkpoint=CheckpointConfig(every=2),
         observe=ObserveConfig(tensorboard=False, plots=False, peak_tflops=1.0),
     )  # fmt: skip

@@ -1,0 +1,174 @@
+"""`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks are stopped or die."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.observe.metrics import read_metrics
+from megalith.testing.tiny import tiny_yaml
+
+PATIENCE_SECONDS = 120.0
+
+
+def steps(folder: Path) -> list[object]:
+    """Logged so far."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    return [row["step"] for row in read_metrics(folder / "metrics.jsonl") if "loss" in row]
+
+
+def start(file: Path, folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """The command in a process of its own, past its second step."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megalith", "train", str(file), "--run", str(folder), *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    wait_until(lambda: len(steps(folder)) >= 2 or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[int]:
+    """Process numbers of the ranks, in order."""
+    return [int(word) for word in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def test_it_trains_and_says_where_everything_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tiny_yaml(tmp_path / "tiny.yaml")
+    assert main(["train", str(file), "--run", str(tmp_path / "run"), "--train.steps", "3"]) == 0
+    told = capsys.readouterr().out
+    assert "step 3/3 · loss " in told
+    assert "step 3: held-out loss " in told and " bits per byte" in told
+    assert told.endswith(
+        f"done at step 3: {tmp_path}/run has metrics.jsonl, plots/ and checkpoints/\n"
+        f"try: megalith generate {tmp_path}/run\n"
+    )
+
+
+def test_the_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, folder = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"}), str(tmp_path / "run")
+    assert main(["train", str(file), "--run", folder]) == 0
+    file.unlink()
+    assert main(["train", folder, "--run", folder, "--train.steps", "4"]) == 0
+    assert "train.steps: 2 before, 4 now" in capsys.readouterr().out
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]
+
+
+def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_yaml(Path("tiny.yaml"), {"train.steps": "2"})
+    assert main(["train", "tiny.yaml"]) == 0
+    assert main(["train", "tiny.yaml", "--run", "again"]) == 0
+    assert steps(Path("runs/tiny")) == steps(Path("runs/again")) == [1, 2]
+
+
+def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
+    assert main([*words, "--train.max_minutes", "0"]) == 75
+    assert "stopped at step 1 (time limit) and saved; run the same command again to go on" in capsys.readouterr().out
+    assert main(words) == 0
+    assert steps(tmp_path / "run") == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny_cqu"], "tiny_cqu is neither a recipe nor a file. Did you mean tiny_cpu?"),
+        (["nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["tiny_cpu", "--parallel.pt", "2"], "--parallel.pt=2: there is no such setting. Did you mean parallel."),
+        (["tiny_cpu", "--train.steps", "ten"], "train.steps=ten"),
+        (["tiny_cpu", "--ncores", "2"], "--ncores is not an option of this command."),
+        (["tiny_cpu", "--nproc", "0"], "--nproc=0 must be at least 1. Use the number of processes to start."),
+        (["tiny_cpu", "--nproc", "3"], "train.global_batch_size=8 is not a multiple"),
+        (["tiny_cpu", "--train.seq_len", "600", "--nproc", "3"], "2 settings must be changed before this can run:\n"),
+        (["tiny_cpu", "--parallel.sp"], "parallel.sp=true needs parallel.tp > 1"),
+        (["tiny_cpu", "--data.mock", "false", "--data.path", "gone"], "data: expected a token store at gone"),
+        (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
+        (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),
+    ],
+)
+def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words, "--observe.peak_tflops", "1"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megalith train: ") and said in error, error
+    assert "Traceback" not in error
+
+
+def test_data_that_is_damaged_or_of_another_tokenizer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.jsonl").write_text('{"text": "some words of a text, again and again and again"}\n' * 40)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # prepare catches them for its process: here, ours
+    assert main(["prepare", "--input", "text.jsonl", "--output", "text"]) == 0
+    file = str(tiny_yaml(Path("tiny.yaml"), {"data.mock": "false", "data.path": "text", "train.steps": "2"}))
+    assert main(["train", file, "--train.eval_steps", "0", "--train.eval_every", "none"]) == 0
+    other = ["--model.vocab_size", "100", "--tokenizer.kind", "null", "--tokenizer.vocab_size", "100", "--run", "b"]
+    assert main(["train", file, *other]) == 2
+    assert "token id 256 is outside the vocabulary of 100 ids. Use the tokenizer that wrote" in capsys.readouterr().err
+    with Path("text.bin").open("r+b") as tokens:
+        tokens.truncate(100)
+    assert main(["train", file, "--run", "c"]) == 2
+    assert "text.bin" in capsys.readouterr().err
+
+
+def test_sigterm_makes_all_ranks_save_and_stop_with_75(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tiny_yaml(
+        tmp_path / "tiny.yaml", {"train.steps": "3000", "checkpoint.every": "0", "schedule.style": "constant"}
+    )
+    folder = tmp_path / "run"
+    process = start(file, folder, "--nproc", "2")
+    process.send_signal(signal.SIGTERM)
+    told, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 75, errors
+    done = steps(folder)
+    assert done == list(range(1, len(done) + 1)) and len(done) < 3000
+    assert "SIGTERM: finishing the step and saving; once more to end now without saving" in told
+    assert f"stopped at step {done[-1]} (SIGTERM) and saved; run the same command again to go on" in told
+    assert (folder / "checkpoints" / f"step_{done[-1]:07d}" / "manifest.json").exists()
+    assert main(["train", str(file), "--run", str(folder), "--train.steps", str(len(done) + 2)]) == 0  # on one process
+    assert f"resuming {folder} at step {done[-1]}" in capsys.readouterr().out
+    assert steps(folder) == list(range(1, len(done) + 3))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the ranks")
+def test_a_rank_that_dies_ends_all_within_seconds(tmp_path: Path) -> None:
+    process = start(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "3000"}), tmp_path / "run", "--nproc", "2")
+    ranks = ranks_of(process)
+    began = time.monotonic()
+    os.kill(ranks[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    seconds = time.monotonic() - began
+    print(f"all ranks had ended {seconds:.1f} s after one was killed")
+    assert process.returncode == 1
+    assert errors.startswith("megalith train: rank 1 was killed by signal 9 (SIGKILL)\nthen:\n  rank 0: "), errors
+    assert seconds < 20  # 5 s for the others to end by themselves, and a busy machine
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+@pytest.mark.slow  # the time limit of a collective must be longer than any step on a busy machine
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the ranks")
+def test_a_rank_that_hangs_ends_all_after_the_time_limit(tmp_path: Path) -> None:
+    settings = {"train.steps": "3000", "parallel.timeout_seconds": "15"}
+    process = start(tiny_yaml(tmp_path / "tiny.yaml", settings), tmp_path / "run", "--nproc", "2")
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)
+    _, errors = process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 1
+    assert "rank 0 failed first" in errors and "rank 1: was ended because of it" in errors, errors
