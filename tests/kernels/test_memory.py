@@ -1,0 +1,40 @@
+"""Freed memory stays with the process where the C library can be asked to keep it."""
+
+import ctypes
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from megalith.kernels.memory import keep_freed_memory
+
+FAULTS = """
+import resource, sys, torch
+from megalith.kernels.memory import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory()
+def step():
+    parts = [torch.ones(1 << 20) for _ in range(4)]
+for _ in range(10):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(mode: str) -> int:
+    done = subprocess.run([sys.executable, "-c", FAULTS, mode], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has the setting")
+def test_tensors_of_the_next_step_cost_no_page_faults() -> None:
+    assert page_faults("keep") < 100 < page_faults("default")
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert keep_freed_memory() is False
