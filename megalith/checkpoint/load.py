@@ -27,7 +27,7 @@ from megalith.parallel.group import Group
 from megalith.plan.shards import Box, intersect
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-_REPLACE = "Copy the checkpoint again, or use an older one."
+_AGAIN = "Copy the checkpoint again"
 
 _log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     wrong = _wrong_lengths(path, manifest)
     if wrong:
         lines = "\n".join(wrong.values())
-        raise CheckpointError(f"{lines}\n{_REPLACE}")
+        raise CheckpointError(f"{lines}\n{_AGAIN}, or use an older one.")
     state_text, config_text = (
         _checked(path / name, manifest.files[name], str(path / name)) for name in (layout.STATE, layout.CONFIG)
     )
@@ -274,7 +274,9 @@ def _read_manifest(path: Path) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{path}: {_looks_like(path)}") from None
     except OSError as error:
-        raise CheckpointError(f"{path / layout.MANIFEST} cannot be read ({error}). {_REPLACE}") from error
+        raise CheckpointError(
+            f"{path / layout.MANIFEST} cannot be read ({error}). {_AGAIN}, or use an older one."
+        ) from error
     return layout.parse_manifest(data, path / layout.MANIFEST)
 
 
@@ -289,7 +291,7 @@ def _looks_like(path: Path) -> str:
     if any(name.endswith(".safetensors") for name in names):
         return "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
     shown = ", ".join(names[:5]) or "nothing"
-    return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_REPLACE}"
+    return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or use an older one."
 
 
 def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
@@ -315,12 +317,14 @@ def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> bytes:
     try:
         data = storage.read_range(path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes)
     except OSError as error:
-        raise CheckpointError(f"{place} cannot be read ({error}). {_REPLACE}") from error
+        raise CheckpointError(f"{place} cannot be read ({error}). {_AGAIN}, or use an older one.") from error
     if len(data) != stored.nbytes:
-        raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {_REPLACE}")
+        raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {_AGAIN}, or use an older one.")
     found = layout.sha256(data)
     if found != stored.sha256:
-        raise CheckpointError(f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_REPLACE}")
+        raise CheckpointError(
+            f"{place}: damaged. SHA-256 expected {stored.sha256}, found {found}. {_AGAIN}, or use an older one."
+        )
     return data
 
 

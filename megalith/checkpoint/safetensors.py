@@ -61,17 +61,19 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         nbytes = storage.file_nbytes(file)
         (length,) = struct.unpack("<Q", storage.read_range(file, 0, 8))
         if length > min(MAX_HEADER, nbytes - 8):
-            raise ValueError(f"a header of {length:,} bytes in a file of {nbytes:,}")
+            raise ValueError(f"a header of {length:,} bytes, expected less than the file's {nbytes:,}")
         header = json.loads(storage.read_range(file, 8, length))
         header.pop("__metadata__", None)
         found = {str(name): _info(file, entry) for name, entry in header.items()}
         spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read ({error.strerror}). Copy the folder again.") from error
+        raise CheckpointError(
+            f"{file} cannot be read ({error.strerror}). Copy the folder again, or use another one."
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error, RecursionError) as error:
         raise CheckpointError(
             f"{file} is not a safetensors file ({type(error).__name__}: {error}), or it is cut off. "
-            f"Copy the folder again."
+            f"Copy the folder again, or use another one."
         ) from error
     data = nbytes - 8 - length
     cut = sorted(name for name, (start, stop) in spans.items() if start < stop and stop > data)
@@ -79,7 +81,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         whole = 8 + length + max(stop for _, stop in spans.values())
         raise CheckpointError(
             f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. "
-            f"Copy the folder again."
+            f"Copy the folder again, or use another one."
         )
     return found
 
@@ -108,7 +110,9 @@ class Reader(ExitStack):
                 self._open[info.file] = self.enter_context(safe_open(info.file, framework="pt"))
             values: Tensor = self._open[info.file].get_slice(name)[part]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{info.file}: {name} cannot be read ({error}). Copy the folder again.") from error
+            raise CheckpointError(
+                f"{info.file}: {name} cannot be read ({error}). Copy the folder again, or use another one."
+            ) from error
         return values
 
 
@@ -141,5 +145,5 @@ def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
 def _info(file: Path, entry: Mapping[str, Any]) -> TensorInfo:
     shape = tuple(entry["shape"])
     if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {entry['shape']}")
+        raise ValueError(f"shape {entry['shape']}, expected whole numbers")
     return TensorInfo(file, str(entry["dtype"]), shape)

@@ -67,8 +67,8 @@ def main(argv: list[str]) -> int:
         print(f"usage: megalith data {{{','.join(actions)}}} ...\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
-        advice = did_you_mean(argv[0], actions) or f" Use one of {', '.join(actions)}."
-        raise ConfigError(f"{argv[0]} is not something `megalith data` does.{advice}")
+        advice = did_you_mean(argv[0], actions) or ""
+        raise ConfigError(f"{argv[0]} is not something `megalith data` does.{advice} Use one of {', '.join(actions)}.")
     return actions[argv[0]](argv[1:])
 
 

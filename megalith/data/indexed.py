@@ -404,7 +404,9 @@ class IndexedDatasetBuilder:
     def add_document(self, ids: NDArray[Any], lengths: list[int], modes: list[int] | None = None) -> None:
         """Add one whole document: the ids of its sequences, one after another, and their lengths."""
         if sum(lengths) != len(ids):
-            raise DataError(f"document with {len(ids)} ids but lengths {lengths}: they must sum to {len(ids)}.")
+            raise DataError(
+                f"document with {len(ids)} ids but lengths {lengths}: expected lengths that sum to {len(ids)}."
+            )
         start = 0
         for number, length in enumerate(lengths):
             self.add_item(ids[start : start + length], modes[number] if modes else 0)

@@ -137,7 +137,7 @@ class HuggingFaceFolder:
         if problems:
             lines = "\n".join(f"  {text}" for text in problems)
             raise CheckpointError(
-                f"{self.path} is another model:\n{lines}\nSet model.* to what {self.path / CONFIG} says."
+                f"{self.path} is another model:\n{lines}\nTo load it, set model.* to what {self.path / CONFIG} says."
             )
 
     def _check_names(self) -> None:
@@ -237,7 +237,7 @@ def _stored(path: Path) -> dict[str, TensorInfo]:
         lost = sorted(name for name, file in index.items() if name not in found or found[name].file.name != file)
         if lost:
             raise CheckpointError(
-                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. Copy the folder again."
+                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. Copy the folder again, or use another one."
             )
     return found
 
@@ -252,7 +252,9 @@ def _weight_files(path: Path) -> list[Path]:
         missing = [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
             wrong = show_names(outside or missing) or "nothing"
-            raise CheckpointError(f"{path / INDEX} names {wrong}, not files of this folder. Copy the folder again.")
+            raise CheckpointError(
+                f"{path / INDEX} names {wrong}, not files of this folder. Copy the folder again, or use another one."
+            )
         return [path / name for name in names]
     there = [name for name in storage.list_names(path) if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)]
     raise CheckpointError(

@@ -109,8 +109,11 @@ def locate(source: str) -> Path:
     if not path.exists() and (RUNS / source).is_dir():
         path = RUNS / source
     if not path.is_dir():
-        advice = did_you_mean(source, storage.list_names(RUNS)) or " Pass the folder of a run, checkpoint or model."
-        raise CheckpointError(f"{source}: no such folder, neither here nor under {RUNS}/.{advice}")
+        advice = did_you_mean(source, storage.list_names(RUNS)) or ""
+        raise CheckpointError(
+            f"{source}: no such folder, neither here nor under {RUNS}/.{advice} "
+            f"Pass the folder of a run, checkpoint or model."
+        )
     if (path / MANIFEST).exists() or (path / CONFIG).exists():
         return path
     for folder in (path / "checkpoints", path):
@@ -175,7 +178,7 @@ def compare_models(opened: Pretrained, model: ModelConfig) -> list[str]:
     refused = [line for path, line in changed if path.partition(".")[0] not in FREE]
     if refused:
         lines = "\n".join(f"  {line}" for line in refused)
-        raise CheckpointError(f"{opened.path} is another model:\n{lines}\nSet model.* to what is there.")
+        raise CheckpointError(f"{opened.path} is another model:\n{lines}\nTo load it, set model.* to what is there.")
     return [line for path, line in changed if path != "init_std"]
 
 

@@ -143,7 +143,7 @@ def agree(settings: Mapping[str, object], group: Group) -> None:
     more = [f"  and {len(lines) - MAX_DIFFERENCES} more"] if len(lines) > MAX_DIFFERENCES else []
     listed = "\n".join([*lines[:MAX_DIFFERENCES], *more])
     raise ConfigError(
-        f"ranks were started with different settings:\n{listed}\nUse the same command and files for every rank."
+        f"ranks were started with different settings:\n{listed}\nOn every rank, use the same command and files."
     )
 
 

@@ -47,7 +47,7 @@ def num_microbatches(*, global_batch_size: int, micro_batch_size: int, dp: int) 
     """
     problems = batch_problems(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp=dp)
     if problems:
-        raise PlanError(f"The batch cannot be divided over dp={dp}. Change these settings: {' '.join(problems)}")
+        raise PlanError(f"The batch cannot be divided over dp={dp}. Use other settings: {' '.join(problems)}")
     return global_batch_size // (micro_batch_size * dp)
 
 

@@ -300,4 +300,4 @@ def _degree_problems(world: int, degrees: Mapping[str, int]) -> list[str]:
 def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
-        raise PlanError(f"{world} ranks cannot be laid out in order {order}. Change these settings:\n{lines}")
+        raise PlanError(f"{world} ranks cannot be laid out in order {order}. Use other settings:\n{lines}")

@@ -137,7 +137,9 @@ def assert_equals(name: str, a: Tensor, b: Tensor, tolerance: Tolerance) -> None
     error = relative_error(a, b)
     if error > tolerance.relative:
         allowed = f"{tolerance.relative:g} ({tolerance.name}: {tolerance.why})"
-        raise AssertionError(f"{name}: max|a-b|/max|b| is {error:.3g}, {_worst_entry(a, b)}; allowed: {allowed}")
+        raise AssertionError(
+            f"{name}: max|a-b|/max|b| is {error:.3g}, {_worst_entry(a, b)}; expected at most {allowed}"
+        )
     if tolerance.cosine is not None and b.numel() and cosine(a, b) < tolerance.cosine:
         raise AssertionError(f"{name}: cosine {cosine(a, b):.6f}, must be at least {tolerance.cosine}")
 

@@ -59,13 +59,13 @@ def train_step(
         )  # fmt: skip
         data.publish()
     elif trainer.run.optim.nonfinite_grad == "raise":
-        raise DataError(_nonfinite_message(trainer, grad_norm))
+        raise DataError(
+            f"gradient norm {grad_norm}: not finite in {_nonfinite_names(trainer)} on rank {mesh.rank}. Reduce "
+            f"schedule.lr, check the data, or set optim.nonfinite_grad=skip."
+        )
     return StepResult(loss_sum / max(1, batches.num_labels), grad_norm, finite, stopping > 0)
 
 
-def _nonfinite_message(trainer: Trainer, grad_norm: float) -> str:
+def _nonfinite_names(trainer: Trainer) -> str:
     bad = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
-    return (
-        f"gradient norm {grad_norm}: not finite in {', '.join(bad[:5]) or 'another rank'} on rank {trainer.mesh.rank}. "
-        f"Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip."
-    )
+    return ", ".join(bad[:5]) or "another rank's slices, none"

@@ -65,8 +65,8 @@ def fault_named(name: str) -> Fault:
     """
     by_name = {fault.name: fault for fault in FAULTS}
     if name not in by_name:
-        advice = did_you_mean(name, list(by_name)) or f" Use one of {', '.join(by_name)}."
-        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice}")
+        advice = did_you_mean(name, list(by_name)) or ""
+        raise ConfigError(f"fault={name}: there is no such fault to plant.{advice} Use one of {', '.join(by_name)}.")
     return by_name[name]
 
 

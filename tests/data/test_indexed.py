@@ -219,7 +219,9 @@ def test_joining_stores_equals_writing_them_at_once(tmp_path: Path) -> None:
 
 def test_lengths_that_do_not_fit_and_unknown_types_are_refused(tmp_path: Path) -> None:
     with IndexedDatasetBuilder(str(tmp_path / "x"), np.uint16) as builder:
-        with pytest.raises(DataError, match=r"document with 5 ids but lengths \[2, 2\]: they must sum to 5"):
+        with pytest.raises(
+            DataError, match=r"document with 5 ids but lengths \[2, 2\]: expected lengths that sum to 5"
+        ):
             builder.add_document(np.arange(5), [2, 2])
     with pytest.raises(DataError, match="token type float16 has no code: use one of"):
         IndexedDatasetBuilder(str(tmp_path / "x"), np.float16)

@@ -188,7 +188,7 @@ def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Pat
         "model.tied_embeddings: False there, True here",
         "model.num_layers: 2 there, 3 here",
         "model.vocab_size: 37 there, 38 here",
-        "Set model.* to what is there",
+        "set model.* to what is there",
     ):
         assert line in str(refused.value)
 

@@ -149,11 +149,11 @@ def test_different_settings_are_listed_with_the_ranks_that_have_them() -> None:
         "ConfigError: ranks were started with different settings:\n"
         '  data.path: ["x"] on ranks 0, 1; not set on rank 2\n'
         "  optim.lr: 0.1 on ranks 0, 2; 0.2 on rank 1\n"
-        "Use the same command and files for every rank."
+        "On every rank, use the same command and files."
     ) in str(caught.value)
 
 
 def test_a_long_list_of_differences_is_cut() -> None:
     left, right = ({f"f{number:02}": rank for number in range(13)} for rank in range(2))
-    with pytest.raises(RankError, match=r"f09: 0 on rank 0; 1 on rank 1\n  and 3 more\nUse"):
+    with pytest.raises(RankError, match=r"f09: 0 on rank 0; 1 on rank 1\n  and 3 more\nOn every rank"):
         run_ranks(_agrees, 2, [left, right])

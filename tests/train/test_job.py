@@ -82,7 +82,7 @@ def test_ranks_with_other_settings_are_refused_with_what_differs() -> None:
         == said[1]
         == (
             "ranks were started with different settings:\n  seed: 1 on rank 0; 2 on rank 1\n"
-            "Use the same command and files for every rank."
+            "On every rank, use the same command and files."
         )
     )
 
