@@ -11,6 +11,7 @@ import argparse
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from paired import Turns, take_turns, times_as_fast
@@ -69,7 +70,7 @@ def norm_ways(shapes: Shapes, compiled: bool) -> Ways:
     """RMSNorm over hidden features."""
     h = shapes.model.hidden_size
     x, weight = shapes.rows(h), shapes.random(h)
-    ways: Ways = {k: back_and_forth(lambda k=k: rms_norm(x, weight, 1e-5, kernel=k), (x, weight)) for k in KERNELS}
+    ways: Ways = {k: back_and_forth(partial(rms_norm, x, weight, 1e-5, kernel=k), (x, weight)) for k in KERNELS}
     ways["F.rms_norm"] = back_and_forth(lambda: torch.nn.functional.rms_norm(x, (h,), weight, 1e-5), (x, weight))
     if compiled:
         fused = torch.compile(reference_rms_norm)
@@ -87,7 +88,7 @@ def add_norm_ways(shapes: Shapes, compiled: bool) -> Ways:
         total = residual + x
         return total, rms_norm(total, weight, 1e-5)
 
-    ways: Ways = {k: back_and_forth(lambda k=k: add_rms_norm(*inputs, 1e-5, kernel=k), inputs) for k in KERNELS}
+    ways: Ways = {k: back_and_forth(partial(add_rms_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS}
     ways["apart"] = back_and_forth(apart, inputs)
     if compiled:
         fused = torch.compile(reference_add_rms_norm)
@@ -100,7 +101,7 @@ def rope_ways(shapes: Shapes, compiled: bool) -> Ways:
     d = shapes.model.head_size()
     x = shapes.rows(shapes.model.num_heads, d)
     tables = rope_tables(shapes.tokens.positions, rope_frequencies(shapes.model.rope, d), shapes.dtype)
-    ways: Ways = {k: back_and_forth(lambda k=k: apply_rope(x, *tables, kernel=k), (x,)) for k in KERNELS}
+    ways: Ways = {k: back_and_forth(partial(apply_rope, x, *tables, kernel=k), (x,)) for k in KERNELS}
     if compiled:
         fused = torch.compile(reference_rope)
         ways["compiled"] = back_and_forth(lambda: fused(x, *tables), (x,))
@@ -110,7 +111,7 @@ def rope_ways(shapes: Shapes, compiled: bool) -> Ways:
 def swiglu_ways(shapes: Shapes, compiled: bool) -> Ways:
     """SwiGLU of the MLP's inner features."""
     x = shapes.rows(2 * shapes.model.ffn_hidden_size)
-    ways: Ways = {k: back_and_forth(lambda k=k: swiglu(x, kernel=k), (x,)) for k in KERNELS}
+    ways: Ways = {k: back_and_forth(partial(swiglu, x, kernel=k), (x,)) for k in KERNELS}
     if compiled:
         fused = torch.compile(reference_swiglu)
         ways["compiled"] = back_and_forth(lambda: fused(x), (x,))
@@ -142,7 +143,7 @@ def loss_ways(shapes: Shapes, compiled: bool) -> Ways:
     def whole(kernel: Kernel) -> Tensor:
         return linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=v, kernel=kernel)
 
-    ways: Ways = {k: back_and_forth(lambda k=k: whole(k), (x, weight)) for k in KERNELS}
+    ways: Ways = {k: back_and_forth(partial(whole, k), (x, weight)) for k in KERNELS}
     ways["its matmuls"] = matmuls
     if compiled:
         fused = torch.compile(reference_cross_entropy)
