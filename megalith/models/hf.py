@@ -237,7 +237,8 @@ def _stored(path: Path) -> dict[str, TensorInfo]:
         lost = sorted(name for name, file in index.items() if name not in found or found[name].file.name != file)
         if lost:
             raise CheckpointError(
-                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. Copy the folder again, or use another one."
+                f"{path}: {INDEX} promises {show_names(lost)}, which the files do not hold. "
+                f"Copy the folder again, or use another one."
             )
     return found
 
