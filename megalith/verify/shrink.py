@@ -24,13 +24,20 @@ def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | No
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:
-    """The tensor-parallel degree and a model for it: several ranks share a head, or heads part unevenly, as before."""
-    shared = key_value_ranks(model.num_kv_heads, tp) < tp
-    small_tp = min(tp, 4 if shared else 3 if tp % 3 == 0 else 2, most)
-    keys = max(1, small_tp // 2) if shared else small_tp + (model.num_kv_heads % tp != 0)
-    per_key = max(2 if shared else 1, min(2, model.num_heads // model.num_kv_heads))
+    """The tensor-parallel degree and a model for it: ranks share key/value heads, or parts are uneven, as before."""
+    per_key = model.num_heads // model.num_kv_heads
+    if key_value_ranks(model.num_kv_heads, tp) < tp:
+        sharing = tp // model.num_kv_heads
+        keys = 1 if model.num_kv_heads == 1 else 2
+        copies = 3 if sharing % 3 == 0 and 3 * keys <= most else 2
+        small_tp, small_per_key = keys * copies, copies + (per_key % sharing != 0)
+    else:
+        small_tp = min(tp, 3 if tp % 3 == 0 else 2, most)
+        keys, small_per_key = small_tp + (model.num_kv_heads % tp != 0), min(2, per_key)
+    uneven = model.ffn_hidden_size % tp != 0
+    ffn = next(size for size in range(20, 30) if small_tp == 1 or (size % small_tp != 0) == uneven)
     small = replace(
-        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * per_key,
-        num_kv_heads=keys, head_dim=6, ffn_hidden_size=20, max_seq_len=64,
+        model, vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2, num_heads=keys * small_per_key,
+        num_kv_heads=keys, head_dim=6, ffn_hidden_size=ffn, max_seq_len=64,
     )  # fmt: skip
     return small_tp, small

@@ -1,0 +1,160 @@
+"""The float64 proof holds where the code is right, and sees what it has to see where it is not."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.verify.ranks import (
+    STEPS,
+    Boxes,
+    Difference,
+    Gathered,
+    RaggedRows,
+    RankResult,
+    compare_results,
+    layout_case,
+    prove_layout,
+    run_case,
+)
+
+KINDS = (
+    "loss",
+    "gradient norm",
+    "first weights",
+    "gradients",
+    f"weights after {STEPS} steps",
+    "checkpoint",
+    "weights one step after reload",
+    "copies agree",
+)
+
+
+def model(*, heads: int, keys: int, tied: bool = False) -> ModelConfig:
+    """One layer with odd sizes."""
+    return ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=1, num_heads=heads, num_kv_heads=keys, head_dim=6,
+        ffn_hidden_size=20, tied_embeddings=tied,
+    )  # fmt: skip
+
+
+LAYOUTS = {
+    "three ranks share the only key/value head": (model(heads=3, keys=1), ParallelConfig(tp=3), 3),
+    "two and one query heads for each key/value head": (model(heads=6, keys=2), ParallelConfig(tp=4, sp=True), 4),
+    "three ranks for two heads each and one": (model(heads=5, keys=5), ParallelConfig(tp=3, sp=True), 3),
+    "all in one": (model(heads=2, keys=1, tied=True), ParallelConfig(), 1),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
+    built, parallel, world = LAYOUTS[name]
+    found = prove_layout(layout_case(built, parallel, world))
+    assert tuple(difference.what for difference in found) == KINDS
+    assert all(difference.holds for difference in found), found
+
+
+def test_rows_are_uneven_and_some_have_no_label() -> None:
+    rows = RaggedRows(seq_len=12, vocab_size=61, num_samples=200, masked=(0, 1, 2, 17))
+    counts = [int(rows.sample(k).valid[1:].sum()) for k in range(len(rows))]
+    assert [k for k, count in enumerate(counts) if count == 0] == [0, 1, 2, 17]
+    assert set(counts) == set(range(13))
+    assert all((rows.sample(k).ids == rows.sample(k).ids).all() for k in range(4))
+    assert rows.sample(3).ids.max() < 61
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> RankResult:
+    """One process's answer."""
+    case = layout_case(model(heads=2, keys=1), ParallelConfig(), 1)
+    result = run_case(0, 1, case, str(tmp_path_factory.mktemp("reference")))
+    assert result is not None
+    return result
+
+
+def failing(found: list[Difference]) -> set[str]:
+    """What does not hold."""
+    return {difference.what for difference in found if not difference.holds}
+
+
+def changed(gathered: Gathered, name: str, factor: float) -> Gathered:
+    """The same slices, one tensor scaled."""
+    boxes = gathered[name]
+    return gathered | {name: Boxes(boxes.shape, [(box, values * factor) for box, values in boxes.parts])}
+
+
+def test_a_result_equals_itself(reference: RankResult) -> None:
+    assert failing(compare_results(reference, reference)) == set()
+    assert all(difference.error == 0 for difference in compare_results(reference, reference))
+
+
+NAME = "layers.0.mlp.down"
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-8, 0.5, float("nan")])
+def test_one_wrong_tensor_is_found_and_named(reference: RankResult, factor: float) -> None:
+    wrong = {
+        "first weights": replace(reference, initial=changed(reference.initial, NAME, factor)),
+        "gradients": replace(reference, gradients=changed(reference.gradients, NAME, factor)),
+        f"weights after {STEPS} steps": replace(reference, weights=changed(reference.weights, NAME, factor)),
+        "weights one step after reload": replace(reference, reloaded=changed(reference.reloaded, NAME, factor)),
+        "checkpoint": replace(
+            reference,
+            stored=reference.stored | {f"model.{NAME}": reference.stored[f"model.{NAME}"] * factor},
+        ),
+    }
+    for what, result in wrong.items():
+        found = [difference for difference in compare_results(result, reference) if not difference.holds]
+        assert NAME in {difference.what: difference.name for difference in found}[what], (what, found)
+        assert {difference.what for difference in found} <= {what, "copies agree"}  # a NaN is no copy of itself
+
+
+def test_a_first_weight_may_not_differ_in_its_last_bit(reference: RankResult) -> None:
+    result = replace(reference, initial=changed(reference.initial, NAME, 1 + 2**-52))
+    assert failing(compare_results(result, reference)) == {"first weights"}
+
+
+def test_wrong_losses_and_norms_are_found(reference: RankResult) -> None:
+    result = replace(reference, losses=[reference.losses[0] * (1 + 1e-7), *reference.losses[1:]])
+    assert failing(compare_results(result, reference)) == {"loss"}
+    result = replace(reference, grad_norms=[*reference.grad_norms[:-1], 0.0])
+    assert failing(compare_results(result, reference)) == {"gradient norm"}
+
+
+def test_a_gradient_that_is_zero_in_both_proves_nothing(reference: RankResult) -> None:
+    zero = replace(reference, gradients=changed(reference.gradients, NAME, 0.0))
+    found = {difference.what: difference for difference in compare_results(zero, zero)}
+    assert failing(list(found.values())) == {"gradients"}
+    assert found["gradients"].name == f"{NAME} is all zero"
+
+
+def test_a_missing_tensor_and_a_hole_are_found(reference: RankResult) -> None:
+    lacking = {name: boxes for name, boxes in reference.gradients.items() if name != NAME}
+    assert failing(compare_results(replace(reference, gradients=lacking), reference)) == {"gradients"}
+    boxes = reference.gradients[NAME]
+    (_, values) = boxes.parts[0]
+    half = [(((0, 12), (0, 20)), values[:12])]
+    holed = reference.gradients | {NAME: Boxes(boxes.shape, half)}
+    assert failing(compare_results(replace(reference, gradients=holed), reference)) == {"gradients"}
+
+
+def test_copies_that_differ_are_found_though_the_last_one_is_right(reference: RankResult) -> None:
+    boxes = reference.weights[NAME]
+    box, values = boxes.parts[0]
+    other = Boxes(boxes.shape, [(box, values + 1e-6), (box, values)])
+    found = compare_results(replace(reference, weights=reference.weights | {NAME: other}), reference)
+    assert failing(found) == {"copies agree"}
+    assert found[-1].name == NAME
+
+
+def test_threads_are_as_before(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        run_case(0, 1, layout_case(model(heads=2, keys=2), ParallelConfig(), 1), str(tmp_path))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
