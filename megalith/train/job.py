@@ -8,6 +8,7 @@ import torch
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
+from megalith.kernels.memory import keep_freed_memory
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 from megalith.train.rules import check_run
@@ -37,6 +38,8 @@ def joined(run: TrainRun, environment: Mapping[str, str]) -> Iterator[Job]:
     worker = Worker.from_environment(environment)
     check_run(run, worker.world)
     set_threads(worker, run.train.threads)
+    if worker.device.type == "cpu":
+        keep_freed_memory()
     if worker.world == 1:
         yield Job(mesh_of_one(), worker.device)
         return
