@@ -22,7 +22,8 @@ from megalith.verify.ranks import (
 )
 
 KINDS = (
-    "loss",
+    "first loss",
+    "losses of all steps",
     "gradient norm",
     "first weights",
     "gradients",
@@ -119,7 +120,9 @@ def test_a_first_weight_may_not_differ_in_its_last_bit(reference: RankResult) ->
 
 def test_wrong_losses_and_norms_are_found(reference: RankResult) -> None:
     result = replace(reference, losses=[reference.losses[0] * (1 + 1e-7), *reference.losses[1:]])
-    assert failing(compare_results(result, reference)) == {"loss"}
+    assert failing(compare_results(result, reference)) == {"first loss", "losses of all steps"}
+    result = replace(reference, losses=[*reference.losses[:-1], reference.losses[-1] * (1 + 1e-7)])
+    assert failing(compare_results(result, reference)) == {"losses of all steps"}
     result = replace(reference, grad_norms=[*reference.grad_norms[:-1], 0.0])
     assert failing(compare_results(result, reference)) == {"gradient norm"}
 

@@ -1,0 +1,88 @@
+"""The planted-fault table: which part of the proof refuses which mistake."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import RankError
+from megalith.verify.faults import FAULTS, Fault, planted
+from megalith.verify.ranks import Difference, layout_case, prove_layout
+from megalith.verify.types import type_check
+
+Outcome = Literal["wrong shapes", "wrong loss", "wrong gradients", "wrong weights after a step", "no effect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of one fault."""
+
+    fault: Fault
+    by_types: str | None
+    """Where the type check refused it; None: it did not."""
+
+    numbers: Outcome
+    """The first thing that was wrong on processes in float64."""
+
+    detail: str
+    """How far off it was, and where."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether any part of the proof saw it."""
+        return self.by_types is not None or self.numbers != "no effect"
+
+
+def judge(fault: Fault) -> Verdict:
+    """Plant a fault into the smallest layout in which it matters, and ask both parts of the proof."""
+    model, parallel = smallest_layout(fault)
+    world = parallel.tp * (parallel.dp or 1)
+    with planted(fault.name):
+        problems = type_check(model, parallel, world=world, ranks=(world - 1,)).problems
+    where = problems[0].where if problems else None
+    try:
+        found = prove_layout(layout_case(model, parallel, world, fault=fault.name))
+        return Verdict(fault, where, *_first_difference(found))
+    except RankError as error:
+        told = str(error).split("\nthen:")[0].splitlines()[-1]
+        return Verdict(fault, where, "wrong shapes", told)
+
+
+def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
+    """Two ranks on every axis that the fault needs, and a model with what it needs."""
+    needs = fault.needs
+    model = ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=1, num_heads=4,
+        num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
+    )  # fmt: skip
+    return model, ParallelConfig(tp=2 if "tp" in needs else 1, dp=2 if "dp" in needs else 1, sp="sp" in needs)
+
+
+def fault_table() -> list[Verdict]:
+    """Every fault that can be planted, judged; about a second each."""
+    return [judge(fault) for fault in FAULTS]
+
+
+def as_markdown(verdicts: Sequence[Verdict]) -> str:
+    """A table for people."""
+    lines = ["| planted fault | (b) types | (d) float64 on processes |", "|---|---|---|"]
+    for verdict in verdicts:
+        types = f"refused at `{verdict.by_types}`" if verdict.by_types else "not seen"
+        numbers = f"{verdict.numbers}: {verdict.detail}" if verdict.detail else verdict.numbers
+        lines.append(f"| `{verdict.fault.name}`: {verdict.fault.what} | {types} | {numbers} |")
+    return "\n".join(lines)
+
+
+def _first_difference(found: Sequence[Difference]) -> tuple[Outcome, str]:
+    """The first thing that went wrong: a loss, a gradient under a loss that was right, or only what came of them."""
+    wrong = {difference.what: difference for difference in found if not difference.holds}
+    if not wrong:
+        return "no effect", ""
+    first = wrong[next((what for what in ORDER if what in wrong), next(iter(wrong)))]
+    where = f" in `{first.name}`" if first.name else ""
+    return ORDER.get(first.what, "wrong weights after a step"), f"{first.what} off by {first.error:.0e}{where}"
+
+
+ORDER: dict[str, Outcome] = {"first loss": "wrong loss", "gradients": "wrong gradients"}
+"""What is looked at first, and what it means."""

@@ -1,0 +1,101 @@
+"""Every mistake that people make with parallel training is refused by one part of the proof or the other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from megalith.verify.fault_table import Outcome, Verdict, _first_difference, as_markdown, judge, smallest_layout
+from megalith.verify.faults import FAULTS, Fault, fault_named
+from megalith.verify.ranks import Difference
+
+PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "concepts" / "types.md"
+
+EXPECTED: dict[str, tuple[bool, Outcome]] = {
+    "column_enter_removed": (True, "wrong gradients"),
+    "row_sum_removed": (True, "wrong loss"),
+    "row_sum_over_dp": (True, "wrong loss"),
+    "sp_gather_removed": (True, "wrong shapes"),
+    "sp_norm_invariant": (True, "wrong gradients"),
+    "sp_norm_not_summed": (False, "wrong gradients"),
+    "kv_copies_not_summed": (False, "wrong gradients"),
+    "vocab_loss_local": (True, "wrong loss"),
+    "dp_sum_averaged": (False, "wrong gradients"),
+    "loss_scaled_per_rank": (False, "wrong loss"),
+    # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
+    "embedding_not_summed": (True, "wrong loss"),
+    "bias_before_sum": (True, "wrong weights after a step"),
+    "loss_not_partial": (True, "no effect"),
+}
+"""Of each fault: whether the type check refuses it, and what float64 on real processes finds."""
+
+
+class Verdicts(dict[str, Verdict]):
+    """Of each fault, found when it is first asked for."""
+
+    def __missing__(self, name: str) -> Verdict:
+        self[name] = judge(fault_named(name))
+        return self[name]
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> Verdicts:
+    return Verdicts()
+
+
+def test_every_fault_has_its_line() -> None:
+    assert set(EXPECTED) == {fault.name for fault in FAULTS}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_planted_fault_is_refused(name: str, verdicts: Verdicts) -> None:
+    verdict = verdicts[name]
+    assert verdict.refused
+    assert (verdict.by_types is not None, verdict.numbers) == EXPECTED[name]
+    assert (verdict.by_types is not None) == (verdict.fault.found_by != "numbers")
+    if verdict.numbers not in ("no effect", "wrong shapes"):
+        assert float(verdict.detail.split("off by ")[1].split()[0]) > 1e-6  # not by rounding
+
+
+def test_the_page_about_types_says_the_same() -> None:
+    rows = dict(re.findall(r"^\| `(\w+)`: [^|]*\| (.*) \|$", PAGE.read_text(), re.MULTILINE))
+    assert set(rows) == set(EXPECTED)
+    for name, row in rows.items():
+        types, numbers = row.split(" | ")
+        assert types.startswith("refused: " if EXPECTED[name][0] else "not seen"), name
+        assert types.endswith(fault_named(name).found_by), name
+        assert numbers.startswith(EXPECTED[name][1]), name
+
+
+def test_the_table_is_markdown(verdicts: Verdicts) -> None:
+    table = as_markdown([verdicts[name] for name in EXPECTED])
+    print(table)
+    assert len(table.splitlines()) == 2 + len(FAULTS)
+    assert all(line.count(" | ") == 2 for line in table.splitlines() if line.startswith("| `"))
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
+    model, parallel = smallest_layout(fault)
+    assert (parallel.tp > 1, (parallel.dp or 1) > 1) == ("tp" in fault.needs, "dp" in fault.needs)
+    assert parallel.sp == ("sp" in fault.needs)
+    assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
+    assert model.output_bias == ("bias" in fault.needs)
+
+
+def difference(what: str, *, holds: bool) -> Difference:
+    """As a proof would find it."""
+    return Difference(what, "norm.weight", 0.0 if holds else 0.25, holds)
+
+
+def test_the_earliest_sign_is_what_counts() -> None:
+    later = [difference("weights after 3 steps", holds=False), difference("copies agree", holds=False)]
+    assert _first_difference([difference("first loss", holds=True)]) == ("no effect", "")
+    assert _first_difference(later)[0] == "wrong weights after a step"
+    assert _first_difference([*later, difference("gradients", holds=False)]) == (
+        "wrong gradients",
+        "gradients off by 2e-01 in `norm.weight`",
+    )
+    assert _first_difference([difference("gradients", holds=False), difference("first loss", holds=False)])[0] == (
+        "wrong loss"
+    )

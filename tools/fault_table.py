@@ -1,0 +1,19 @@
+"""Plants every fault, one at a time, and prints which part of the proof refuses it.
+
+usage: fault_table.py
+"""
+
+import sys
+
+from megalith.verify.fault_table import as_markdown, fault_table
+
+
+def main() -> int:
+    """Print the table; 1 when a fault got through."""
+    verdicts = fault_table()
+    print(as_markdown(verdicts))
+    return int(not all(verdict.refused for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
