@@ -158,7 +158,8 @@ def activation_bytes_per_token(config: ModelConfig, *, dtype: Dtype, tp: int = 1
       because under sp it is the gathered input that stays;
     - queries, keys and values: (n + 2g)·d·e, and again (n + g)·d·e, because rotated queries and keys are new while the
       values keep the product they are part of alive;
-    - attention's output n·d·e with the log-sum-exp of each head's scores, n;
+    - attention's output n·d·e with the log-sum-exp of each head's scores, n (torch's own kernel; on CPUs rows of up to
+      512 tokens may keep their probabilities instead, about n·s/2·e, see kernels/attention.py);
     - gate and up, 2·f·e, and their product, f·e.
 
     The last norm keeps its input; its output is the head's. Once for all layers: the token's number (8 bytes) and the

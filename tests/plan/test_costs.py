@@ -160,7 +160,8 @@ def test_activations_are_what_autograd_keeps(config: ModelConfig, dtype: Dtype) 
     model = Decoder(config, mesh_of_one(), dtype=TORCH_DTYPE[dtype])
     allocate(model, torch.device("cpu"))
     initialise(model, seed=0)
-    kept = saved_bytes(model, rows=2, length=40, device="cpu")
+    # Rows too short for the tiles that attention uses on CPUs, which keep more; the estimate is for torch's own kernel.
+    kept = saved_bytes(model, rows=10, length=8, device="cpu")
     estimate = 80 * activation_bytes_per_token(config, dtype=dtype)
     assert 0 <= kept - estimate <= 32 * config.num_layers  # attention keeps two numbers of its random state per layer
 
