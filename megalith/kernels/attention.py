@@ -3,11 +3,14 @@
 Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135), but a tile sees all of
 its keys at once, so that softmax needs no second pass, and a tile covers many heads, so that each step is one batched
 matmul. On CPUs this beats torch's kernel for documents of moderate length: forward + backward of 64 features, one core
-with AVX-512, torch 2.13: 256 tokens 1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2.
+with AVX-512, torch 2.13: 256 tokens 1.4 times in fp32 and 2.4 times in bf16; 512: 1.7 and 2.5; 2048: 1.06 and 1.2;
+packed documents of 20 to 150 tokens 1.0 to 1.2 and 2.2 to 2.9.
 """
 
 import math
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -19,7 +22,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from megalith.kernels.linear import Context
 from megalith.kernels.tokens import Tokens
 
-TILED_LENGTHS = range(64, 2049)  # tokens of documents that our way computes on a CPU; below, bf16 only: measured
+TILED_LENGTHS = range(
+    64, 2049
+)  # tokens of documents that our way computes on a CPU: where it was measured to be faster
 KEPT_LENGTH = 512  # up to here the probabilities are kept for backward: n * length bytes per token in bf16
 TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores above the diagonal
 TILE_SCORES = 1 << 22  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
@@ -31,12 +36,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
     q [t, n, d], k and v [t_kv, g, d], any strides -> [t, n, d]. Scores are scaled by 1/sqrt(d). A document's queries
     are the last of its keys, so a key/value cache may stand in front of them. For bf16, scores and softmax are fp32.
     """
+    lengths = (tokens.uniform,) if tokens.uniform is not None else tuple(keys for _, keys in tokens.lengths)
+    whole = tokens.uniform is not None or all(queries == keys for queries, keys in tokens.lengths)
+    if whole and _tiles_pay(q, lengths):
+        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        out: Tensor = TiledAttention.apply(q, k, v, lengths, wanted)  # type: ignore[no-untyped-call]  # torch's own
+        return out
+    return sdpa_attention(q, k, v, tokens)
+
+
+def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+    """The same by torch's kernel: one call for documents of one length, else one for each document."""
     if tokens.uniform is not None:
-        return _documents(q, k, v, tokens.uniform)
+        return sdpa_documents(q, k, v, tokens.uniform)
     queries = [length for length, _ in tokens.lengths]
     keys = [length for _, length in tokens.lengths]
     parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    return torch.cat([_document(*part) for part in parts])
+    return torch.cat([_sdpa_document(*part) for part in parts])
 
 
 def reference_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
@@ -47,37 +63,24 @@ def reference_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tens
     return torch.cat([_reference_document(*part) for part in parts])
 
 
-def _documents(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """Documents of one length, read from their first token: [t, n, d] -> [t, n, d]."""
-    if q.device.type == "cpu" and _tiles_pay(length, q.dtype) and not torch.compiler.is_compiling():
-        wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        out: Tensor = TiledAttention.apply(q, k, v, length, wanted)  # type: ignore[no-untyped-call]  # torch's own
-        return out
-    return sdpa_documents(q, k, v, length)
-
-
-def _tiles_pay(length: int, dtype: torch.dtype) -> bool:
-    """Whether our way is the faster one on a CPU; torch's bf16 backward is slow for short documents (4 to 9 times)."""
-    return length in TILED_LENGTHS or (dtype == torch.bfloat16 and 16 <= length < TILED_LENGTHS.start)
-
-
 def sdpa_documents(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
-    """All documents in one call of torch's kernel: [t, n, d] seen as [documents, n, length, d], without copying."""
+    """Documents of one length, without copying: [t, n, d] seen as [documents, n, length, d]."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _sdpa_document(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """q [q, n, d], k and v [kv, g, d] of one document -> [q, n, d]."""
     queries, keys = q.shape[0], k.shape[0]
     if queries == 0:
         return q
-    if queries == keys:
-        return _documents(q, k, v, queries)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    mask = None if queries == 1 else _visible(queries, keys, q.device)  # one query sees every key
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    # is_causal aligns the first query with the first key, so a cache needs the mask spelled out; one query sees all.
+    mask = None if queries in (1, keys) else _visible(queries, keys, q.device)
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=queries == keys, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -98,31 +101,57 @@ def _visible(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
+def _tiles_pay(q: Tensor, lengths: Sequence[int]) -> bool:
+    """Whether our way is the faster one: on a CPU, for documents that are neither very short nor very long."""
+    typical = sum(lengths) // max(1, sum(length > 0 for length in lengths))
+    # Short documents: torch's bf16 backward is slow (4 to 9 times); and packed, a tile holds several, a call just one.
+    shortest = 16 if q.dtype == torch.bfloat16 or len(lengths) > 1 else TILED_LENGTHS.start
+    return (
+        q.device.type == "cpu"
+        and shortest <= typical
+        and max(lengths) < TILED_LENGTHS.stop
+        and not torch.compiler.is_compiling()
+    )
+
+
 class Tile(NamedTuple):
-    """Queries `start` to `stop` of some key/value heads, with their keys 0 to `stop`."""
+    """Queries `start` to `stop` of some key/value heads, with the keys `first` to `stop`.
+
+    The documents lie one after the other; the first is that of query `start`.
+    """
 
     heads: slice
+    first: int
     start: int
     stop: int
+    documents: tuple[int, ...]
+    """Where each later document among these queries starts."""
+
+    @property
+    def keys(self) -> tuple[slice, slice]:
+        """Index of k and v [heads, length, d]."""
+        return self.heads, slice(self.first, self.stop)
 
 
-def _tiles(heads: int, shared: int, length: int) -> Iterator[Tile]:
-    """Every tile of `heads` key/value heads (of all documents), each used by `shared` query heads."""
-    rows = min(length, TILE_ROWS)
-    together = max(1, TILE_SCORES // (shared * rows * length))
+def _tiles(heads: int, shared: int, lengths: Sequence[int]) -> Iterator[Tile]:
+    """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of these lengths."""
+    total, starts = sum(lengths), [0, *accumulate(lengths)]
+    together = max(1, TILE_SCORES // (shared * TILE_ROWS * max(lengths)))
     for head in range(0, heads, together):
-        for start in range(0, length, rows):
-            yield Tile(slice(head, head + together), start, min(start + rows, length))
+        for start in range(0, total, TILE_ROWS):
+            stop = min(start + TILE_ROWS, total)
+            before, last = bisect_right(starts, start), bisect_left(starts, stop)
+            yield Tile(slice(head, head + together), starts[before - 1], start, stop, tuple(starts[before:last]))
 
 
 def _by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
-    """[t, n, d] -> [documents * g, n / g, length, d], contiguous."""
+    """[t, n, d] -> [t / length * g, n / g, length, d], contiguous."""
     x = x.unflatten(1, (kv_heads, -1)).unflatten(0, (-1, length))
     return x.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
 
 
 def _by_token(x: Tensor, kv_heads: int) -> Tensor:
-    """[documents * g, n / g, length, d] -> [t, n, d], contiguous."""
+    """[t / length * g, n / g, length, d] -> [t, n, d], contiguous."""
     return x.unflatten(0, (-1, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
 
@@ -134,39 +163,48 @@ def _rows(x: Tensor, tile: Tile) -> Tensor:
 def _probabilities(q: Tensor, k: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """softmax(q k^T / sqrt(d)) of a tile: q [heads, shared, length, d], k [heads, length, d] in fp32 or float64.
 
-    [tile's heads, shared * rows, stop] in `dtype`.
+    [tile's heads, shared * rows, keys] in `dtype`.
     """
-    rows, keys = _rows(q, tile), k[tile.heads, : tile.stop]
-    scores = rows.new_empty(rows.shape[0], rows.shape[1], tile.stop)
+    rows, keys = _rows(q, tile), k[tile.keys]
+    scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
-    size = tile.stop - tile.start
-    later = scores.new_full((size, size), float("-inf")).triu(1)
-    scores.unflatten(1, (-1, size))[..., tile.start :].add_(later)
+    hidden = _hidden(tile, scores)
+    scores.unflatten(1, (-1, tile.stop - tile.start))[..., -hidden.shape[1] :].add_(hidden)
     return torch.softmax(scores, -1, out=scores).to(dtype)
 
 
-class TiledAttention(Function):
-    """Causal attention over documents of one length, tile by tile."""
+def _hidden(tile: Tile, like: Tensor) -> Tensor:
+    """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all others are seen."""
+    size = tile.stop - tile.start
+    if not tile.documents:
+        return like.new_full((size, size), float("-inf")).triu(1)
+    hidden = like.new_full((size, tile.stop - tile.first), float("-inf")).triu(1 + tile.start - tile.first)
+    for start in tile.documents:
+        hidden[start - tile.start :, : start - tile.first] = float("-inf")
+    return hidden
 
-    reference = staticmethod(lambda q, k, v, length, wanted: sdpa_documents(q, k, v, length))
+
+class TiledAttention(Function):
+    """Causal attention, tile by tile, over rows of tokens; each row has documents of these lengths."""
+
+    reference = staticmethod(lambda q, k, v, lengths, wanted: _sdpa_lengths(q, k, v, lengths))
 
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, length: int, wanted: bool) -> Tensor:
+    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], wanted: bool) -> Tensor:
         """q [t, n, d], k and v [t, g, d] -> [t, n, d]; keeps copies of them, ordered by head."""
         kv_heads = k.shape[1]
-        q, k, v = (_by_head(x, kv_heads, length) for x in (q, k, v))
+        q, k, v = (_by_head(x, kv_heads, sum(lengths)) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         wide_q, wide_k = _wide(q), _wide(k)
         out = torch.empty_like(q)
         kept = []
-        for tile in _tiles(q.shape[0], q.shape[1], length):
+        for tile in _tiles(q.shape[0], q.shape[1], lengths):
             p = _probabilities(wide_q, wide_k, tile, q.dtype)
-            o = torch.bmm(p, v[tile.heads, : tile.stop])
-            out[tile.heads, :, tile.start : tile.stop] = o.unflatten(1, (-1, tile.stop - tile.start))
-            if wanted and length <= KEPT_LENGTH:
+            out[tile.heads, :, tile.start : tile.stop] = torch.bmm(p, v[tile.keys]).unflatten(1, (q.shape[1], -1))
+            if wanted and max(lengths) <= KEPT_LENGTH:
                 kept.append(p)
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.kv_heads = kv_heads
+        ctx.kv_heads, ctx.lengths = kv_heads, lengths
         return _by_token(out, kv_heads)
 
     @staticmethod
@@ -174,22 +212,29 @@ class TiledAttention(Function):
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
         """dout [t, n, d] -> dq, dk, dv."""
         q, k, v, *kept = ctx.saved_tensors
-        length, scale = q.shape[2], 1 / math.sqrt(q.shape[-1])
-        dout = _by_head(dout, ctx.kv_heads, length)
+        scale = 1 / math.sqrt(q.shape[-1])
+        dout = _by_head(dout, ctx.kv_heads, q.shape[2])
         wide_q, wide_k = (q, k) if kept else (_wide(q), _wide(k))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-        for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], length)):
-            keys = tile.heads, slice(0, tile.stop)
+        for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths)):
             p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, q.dtype)
             rows, drows = _rows(q, tile), _rows(dout, tile)
-            dv[keys] += torch.bmm(p.transpose(1, 2), drows)
-            dp = torch.bmm(drows, v[keys].transpose(1, 2))
+            dv[tile.keys] += torch.bmm(p.transpose(1, 2), drows)
+            dp = torch.bmm(drows, v[tile.keys].transpose(1, 2))
             ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
-            dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[keys]).unflatten(1, (q.shape[1], -1))
-            dk[keys] += torch.bmm(ds.transpose(1, 2), rows)
+            dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
+            dk[tile.keys] += torch.bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
         return *(_by_token(x, ctx.kv_heads) for x in (dq.mul_(scale), dk, dv)), None, None
+
+
+def _sdpa_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """What `TiledAttention` computes, by torch's kernel."""
+    if len(lengths) == 1:
+        return sdpa_documents(q, k, v, lengths[0])
+    parts = zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    return torch.cat([_sdpa_document(*part) for part in parts])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries
 LAYOUTS = {
     "long rows": tokens_of_rows(2, 70),
     "one row": tokens_of_rows(1, 9),
+    "long documents": tokens_of_lengths([70, 3, 100, 1, 64, 40]),
+    "padded documents": tokens_of_queries([(90, 90), (0, 0), (38, 38), (0, 0)]),
     "rows": tokens_of_rows(3, 5),
     "rows of one token": tokens_of_rows(4, 1),
     "documents": tokens_of_lengths([4, 1, 7, 3]),
@@ -45,12 +47,12 @@ def test_the_reference_is_softmax_over_visible_scores() -> None:
         torch.testing.assert_close(y[i], weights @ v[: i + 1, 0])
 
 
-@pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 4, 3]])
+@pytest.mark.parametrize("lengths", [[3, 3, 3], [2, 4, 3], [40, 90, 10, 60], [100, 100]])
 def test_a_token_changes_nothing_before_it_nor_in_other_documents(lengths: list[int]) -> None:
     tokens = tokens_of_lengths(lengths)
     q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=2))
     before = attention(q, k, v, tokens)
-    changed = 4  # inside the second document in both layouts
+    changed = lengths[0] + 1  # inside the second document
     k, v = k.clone(), v.clone()
     k[changed] += 1
     v[changed] -= 2

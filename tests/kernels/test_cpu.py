@@ -2,16 +2,24 @@
 
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.kernels import cpu
-from megalith.kernels.norm import rms_norm
+from megalith.kernels.attention import attention
+from megalith.kernels.cross_entropy import linear_cross_entropy
+from megalith.kernels.embedding import embedding
+from megalith.kernels.linear import linear
+from megalith.kernels.norm import add_rms_norm, rms_norm
+from megalith.kernels.rope import apply_rope
 from megalith.kernels.swiglu import swiglu
+from megalith.kernels.tokens import tokens_of_rows
+from megalith.parallel.group import alone
 
+ROWS = tokens_of_rows(2, 64)
 linux = pytest.mark.skipif(
     sys.platform != "linux", reason="finds torch's OpenMP library in /proc, which only Linux has"
 )
@@ -90,3 +98,22 @@ def test_the_same_threads_give_the_same_bits_every_time(two_threads: None) -> No
 
     first = dweight()
     assert all(torch.equal(first, dweight()) for _ in range(5))
+
+
+def everything(x: Tensor, weight: Tensor) -> Tensor:
+    """Every kernel once: x [128, 96], weight [192, 96]."""
+    ids = torch.arange(128) % 192
+    cos, sin = torch.ones(128, 8), torch.zeros(128, 8)
+    x, normed = add_rms_norm(x, embedding(ids, weight), weight[0], 1e-5)
+    x = linear(rms_norm(x, weight[1], 1e-5), [weight[:96], weight[96:]])
+    q, k, v = (apply_rope(part.unflatten(1, (4, 16)), cos, sin) for part in x.split(64, dim=1))
+    x = swiglu(attention(q, k, v, ROWS).flatten(1)) @ normed[:32]
+    return linear_cross_entropy(x, weight, ids, vocab=alone("tp"), first_row=0, vocab_size=190)
+
+
+def test_every_kernel_goes_into_one_graph() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 96, generator=generator).mul(0.1).requires_grad_() for n in (128, 192))
+    graph: Callable[[Tensor, Tensor], Tensor] = torch.compile(everything, backend="aot_eager", fullgraph=True)
+    mine, theirs = (torch.autograd.grad(f(x, weight), (x, weight)) for f in (graph, everything))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
