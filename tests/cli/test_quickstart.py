@@ -1,0 +1,102 @@
+"""`megalith quickstart`, shrunk: a small corpus, a few steps of a tiny model; every file and every line is there."""
+
+import json
+import shlex
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalith import recipes
+from megalith.cli import quickstart
+from megalith.cli.main import main
+from megalith.config.train import TrainRun
+from megalith.data.local_text import find_local_text
+from megalith.recipes import resolve
+from megalith.train.loop import Outcome
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first two kilobytes of some files of the standard library, under their names."""
+    text, folder = find_local_text(), tmp_path_factory.mktemp("corpus")
+    top = Path(json.__file__).parent.parent
+    for file in (*text.training[:150], *text.held_out[:5]):
+        copy = folder / file.relative_to(top)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(file.read_text()[:2000])
+    return folder
+
+
+@pytest.fixture
+def shrunk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands that find the small corpus, and a recipe of a few steps; everything in this process."""
+
+    def small(target: str) -> TrainRun:
+        run = resolve(target)
+        if target != "quickstart":
+            return run
+        train = replace(run.train, steps=4, global_batch_size=4, micro_batch_size=2, seq_len=32, eval_every=2)
+        model = replace(run.model, hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, ffn_hidden_size=24)
+        schedule = replace(run.schedule, warmup_steps=1)
+        observe = replace(run.observe, peak_tflops=1.0, tensorboard=False)
+        return replace(run, train=train, model=model, schedule=schedule, observe=observe)
+
+    monkeypatch.setattr(recipes, "resolve", small)
+    monkeypatch.setattr(quickstart, "find_local_text", lambda: find_local_text(corpus))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # the commands catch them for their process: ours
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_everything_is_there_and_a_second_run_repeats_nothing(
+    shrunk: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["quickstart", "--folder", "runs/first", "--nproc", "1"]
+    assert main(words) == 0
+    told = capsys.readouterr().out
+    text = find_local_text(corpus)
+    assert told.startswith(f"corpus: {len(text.training)} files, 0.")
+    assert f"held out: {len(text.held_out)} files, 0.0 MB" in told
+    assert [line for line in told.splitlines() if line.startswith("$ megalith prepare")][1].count("data/valid") == 2
+    assert "$ megalith train quickstart --run ./runs/first --nproc 1" in told
+    assert "step 4/4 · loss" in told
+    found = {name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")}
+    assert 3 < float(found["held-out files: "]) < 12
+    assert 1 < float(found["zlib -9 needs "]) < 5
+    assert "of its words occur in the corpus" in told
+    assert told.rstrip().splitlines()[-5] == "try next:"
+    assert main(shlex.split(told.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
+    assert capsys.readouterr().out
+    run = shrunk / "runs" / "first"
+    for file in ("data/train.bin", "data/valid.idx", "data/tokenizer/tokenizer.json", "plots/loss.png", "sample.txt"):
+        assert (run / file).stat().st_size > 0, file
+    assert main(words) == 0
+    again = capsys.readouterr().out
+    assert "$ megalith prepare" not in again and "is already at step 4 of 4" in again
+
+
+def test_held_out_files_are_not_trained_on(shrunk: Path, corpus: Path) -> None:
+    assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 0
+    data = shrunk / "runs" / "first" / "data"
+    texts = {
+        name: {json.loads(line)["text"] for line in (data / f"{name}.jsonl").open()} for name in ("train", "valid")
+    }
+    assert len(texts["valid"]) == len(find_local_text(corpus).held_out)
+    assert not texts["train"] & texts["valid"]
+
+
+def test_a_step_that_is_stopped_ends_it_with_its_code(
+    shrunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "megalith.train.loop.run_training", lambda *arguments, **options: Outcome("stopped", 2, "SIGTERM")
+    )
+    assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 75
+    assert "held-out files" not in capsys.readouterr().out
+
+
+def test_a_text_that_cannot_be_prepared_ends_it(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quickstart, "VOCABULARY", 3)  # fewer than bytes
+    assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 2

@@ -1,0 +1,95 @@
+"""`megalith verify`: rows or one JSON document, 0 when all holds and 1 when something does not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalith.cli import verify
+from megalith.cli.main import main
+from megalith.config.train import TrainRun
+from megalith.testing.tiny import tiny_yaml
+from megalith.verify import shrink as shrinking
+from megalith.verify.ranks import LayoutCase
+from megalith.verify.shrink import shrink
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+    """What was printed, which must be one JSON document and nothing else."""
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", recipe, "--world", "6", "--json"]) == 0
+    found = document(capsys)
+    assert found["holds"] is True
+    rows = found["rows"]
+    assert isinstance(rows, list)
+    assert {row["part"] for row in rows} == {"a", "b", "d"}
+    questions = " ".join(row["question"] for row in rows)
+    for asked in ("every rule", "at world 6", "4 processes", "first loss", "gradients", "checkpoint", "copies agree"):
+        assert asked in questions
+
+
+def test_the_table_says_which_part_proves_what(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", recipe]) == 0
+    told = capsys.readouterr().out
+    assert "proof of the layout" in told and "every rule" in told and "NO" not in told
+    assert "(b) sees every gradient's sum at the real size, but no values; (d) sees values" in " ".join(told.split())
+
+
+def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--parallel.tp", "3", "--model.num_kv_heads", "4", "--train.seq_len", "64", "--optim.beta2", "2"]
+    assert main(["verify", recipe, "--world", "8", *words, "--json"]) == 1
+    rows = document(capsys)["rows"]
+    assert isinstance(rows, list)
+    assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
+    told = " ".join(row["answer"] for row in rows)
+    for said in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
+        assert said in told
+
+
+def test_a_planted_problem_is_1_and_named(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fault in the numbers, which the type check does not see."""
+
+    def faulty(run: TrainRun, world: int) -> LayoutCase:
+        return shrink(run, world, fault="sp_norm_not_summed")
+
+    monkeypatch.setattr(shrinking, "shrink", faulty)
+    assert main(["verify", recipe, "--json"]) == 1
+    rows = document(capsys)["rows"]
+    assert isinstance(rows, list)
+    assert all(row["holds"] for row in rows if row["part"] in "ab")
+    (wrong,) = [row for row in rows if row["question"].strip() == "gradients"]
+    assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
+
+
+def test_a_world_that_is_no_count_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", recipe, "--world", "0"]) == 2
+    assert "--world=0 must be at least 1. Use the number of ranks of the real job." in capsys.readouterr().err
+
+
+def test_no_is_not_an_error_of_the_user() -> None:
+    assert verify.NO == 1
+
+
+@pytest.mark.slow  # 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks
+def test_70b_on_4096_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "llama3_70b", "--world", "4096", "--json"]) == 0
+    rows = document(capsys)["rows"]
+    assert isinstance(rows, list)
+    (types,) = [row for row in rows if row["part"] == "b"]
+    print(types["answer"])
+    seconds, gib = (float(word.split()[0]) for word in types["answer"].rsplit("; ", 1)[1].split(", "))
+    assert seconds < 60 and gib < 4
