@@ -25,5 +25,5 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
-        x = x + self.attention(self.attention_norm(x), tokens, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        x, normed = self.mlp_norm.after_adding(self.attention(self.attention_norm(x), tokens, cache), x)
+        return x + self.mlp(normed)

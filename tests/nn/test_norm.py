@@ -23,6 +23,16 @@ def test_each_token_is_divided_by_its_root_mean_square_and_scaled() -> None:
     torch.testing.assert_close(made(x), expected)
 
 
+def test_after_adding_gives_the_sum_and_its_norm_and_both_gradients() -> None:
+    made, draw = norm(torch.float64), torch.Generator().manual_seed(0)
+    x, residual, dsum, dy = (torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4))
+    weight = made.get_parameter("weight")
+    inputs = [x.requires_grad_(), residual.requires_grad_(), weight]
+    got, plain = made.after_adding(x, residual), (x + residual, made(x + residual))
+    torch.testing.assert_close(got, plain)
+    torch.testing.assert_close(torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_it_answers_in_the_dtype_it_was_asked_in(dtype: torch.dtype) -> None:
     assert norm(dtype)(torch.ones(2, 7, dtype=dtype)).dtype == dtype
