@@ -23,6 +23,7 @@ from contenders.limit import Attention, Matmuls
 from contenders.ours import Ours, random_step, with_precision
 from contenders.transformers_llama import TransformersLlama
 from megalith.config.train import TrainRun
+from megalith.kernels.memory import keep_freed_memory
 from megalith.observe.capabilities import cpp_compiler
 from megalith.recipes.small import llama_6m, llama_29m
 
@@ -155,6 +156,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as `megalith train` does; the peers share the process, so they gain from it too
     compiled = not options.no_compiled
     if compiled and cpp_compiler() is None:
         print("no C++ compiler on this machine: the compiled peer is left out", file=sys.stderr)

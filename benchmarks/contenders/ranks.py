@@ -12,6 +12,7 @@ from contenders.ours import LR, WEIGHT_DECAY, random_step
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
+from megalith.kernels.memory import keep_freed_memory
 from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.parallel.group import all_reduce_, barrier
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -62,6 +63,7 @@ class Theirs:
 def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[list[float], dict[str, list[float]]]:
     """Losses of the first step (ours, theirs), and the seconds of every turn, each from barrier to barrier."""
     torch.set_num_threads(1)
+    keep_freed_memory()  # as `megalith train` does; theirs shares the process
     mesh = build_mesh(model_grid(ParallelConfig(), run.model, world), rank=rank)
     batches = _my_part(run, rank, world)
     trainer = build_trainer(run, mesh, torch.device("cpu"))
