@@ -1,0 +1,211 @@
+"""Every layer that tensor parallelism cuts computes what it does whole: outputs, gradients of inputs and weights."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from megalith.models.decoder import allocate
+from megalith.parallel.autograd import gather
+from megalith.parallel.group import Group, all_reduce_, my_range
+from megalith.parallel.tensor import (
+    ONES,
+    ZEROS,
+    ColumnLinear,
+    Declared,
+    Init,
+    Region,
+    RowLinear,
+    SplitTokens,
+    VocabEmbedding,
+    VocabHead,
+    WholeTokens,
+)
+from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tolerance import FP64, assert_equals
+
+TOKENS, INPUTS, OUTPUTS, VOCAB = 12, 5, 7, 17  # tokens divide by 2 and 3, nothing else does
+START = Init(1.0)
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    """The same float64 numbers on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def group_of(rank: int, world: int) -> Group:
+    """All ranks as the tensor-parallel group."""
+    return everyone(rank, world, "tp_kv", "tp_copy")
+
+
+def region_of(group: Group, sp: bool) -> Region:
+    return SplitTokens(group) if sp else WholeTokens(group)
+
+
+def cut(shard: Shard, dim: int, group: Group) -> Shard:
+    """My part of one dim, as even as can be."""
+    return cut_dim(shard, dim, split_evenly(shard.shape[dim], group.size), group.rank, group.axes)
+
+
+def part(x: Tensor, dim: int, group: Group) -> Tensor:
+    """The same part of a whole tensor."""
+    start, stop = my_range(split_evenly(x.shape[dim], group.size), group.rank)
+    return x.narrow(dim, start, stop - start)
+
+
+def filled(layer: nn.Module, values: dict[str, Tensor]) -> None:
+    """Give the layer memory, and each parameter my box of its whole value."""
+    allocate(layer, torch.device("cpu"))
+    with torch.no_grad():
+        for name, declared in layer.__dict__["declared"].items():
+            box = values[name][tuple(slice(start, stop) for start, stop in declared.shard.box)]
+            getattr(layer, name).copy_(box.reshape(declared.shard.matrix_shape))
+
+
+def same(name: str, mine: Tensor | None, reference: Tensor | None) -> None:
+    assert mine is not None and reference is not None, name
+    assert_equals(name, mine.detach(), reference.detach().reshape(mine.shape), FP64)
+
+
+def local_input(x: Tensor, group: Group, sp: bool) -> Tensor:
+    """Activations outside divided work: all tokens, or my part of them."""
+    return (part(x, 0, group) if sp else x).clone().requires_grad_()
+
+
+def column(rank: int, world: int, sp: bool) -> None:
+    """Two stacked matrices with biases, cut along their outputs."""
+    group = group_of(rank, world)
+    values = {"a": seeded(OUTPUTS, INPUTS, seed=1), "b": seeded(4, INPUTS, seed=2)}
+    values |= {"a_bias": seeded(OUTPUTS, seed=3), "b_bias": seeded(4, seed=4)}
+    shards = {name: cut(whole(f"x.{name}", tuple(v.shape), inputs=v.dim() - 1), 0, group) for name, v in values.items()}
+    weights = [Declared(shards[name], START) for name in ("a", "b")]
+    biases = [Declared(shards[name], ZEROS) for name in ("a_bias", "b_bias")]
+    layer = ColumnLinear(weights, biases, region_of(group, sp), dtype=torch.float64)
+    filled(layer, values)
+    x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS + 4, seed=6)
+    mine = local_input(x, group, sp)
+    y = layer(mine)
+    dense = {name: value.clone().requires_grad_() for name, value in (values | {"x": x}).items()}
+    a, b = (dense["x"] @ dense[name].T + dense[f"{name}_bias"] for name in ("a", "b"))
+    (torch.cat([a, b], 1) * wanted).sum().backward()
+    pieces = wanted.split([OUTPUTS, 4], dim=1)
+    same("y", y, torch.cat([part(a, 1, group), part(b, 1, group)], 1))
+    (y * torch.cat([part(piece, 1, group) for piece in pieces], 1)).sum().backward()
+    same("dx", mine.grad, part(dense["x"].grad, 0, group) if sp else dense["x"].grad)  # type: ignore[arg-type]
+    for name in values:
+        gradient = dense[name].grad
+        assert gradient is not None
+        same(name, getattr(layer, name).grad, part(gradient, 0, group))
+
+
+def row(rank: int, world: int, sp: bool) -> None:
+    """One matrix with a bias, cut along its inputs."""
+    group = group_of(rank, world)
+    region = region_of(group, sp)
+    values = {"w": seeded(OUTPUTS, INPUTS, seed=1), "w_bias": seeded(OUTPUTS, seed=2)}
+    weight = cut(whole("x.w", (OUTPUTS, INPUTS)), 1, group)
+    bias = whole("x.w_bias", (OUTPUTS,), invariant=region.invariant, inputs=0)
+    layer = RowLinear(Declared(weight, START), Declared(bias, ZEROS), region, dtype=torch.float64)
+    filled(layer, values)
+    x, wanted = seeded(TOKENS, INPUTS, seed=5), seeded(TOKENS, OUTPUTS, seed=6)
+    mine = part(x, 1, group).clone().requires_grad_()
+    y = layer(mine)
+    dense = {name: value.clone().requires_grad_() for name, value in (values | {"x": x}).items()}
+    reference = dense["x"] @ dense["w"].T + dense["w_bias"]
+    (reference * wanted).sum().backward()
+    same("y", y, part(reference, 0, group) if sp else reference)
+    (y * (part(wanted, 0, group) if sp else wanted)).sum().backward()
+    assert dense["x"].grad is not None and dense["w"].grad is not None
+    same("dx", mine.grad, part(dense["x"].grad, 1, group))
+    same("dw", layer.w.grad, part(dense["w"].grad, 1, group))
+    summed = layer.w_bias.grad.clone()
+    same("db", all_reduce_(summed, group) if sp else summed, dense["w_bias"].grad)  # the rule that its shard states
+
+
+def embedding(rank: int, world: int, sp: bool) -> None:
+    """A table cut along its rows."""
+    group = group_of(rank, world)
+    table, ids = seeded(VOCAB, INPUTS, seed=1), torch.arange(TOKENS) * 5 % VOCAB
+    ids[3] = ids[0]  # a row that is used twice
+    layer = VocabEmbedding(
+        Declared(cut(whole("e.weight", (VOCAB, INPUTS)), 0, group), START), region_of(group, sp), dtype=torch.float64
+    )
+    filled(layer, {"weight": table})
+    wanted = seeded(TOKENS, INPUTS, seed=6)
+    y, dense = layer(ids), table.clone().requires_grad_()
+    reference = functional.embedding(ids, dense)
+    (reference * wanted).sum().backward()
+    same("y", y, part(reference, 0, group) if sp else reference)
+    (y * (part(wanted, 0, group) if sp else wanted)).sum().backward()
+    assert dense.grad is not None
+    same("dw", layer.weight.grad, part(dense.grad, 0, group))
+
+
+def head(rank: int, world: int, sp: bool) -> None:
+    """Losses over a vocabulary that is cut along its rows, some labels masked; padded rows are never chosen."""
+    group = group_of(rank, world)
+    known = VOCAB - 2
+    table, x = seeded(VOCAB, INPUTS, seed=1), seeded(TOKENS, INPUTS, seed=2)
+    labels = torch.arange(TOKENS) * 4 % known
+    labels[[0, 7]] = -1
+    shard = cut(whole("h.weight", (VOCAB, INPUTS)), 0, group)
+    per_token = seeded(TOKENS, seed=7)
+    for each in (False, True):
+        layer = VocabHead(
+            Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64
+        )
+        filled(layer, {"weight": table})
+        mine, dense_x, dense = local_input(x, group, sp), x.clone().requires_grad_(), table.clone().requires_grad_()
+        logits = dense_x @ dense[:known].T
+        reference = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none" if each else "sum")
+        found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
+        same("loss", found, reference)
+        ((found * per_token).sum() if each else 3 * found).backward()
+        ((reference * per_token).sum() if each else 3 * reference).backward()
+        assert dense_x.grad is not None and dense.grad is not None
+        same("dx", mine.grad, part(dense_x.grad, 0, group) if sp else dense_x.grad)
+        same("dw", layer.weight.grad, part(dense.grad, 0, group))
+    with torch.no_grad():
+        whole_x = gather(mine.detach(), group) if sp else mine.detach()
+        same("logits", layer.logits(whole_x), x @ table[:known].T)
+
+
+def regions(rank: int, world: int, sp: bool) -> None:
+    """The two ways, and what they promise of parameters that are used between them."""
+    group = group_of(rank, world)
+    region = region_of(group, sp)
+    assert region.invariant == (frozenset() if sp else {"tp_kv", "tp_copy"})
+    x = seeded(TOKENS, 3)
+    entered = region.enter(part(x, 0, group).contiguous() if sp else x)
+    same("entered", entered, x)
+    parts = [seeded(TOKENS, 3, seed=r) for r in range(world)]
+    left, total = region.leave(parts[rank]), torch.stack(parts).sum(0)
+    same("left", left, part(total, 0, group) if sp else total)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
+@pytest.mark.parametrize("tp", [1, 2, 3])
+@pytest.mark.parametrize("layer", [column, row, embedding, head, regions], ids=lambda layer: layer.__name__)
+def test_a_layer_over_any_ranks_is_the_whole_layer(layer: object, tp: int, sp: bool) -> None:
+    assert callable(layer)
+    run_ranks(layer, tp, sp)
+
+
+def test_a_tied_head_has_the_embeddings_parameter_and_declares_none() -> None:
+    group = Group(("tp_kv", "tp_copy"), (0,), 0)
+    shard = whole("embed.weight", (VOCAB, INPUTS))
+    embed = VocabEmbedding(Declared(shard, START), WholeTokens(group), dtype=torch.float32)
+    tied = VocabHead(
+        Declared(shard, START), WholeTokens(group), vocab_size=VOCAB, tied=embed.weight, dtype=torch.float32
+    )
+    assert tied.weight is embed.weight
+    assert "declared" not in tied.__dict__ and list(embed.__dict__["declared"]) == ["weight"]
+
+
+def test_layers_are_built_without_memory() -> None:
+    group = Group(("tp_kv", "tp_copy"), (0, 1), 1)
+    shard = cut(whole("x.w", (2**30, 4096)), 0, group)
+    layer = ColumnLinear([Declared(shard, ONES)], [], WholeTokens(group), dtype=torch.bfloat16)
+    assert layer.w.is_meta and layer.w.shape == (2**29, 4096) and layer.w.dtype == torch.bfloat16
+    assert layer.sunk() == [layer.w]
