@@ -12,12 +12,12 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 
-from paired import Spread, times_as_fast
-
 from contenders.ranks import run_rank
+from paired import Spread, times_as_fast
+from train import check_losses, tiny
+
 from megalith.recipes.small import llama_6m, llama_29m
 from megalith.testing.ranks import run_ranks
-from train import check_losses, tiny
 
 WORLD = 2
 BAR = 0.98

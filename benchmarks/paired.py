@@ -38,9 +38,7 @@ class Turns:
     """Computing time of all threads of this process: less disturbed by other jobs, but it also counts idle spinning."""
 
 
-def take_turns(
-    contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, seed: int = 0
-) -> Turns:
+def take_turns(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, seed: int = 0) -> Turns:
     """Run every contender once per round, in an order drawn anew for each round; `warmup` rounds come first, untimed."""
     draw = random.Random(seed)
     turns = Turns({name: [] for name in contenders}, {name: [] for name in contenders})

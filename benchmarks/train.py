@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 import torch
-from paired import Spread, Turns, spread, take_turns, times_as_fast
-
 from contenders.limit import Attention, Matmuls
 from contenders.ours import Ours, random_step, with_precision
 from contenders.transformers_llama import TransformersLlama
+from paired import Spread, Turns, spread, take_turns, times_as_fast
+
 from megalith.config.train import TrainRun
 from megalith.kernels.memory import keep_freed_memory
 from megalith.observe.capabilities import cpp_compiler
@@ -47,7 +47,9 @@ class Case:
 def tiny() -> TrainRun:
     """A model of a few thousand weights, to see that everything runs; its figures mean nothing."""
     run = llama_6m()
-    model = replace(run.model, vocab_size=128, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=48)
+    model = replace(
+        run.model, vocab_size=128, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=48
+    )
     return replace(run, model=model, train=replace(run.train, global_batch_size=2, micro_batch_size=1, seq_len=48))
 
 
@@ -105,7 +107,9 @@ def check_losses(losses: dict[str, float], tolerance: float) -> None:
     """Every contender computed the same loss, or the comparison means nothing."""
     for name, loss in losses.items():
         if abs(loss - losses["ours"]) > tolerance * abs(losses["ours"]):
-            sys.exit(f"loss of {name} is {loss}, of ours {losses['ours']}: expected the same. Use equal weights and labels.")
+            sys.exit(
+                f"loss of {name} is {loss}, of ours {losses['ours']}: expected the same. Use equal weights and labels."
+            )
 
 
 def evaluate(case: Case, turns: Turns, losses: dict[str, float], *, tokens: int) -> Report:

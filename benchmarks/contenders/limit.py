@@ -81,7 +81,8 @@ class Attention:
         q_shape = (rows * length, config.num_heads, config.head_size())
         kv_shape = (rows * length, config.num_kv_heads, config.head_size())
         self.inputs = [
-            torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for shape in (q_shape, kv_shape, kv_shape)
+            torch.randn(shape, dtype=dtype, device=device, requires_grad=True)
+            for shape in (q_shape, kv_shape, kv_shape)
         ]
         self.dout = torch.randn(q_shape, dtype=dtype, device=device)
         self.run: Callable[[Tensor, Tensor, Tensor], Tensor] = (

@@ -22,11 +22,11 @@ def random_step(run: TrainRun, device: torch.device, *, seed: int = 0) -> StepBa
     """One step's rows of random tokens, all of them with a label."""
     train, vocab = run.train, run.model.vocab_size
     draw = np.random.default_rng(seed)
-    rows = [Sample(draw.integers(0, vocab, train.seq_len + 1), train.seq_len + 1) for _ in range(train.global_batch_size)]
-    size = train.micro_batch_size
-    batches = [
-        build_batch(rows[first : first + size], Masks(), device=device) for first in range(0, len(rows), size)
+    rows = [
+        Sample(draw.integers(0, vocab, train.seq_len + 1), train.seq_len + 1) for _ in range(train.global_batch_size)
     ]
+    size = train.micro_batch_size
+    batches = [build_batch(rows[first : first + size], Masks(), device=device) for first in range(0, len(rows), size)]
     return StepBatches(batches, sum(batch.num_labels for batch in batches))
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from contenders.ours import LR, WEIGHT_DECAY, random_step
 from paired import take_turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from contenders.ours import LR, WEIGHT_DECAY, random_step
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
@@ -41,9 +41,7 @@ class Theirs:
 
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
         self.model, self.batches, self.mesh = LossModel(run), batches, mesh
-        self.parallel = DistributedDataParallel(
-            self.model, process_group=mesh.dp.handle, gradient_as_bucket_view=True
-        )
+        self.parallel = DistributedDataParallel(self.model, process_group=mesh.dp.handle, gradient_as_bucket_view=True)
         self.clip_grad = run.optim.clip_grad
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=LR, betas=(run.optim.beta1, run.optim.beta2), eps=run.optim.eps,
@@ -60,7 +58,9 @@ class Theirs:
         return float(all_reduce_(loss.detach(), self.mesh.dp))
 
 
-def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[list[float], dict[str, list[float]]]:
+def run_rank(
+    rank: int, world: int, run: TrainRun, rounds: int, warmup: int
+) -> tuple[list[float], dict[str, list[float]]]:
     """Losses of the first step (ours, theirs), and the seconds of every turn, each from barrier to barrier."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as `megalith train` does; theirs shares the process

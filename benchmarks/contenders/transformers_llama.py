@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from contenders.ours import LR, WEIGHT_DECAY
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM  # lint: allow optional-import: the peer that we measure against
 
-from contenders.ours import LR, WEIGHT_DECAY
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.models.llama import LLAMA
@@ -25,7 +25,9 @@ class TransformersLlama:
     def __init__(self, run: TrainRun, batches: StepBatches, weights: Mapping[str, Tensor], *, compiled: bool) -> None:
         """`weights`: ours, by our names; they are copied."""
         config = LlamaConfig(**LLAMA.write_config(run.model), attn_implementation="sdpa")
-        self.model = LlamaForCausalLM(config).to(batches.microbatches[0].ids.device, DTYPES[run.precision.params]).train()
+        self.model = (
+            LlamaForCausalLM(config).to(batches.microbatches[0].ids.device, DTYPES[run.precision.params]).train()
+        )
         _load(self.model, run, weights)
         self.batches, self.rows = batches, (run.train.micro_batch_size, run.train.seq_len)
         self.clip_grad = run.optim.clip_grad

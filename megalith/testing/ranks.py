@@ -266,7 +266,7 @@ def _results(ranks: Mapping[int, _Worker], answers: Mapping[int, Answer], timeou
 
 
 def _failure_text(failures: Sequence[Failure], late: Iterable[int], ranks: Mapping[int, _Worker]) -> str:
-    lines = [describe(failures, {rank: f"was still running {GRACE_SECONDS:g} s later" for rank in late})]
+    lines = [describe(failures, dict.fromkeys(late, f"was still running {GRACE_SECONDS:g} s later"))]
     for failure in failures:
         output = ranks[failure.rank].output().strip()
         if output:

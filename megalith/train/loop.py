@@ -243,9 +243,7 @@ class _Loop:
         self.way_out = "Use the data and the data.num_train_samples that the run was started with"
         if self.splits.train is not None and self.splits.train.num_samples < needed:
             enough_for = self.splits.train.num_samples // self.run_config.train.global_batch_size
-            self.way_out = (
-                f"Set train.steps to at most {enough_for}, which the order it began with has samples for"
-            )
+            self.way_out = f"Set train.steps to at most {enough_for}, which the order it began with has samples for"
             self.order_samples = needed
             self.splits = self._datasets(needed)
 

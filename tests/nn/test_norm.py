@@ -30,7 +30,9 @@ def test_after_adding_gives_the_sum_and_its_norm_and_both_gradients() -> None:
     inputs = [x.requires_grad_(), residual.requires_grad_(), weight]
     got, plain = made.after_adding(x, residual), (x + residual, made(x + residual))
     torch.testing.assert_close(got, plain)
-    torch.testing.assert_close(torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy)))
+    torch.testing.assert_close(
+        torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
