@@ -39,7 +39,7 @@ class Turns:
 
 
 def take_turns(contenders: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int, seed: int = 0) -> Turns:
-    """Run every contender once per round, in an order drawn anew for each round; `warmup` rounds come first, untimed."""
+    """Run every contender once a round, in an order drawn anew each round; `warmup` rounds come first, untimed."""
     draw = random.Random(seed)
     turns = Turns({name: [] for name in contenders}, {name: [] for name in contenders})
     for number in range(warmup + rounds):

@@ -39,7 +39,7 @@ def weight_shapes(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 class Matmuls:
-    """Every matmul with weights. Weights and their gradients are separate memory; activations of one shape share theirs."""
+    """Every matmul with weights. Weights and gradients have memory of their own; activations of one shape share it."""
 
     def __init__(self, run: TrainRun, device: torch.device) -> None:
         dtype = DTYPES[run.precision.params]

@@ -1,4 +1,4 @@
-"""One rank of the comparison with DistributedDataParallel: both contenders live in every rank and take turns together."""
+"""One rank of the comparison with DistributedDataParallel: both contenders live in every rank and take turns."""
 
 from collections.abc import Callable
 from dataclasses import replace

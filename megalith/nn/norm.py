@@ -27,5 +27,5 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """x, residual [t, h] -> their sum, and the norm of the sum; one function, so that backward has one pass less."""
+        """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has one pass less."""
         return add_rms_norm(x, residual, self.weight, self.eps)

@@ -83,7 +83,7 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
 
 
 def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
-    """The first failure whole, then one line for each other rank; `ended`: ranks that did not fail, and what they did."""
+    """The first failure whole, then a line for each other rank; `ended`: ranks that did not fail, and what they did."""
     first, *others = in_order(failures)
     lines = [f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)]
     lines += ["then:"] if others or ended else []
