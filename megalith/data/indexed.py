@@ -33,6 +33,7 @@ DTYPES: dict[int, np.dtype[Any]] = {
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _DIGEST_WHOLE = 64 << 20  # files up to this size are hashed whole; larger ones in 64 pieces of 1 MiB
 _PIECES = 64
+_SEQUENCES_AT_ONCE = 1 << 20  # checked in one piece: some tens of MiB
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -173,7 +174,8 @@ class IndexedDataset:
         `multimodal` None tells from the file's size; `mmap` False reads .bin by position instead of mapping it.
 
         Raises:
-            DataError: a file is missing, truncated, corrupt, or no token store.
+            DataError: a file is missing, truncated, corrupt, or no token store. The lengths and offsets of all
+                sequences are read for it, a second per hundred million of them.
         """
         problem = missing_store_message(prefix)
         if problem:
@@ -188,7 +190,7 @@ class IndexedDataset:
         self.sequence_pointers = _view(index, layout.pointers, np.int64)
         self.document_indices = _view(index, layout.documents, np.int64)
         self.sequence_modes = _view(index, layout.modes, np.int8) if layout.multimodal else None
-        broken = self._end_problems()
+        broken = self._end_problems() or self._sum_problems()
         if broken:
             raise DataError(f"{broken[0]}. Copy both files again, or run `megalith prepare` again.")
         self._read = _mapped_reader(tokens_path(prefix)) if mmap else _positioned_reader(tokens_path(prefix))
@@ -224,6 +226,7 @@ class IndexedDataset:
 
         Raises:
             IndexError: no such sequence, or it is shorter.
+            DataError: .bin does not hold it; a file was changed after it was opened.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sequence {index} of {self.path_prefix}, which has {len(self)}: use a smaller one")
@@ -235,7 +238,13 @@ class IndexedDataset:
             )
         itemsize = self.dtype.itemsize
         start = int(self.sequence_pointers[index]) + offset * itemsize
-        return np.frombuffer(self._read(start, count * itemsize), dtype=self.dtype)
+        found = self._read(start, count * itemsize) if start >= 0 else b""
+        if start < 0 or len(found) != count * itemsize:
+            raise DataError(
+                f"{tokens_path(self.path_prefix)}: {len(found)} bytes of sequence {index} found at byte {start}, "
+                f"{count * itemsize} expected. Copy both files again, or run `megalith prepare` again."
+            )
+        return np.frombuffer(found, dtype=self.dtype)
 
     def __getitem__(self, key: int | slice) -> NDArray[Any] | list[NDArray[Any]]:
         if isinstance(key, slice):
@@ -254,18 +263,9 @@ class IndexedDataset:
         return np.concatenate([np.empty(0, self.dtype), *(self.get(index) for index in range(first, last))])
 
     def verify(self) -> list[str]:
-        """Every broken invariant, as texts: the cheap ones of opening, and those that read the whole .idx."""
+        """Every broken invariant that opening does not refuse, as texts, and those that may have broken since."""
         problems = self._end_problems()
         path = index_path(self.path_prefix)
-        if len(self) and int(self.sequence_lengths.min()) < 0:
-            worst = int(self.sequence_lengths.argmin())
-            problems.append(f"{path}: sequence {worst} has {self.sequence_lengths[worst]} tokens, expected 0 or more")
-        wrong = np.flatnonzero(self.sequence_pointers != byte_offsets(self.sequence_lengths, self.dtype))
-        if len(wrong):
-            problems.append(
-                f"{path}: {len(wrong)} offsets differ from the sum of the lengths before them, expected none; "
-                f"the first is that of sequence {wrong[0]}; the index is corrupt"
-            )
         falls = np.flatnonzero(np.diff(self.document_indices) < 0)
         if len(falls):
             problems.append(f"{path}: the document index falls after document {falls[0]}, expected it never to")
@@ -291,6 +291,27 @@ class IndexedDataset:
             cause = "a truncated copy" if found < expected else "the two files are not of the same store"
             problems.append(f"{tokens}: {found} bytes found, {expected} expected from {path}; likely {cause}")
         return problems
+
+    def _sum_problems(self) -> list[str]:
+        """The first negative length, and the first offset that is not the bytes of all sequences before it."""
+        path, before = index_path(self.path_prefix), 0
+        for first in range(0, len(self), _SEQUENCES_AT_ONCE):
+            lengths = self.sequence_lengths[first : first + _SEQUENCES_AT_ONCE]
+            negative = np.flatnonzero(lengths < 0)
+            if len(negative):
+                place = int(negative[0])
+                return [f"{path}: sequence {first + place} has {lengths[place]} tokens, expected 0 or more"]
+            offsets = self.sequence_pointers[first : first + _SEQUENCES_AT_ONCE]
+            expected = byte_offsets(lengths, self.dtype) + before
+            wrong = np.flatnonzero(offsets != expected)
+            if len(wrong):
+                place = int(wrong[0])
+                return [
+                    f"{path}: sequence {first + place} starts at byte {offsets[place]}, expected {expected[place]}, "
+                    f"the sum of the lengths before it; the index is corrupt"
+                ]
+            before = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
+        return []
 
 
 def _reopen(arguments: dict[str, Any]) -> IndexedDataset:

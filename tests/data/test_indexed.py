@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalith.data import indexed
 from megalith.data.indexed import (
     DTYPES,
     IndexedDataset,
@@ -173,13 +174,41 @@ def test_verify_finds_what_opening_does_not(tmp_path: Path) -> None:
         for _ in range(4):
             builder.add_document(np.arange(5), [2, 3])
         builder.finalize()
-    damaged(prefix, 34 + 4 * 8 + 8, struct.pack("<q", 99))
     damaged(prefix, 34 + 12 * 8 + 16, struct.pack("<q", 1))
-    damaged(prefix, 34, struct.pack("<i", -1))
-    told = "\n".join(IndexedDataset(prefix).verify())
-    assert "sequence 0 has -1 tokens, expected 0 or more" in told
-    assert "offsets differ from the sum of the lengths before them" in told
-    assert "the document index falls after document 1" in told
+    told = IndexedDataset(prefix).verify()
+    assert told == [f"{prefix}.idx: the document index falls after document 1, expected it never to"]
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1 << 20])
+@pytest.mark.parametrize(
+    "offset, data, text",
+    [
+        (34 + 4 * 5, struct.pack("<i", -1), r"long\.idx: sequence 5 has -1 tokens, expected 0 or more"),
+        (34 + 4 * 8 + 8 * 4, struct.pack("<q", 99), r"long\.idx: sequence 4 starts at byte 99, expected 20, the sum of"),
+        (34 + 4 * 3, struct.pack("<i", 4), r"long\.idx: sequence 4 starts at byte 20, expected 22, the sum of"),
+    ],
+)
+def test_damage_in_the_middle_is_refused_at_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int, data: bytes, text: str, at_once: int
+) -> None:
+    monkeypatch.setattr(indexed, "_SEQUENCES_AT_ONCE", at_once)
+    prefix = str(tmp_path / "long")
+    with IndexedDatasetBuilder(prefix, np.uint16) as builder:
+        for _ in range(4):
+            builder.add_document(np.arange(5), [2, 3])
+        builder.finalize()
+    assert len(IndexedDataset(prefix)) == 8
+    damaged(prefix, offset, data)
+    with pytest.raises(DataError, match=text):
+        IndexedDataset(prefix)
+
+
+@pytest.mark.parametrize("start", [-4, 8])
+def test_tokens_that_are_not_there_are_told(tmp_path: Path, start: int) -> None:
+    store = IndexedDataset(write_golden(tmp_path))
+    store.sequence_pointers = np.array([0, start])  # what a file changed after it was opened looks like
+    with pytest.raises(DataError, match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy"):
+        store.get(1)
 
 
 def test_a_missing_store_is_named_with_near_matches(tmp_path: Path) -> None:
