@@ -109,8 +109,7 @@ def write_boxes(staging: Path, rank: int, entries: Sequence[Entry]) -> Written:
         with storage.open_new(staging / name) as file:
             for entry in todo:
                 for piece in pieces(entry, max_numel=max(1, BOX_NBYTES // entry.tensor.element_size())):
-                    stream = _HashedStream(file)
-                    torch.save(_own_storage(piece.values), cast(BinaryIO, stream))  # needs write and flush only
+                    stream = _write_values(file, _own_storage(piece.values))
                     digest = stream.hash.hexdigest()
                     boxes[entry.key].append(StoredBox(piece.box, name, nbytes, stream.nbytes, digest))
                     nbytes += stream.nbytes
@@ -172,14 +171,36 @@ class _HashedStream:
         self.file = file
         self.hash = hashlib.sha256()
         self.nbytes = 0
+        self.error: OSError | None = None
+        """Why the disk first refused."""
 
     def write(self, data: bytes | memoryview) -> int:
         self.hash.update(data)
         self.nbytes += len(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = self.error or error
+            raise
 
     def flush(self) -> None:
         """torch.save asks for it after each tensor; the file is flushed once, at its end."""
+
+
+def _write_values(file: BinaryIO, values: Tensor) -> _HashedStream:
+    """Append what torch.save makes of `values`; gives the length and hash of it.
+
+    Raises:
+        OSError: the disk refused. torch itself reports a position it did not expect in its place.
+    """
+    stream = _HashedStream(file)
+    try:
+        torch.save(values, cast(BinaryIO, stream))  # needs write and flush only
+    except RuntimeError as error:
+        if stream.error is not None:
+            raise stream.error from error
+        raise
+    return stream
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """A save is all or nothing, on every rank, whatever fails and whenever the process is killed."""
 
+import errno
+import io
 import os
 import resource
 import shutil
@@ -261,6 +263,45 @@ def test_a_full_disk_ends_the_save_in_words_and_keeps_the_previous_one(tmp_path:
     assert text.endswith("Earlier checkpoints are untouched; the newest is step_0000100.")
     assert storage.list_names(tmp_path) == ["latest", "step_0000100"]
     assert verify_checkpoint(tmp_path / "step_0000100") == []
+
+
+class FullFile(io.BytesIO):
+    """A file on a disk that has room for `room` bytes more."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def write(self, data: Any) -> int:  # Any: every kind of buffer
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+@pytest.mark.parametrize("room", [0, 100, 700, 30_000, 40_300])
+def test_a_disk_that_fills_up_at_any_place_of_a_box_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    monkeypatch.setattr(storage, "open_new", lambda path: FullFile(room))
+    entry = Entry(whole("w", (10_000,)), "param", torch.zeros(10_000))
+    with pytest.raises(OSError, match="No space left on device") as raised:
+        save.write_boxes(tmp_path, 0, [entry])
+    assert raised.value.errno == errno.ENOSPC
+    with pytest.raises(CheckpointError, match=r"Errno 28\] No space left.*Free some space, or set checkpoint.keep"):
+        save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
+
+
+def test_a_limit_met_within_a_large_tensor_says_so(tmp_path: Path) -> None:
+    entry = Entry(whole("w", (100_000,)), "param", torch.zeros(100_000))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (102_400, hard))  # ulimit -f 100
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large.*Free some space, or set checkpoint.keep"):
+            save_checkpoint(tmp_path, 1, [entry], {}, ALONE, config_text="", keep=None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert storage.list_names(tmp_path) == []
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(
