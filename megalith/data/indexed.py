@@ -208,8 +208,9 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of the .idx, which says how many tokens every sequence has."""
-        return f"idx-{file_digest(index_path(self.path_prefix))}"
+        """A hash of both files: the lengths of all sequences, and the tokens, of a large .bin samples of them."""
+        index, tokens = (file_digest(path(self.path_prefix)) for path in (index_path, tokens_path))
+        return f"idx-{index} bin-{tokens}"
 
     @property
     def num_documents(self) -> int:

@@ -269,3 +269,11 @@ def test_a_digest_follows_contents_of_small_and_large_files(tmp_path: Path) -> N
         file.seek(-1, 2)
         file.write(b"x")
     assert file_digest(path) != before
+
+
+def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
+    prefix = write_golden(tmp_path)
+    before = IndexedDataset(prefix).fingerprint
+    assert IndexedDataset(write_golden(tmp_path, "copy")).fingerprint == before
+    tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0")  # other text of equal lengths
+    assert IndexedDataset(prefix).fingerprint != before
