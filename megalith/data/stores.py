@@ -67,12 +67,12 @@ def _common_last_token(store: IndexedDataset) -> tuple[int | None, float]:
 
 
 def find_stores(place: str) -> list[str]:
-    """The prefix itself, or every store in a folder, by name.
+    """The prefix itself, or where there is no such store every store in a folder, by name.
 
     Raises:
         DataError: there is none, or one of the two files of a store is missing.
     """
-    if not Path(place).is_dir():
+    if store_exists(place) or not Path(place).is_dir():  # training puts a folder PREFIX/cache beside a store
         return [place]
     stems = sorted({str(path.with_suffix("")) for ending in ("idx", "bin") for path in Path(place).glob(f"*.{ending}")})
     broken = [stem for stem in stems if not store_exists(stem)]

@@ -66,3 +66,9 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         merge_stores([], str(tmp_path / "c"))
     merge_stores([a], b, overwrite=True)
     assert IndexedDataset(b).dtype.name == "uint16"
+
+
+def test_a_store_with_a_cache_beside_it_is_still_that_store(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "a", [[1]])
+    (tmp_path / "a" / "cache").mkdir(parents=True)
+    assert find_stores(prefix) == [prefix]
