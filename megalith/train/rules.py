@@ -13,6 +13,9 @@ from megalith.plan.grid import dense_problems
 
 Rule = Callable[[TrainRun, int], str | None]
 
+MOST_SAMPLES = 1 << 36
+"""Of one run: their order takes half a TiB, and no corpus has so many rows."""
+
 
 def check_run(run: TrainRun, world: int) -> None:
     """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would do.
@@ -24,19 +27,21 @@ def check_run(run: TrainRun, world: int) -> None:
 
 
 def run_problems(run: TrainRun, world: int) -> list[str]:
-    """Every broken rule, as texts."""
-    problems = _positive_problems(run)
-    if problems:  # the other rules divide by these
-        return problems
+    """Every broken rule, as texts; the rules that divide by counts wait until the counts are positive."""
     p, t = run.parallel, run.train
-    problems += dense_problems(world=world, tp=p.tp, dp=p.dp, order=p.order)
-    if world % p.tp == 0:
-        dp = p.dp or world // p.tp
-        problems += batch_problems(global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp)
-    problems += [text for rule in RULES if (text := rule(run, world)) is not None]
+    counts = _count_problems(run)
+    problems = counts + number_problems(run)
+    if not counts:
+        problems += dense_problems(world=world, tp=p.tp, dp=p.dp, order=p.order)
+        if world % p.tp == 0:
+            dp = p.dp or world // p.tp
+            problems += batch_problems(
+                global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
+            )
+        problems += [text for rule in RULES if (text := rule(run, world)) is not None]
     return (
         problems
-        + schedule_problems(run.schedule, t.steps)
+        + schedule_problems(run.schedule, _steps_to_plan_with(run))
         + data_problems(run.data)
         + tokenizer_problems(run.tokenizer)
     )
@@ -44,17 +49,27 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
 
 def model_problems(run: TrainRun) -> list[str]:
     """Broken rules of the network and its layout alone, for commands that read no data."""
-    problems = _positive_problems(run)
-    rules = (heads_share_keys, head_size_is_known, rope_turns_pairs, *LAYOUT_RULES)
-    return problems or [text for rule in rules if (text := rule(run, run.parallel.tp)) is not None]
+    problems = _count_problems(run)
+    rules = (heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES)
+    if not problems:
+        problems = [text for rule in rules if (text := rule(run, run.parallel.tp)) is not None]
+    return problems + [text for text in number_problems(run) if text.startswith("model.")]
 
 
-def _positive_problems(run: TrainRun) -> list[str]:
+def _steps_to_plan_with(run: TrainRun) -> int:
+    """The run's steps; where they are refused anyway, enough for its schedule, which then has no say about them."""
+    schedule = run.schedule
+    enough = max(schedule.warmup_steps, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
+    return run.train.steps if run.train.steps >= 1 else enough
+
+
+def _count_problems(run: TrainRun) -> list[str]:
     counts = {
         "model.vocab_size": run.model.vocab_size, "model.hidden_size": run.model.hidden_size,
         "model.num_layers": run.model.num_layers, "model.num_heads": run.model.num_heads,
         "model.num_kv_heads": run.model.num_kv_heads, "model.ffn_hidden_size": run.model.ffn_hidden_size,
         "model.max_seq_len": run.model.max_seq_len, "model.vocab_multiple": run.model.vocab_multiple,
+        "model.rope.original_max_position": run.model.rope.original_max_position,
         "parallel.tp": run.parallel.tp, "parallel.bucket_numel": run.parallel.bucket_numel,
         "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
         "train.micro_batch_size": run.train.micro_batch_size, "train.seq_len": run.train.seq_len,
@@ -185,20 +200,54 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
-def bounds_are_positive(run: TrainRun, world: int) -> str | None:
-    """Small numbers that must not be negative or zero."""
-    lowest = {
+def rope_bands_are_apart(run: TrainRun, world: int) -> str | None:
+    """The llama3 scaling divides by the distance between its two bands."""
+    rope = run.model.rope
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    if rope.scaling != "llama3" or low < high:
+        return None
+    return (
+        f"model.rope.low_freq_factor={low} must be below model.rope.high_freq_factor={high}: between the two, "
+        f"wavelengths are stretched in part. Use 1.0 and 4.0."
+    )
+
+
+def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
+    """The order of the samples of a whole run is built before its first step."""
+    steps, rows = run.train.steps, run.train.global_batch_size
+    if steps * rows <= MOST_SAMPLES:
+        return None
+    return (
+        f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more than "
+        f"{MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each. "
+        f"Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
+    )
+
+
+def number_problems(run: TrainRun) -> list[str]:
+    """Numbers out of their range, nan and infinity among them: one text each."""
+    rope, p = run.model.rope, run.parallel
+    above = {
         "optim.eps": (run.optim.eps, 1e-8), "model.norm_eps": (run.model.norm_eps, 1e-5),
-        "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
-        "model.rope.theta": (run.model.rope.theta, 1e4),
+        "parallel.timeout_seconds": (p.timeout_seconds, 600.0),
+        "model.rope.theta": (rope.theta, 1e4), "model.rope.factor": (rope.factor, 8.0),
+        "model.rope.low_freq_factor": (rope.low_freq_factor, 1.0),
+        "model.rope.high_freq_factor": (rope.high_freq_factor, 4.0),
+        "train.max_minutes": (run.train.max_minutes, 60.0), "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
     }  # fmt: skip
-    bad = [f"{name}={value} must be above 0; use {usual}" for name, (value, usual) in lowest.items() if not value > 0]
-    zero = {
+    least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
         "checkpoint.every": run.checkpoint.every, "seed": run.seed, "model.init_std": run.model.init_std,
     }  # fmt: skip
-    bad += [f"{name}={value} must not be below 0; use 0 or more" for name, value in zero.items() if not value >= 0]
-    return "; ".join(bad) + "." if bad else None
+    return [
+        f"{name}={value} must be a finite number above 0. Use {usual}."
+        for name, (value, usual) in above.items()
+        if value is not None and not 0 < value < math.inf
+    ] + [
+        f"{name}={value} must be a finite number of at least 0. Use 0 or more."
+        for name, value in least.items()
+        if not 0 <= value < math.inf
+    ]
 
 
 def _divisors(number: int) -> list[int]:
@@ -209,6 +258,6 @@ def _divisors(number: int) -> list[int]:
 
 LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp)
 RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, rope_turns_pairs, *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model,
-    compile_needs_whole_layers, evaluation_has_steps, betas_are_shares, bounds_are_positive,
+    heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
+    rows_fit_the_model, compile_needs_whole_layers, evaluation_has_steps, betas_are_shares, samples_can_be_counted,
 )  # fmt: skip

@@ -52,8 +52,23 @@ CASES = [
     ),
     ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
     ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
-    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be above 0", "use 1e-08"),
-    ({"optim__clip_grad": "-1"}, 1, "optim.clip_grad=-1.0 must not be below 0", "use 0 or more"),
+    ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "Use 1e-08"),
+    ({"optim__clip_grad": "-1"}, 1, "optim.clip_grad=-1.0 must be a finite number of at least 0", "Use 0"),
+    ({"optim__eps": "inf"}, 1, "optim.eps=inf must be a finite number above 0", "Use 1e-08"),
+    ({"model__rope__factor": "0"}, 1, "model.rope.factor=0.0 must be a finite number above 0", "Use 8.0"),
+    ({"model__rope__theta": "inf"}, 1, "model.rope.theta=inf must be a finite number above 0", "Use 10000.0"),
+    ({"model__rope__original_max_position": "0"}, 1, "original_max_position=0 must be at least 1", "to 1 or more"),
+    (
+        {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": "4"}, 1,
+        "model.rope.low_freq_factor=4.0 must be below model.rope.high_freq_factor=4.0", "Use 1.0 and 4.0",
+    ),
+    ({"model__init_std": "inf"}, 1, "model.init_std=inf must be a finite number of at least 0", "Use 0 or more"),
+    ({"model__init_std": "nan"}, 1, "model.init_std=nan must be a finite number of at least 0", "Use 0 or more"),
+    ({"observe__peak_tflops": "-3"}, 1, "observe.peak_tflops=-3.0 must be a finite number above 0", "Use 100.0"),
+    ({"train__max_minutes": "-1"}, 1, "train.max_minutes=-1.0 must be a finite number above 0", "Use 60.0"),
+    ({"checkpoint__every": "-1"}, 1, "checkpoint.every=-1 must be a finite number of at least 0", "Use 0 or more"),
+    ({"checkpoint__max_save_failures": "0"}, 1, "checkpoint.max_save_failures=0 must be at least 1", "to 1 or more"),
+    ({"train__steps": str(10**15)}, 1, "train.steps=1000000000000000 * train.global_batch_size=12", "to 5726623061 or"),
     ({"train__steps": "0"}, 1, "train.steps=0 must be at least 1", "Set train.steps to 1 or more"),
     ({"checkpoint__keep": "0"}, 1, "checkpoint.keep=0 must be at least 1", "Set checkpoint.keep"),
     ({"train__global_batch_size": "7"}, 1, "train.global_batch_size=7 is not a multiple", "6 or 8"),
@@ -75,6 +90,23 @@ def test_all_broken_rules_come_in_one_error() -> None:
     assert all(field in text for field in ("model.num_kv_heads=3", "train.seq_len=65", "optim.beta1=2.0"))
 
 
+def test_no_number_hides_another() -> None:
+    problems = run_problems(
+        run(optim__eps="0", model__norm_eps="-1", seed="-2", train__steps="0", data__mock="false"), 1
+    )
+    for start in ("optim.eps=", "model.norm_eps=", "seed=", "train.steps=", "data has 0 sources"):
+        assert sum(text.startswith(start) for text in problems) == 1, start
+    assert len(problems) == 5
+
+
+def test_a_count_that_is_refused_does_not_blame_the_schedule() -> None:
+    wsd = {"schedule__style": "wsd", "schedule__wsd_decay_steps": "3", "schedule__warmup_steps": "5"}
+    (text,) = run_problems(run(train__steps="-4", **wsd), 1)
+    assert text.startswith("train.steps=-4 must be at least 1")
+    assert any("schedule.lr" in text for text in run_problems(run(train__steps="-4", schedule__lr="-1"), 1))
+
+
 def test_the_model_alone_can_be_checked_without_data() -> None:
     assert model_problems(run(data__mock="false")) == []
     assert "model.head_dim=5" in model_problems(run(model__head_dim="5"))[0]
+    assert "model.rope.theta=0.0" in model_problems(run(model__rope__theta="0", data__mock="false"))[0]
