@@ -87,7 +87,9 @@ def _guarded(name: str, argv: list[str]) -> int:
             from megalith.parallel.launch import worker_main
 
             return worker_main(lambda: run_command(name, argv), os.environ)
-        return run_command(name, argv)
+        code = run_command(name, argv)
+        sys.stdout.flush()  # here, where a reader that has left is known to be no fault
+        return code
     except UserError as error:
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 2
@@ -97,8 +99,15 @@ def _guarded(name: str, argv: list[str]) -> int:
     except KeyboardInterrupt:
         print(f"megalith {name}: interrupted.", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough; Python must not complain again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
+        return _reader_left()
     except SystemExit as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
+        if isinstance(stop.__context__, BrokenPipeError):  # rich turns that into exit code 1
+            return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _reader_left() -> int:
+    """Nobody reads what is still to be written, and Python must not complain about that at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0

@@ -1,5 +1,6 @@
 """The `megalith` command."""
 
+import os
 import subprocess
 import sys
 import time
@@ -124,3 +125,16 @@ def test_a_closed_pipe_ends_quietly() -> None:
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
     assert result.stderr == ""
     assert result.stdout == "name: tiny_cpu\n"
+    assert result.returncode == 0
+
+
+@pytest.mark.parametrize("words", [["recipes"], ["recipes", "show", "tiny_cpu", "--yaml"], ["recipes", "--json"]])
+def test_a_reader_that_left_before_the_first_line_is_no_failure(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "megalith", *words]
+    try:
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")
