@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.checkpoint.agree import together
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DataError, RankError, UserError
 from megalith.parallel.group import Group, alone
 
 
@@ -42,7 +42,7 @@ def test_a_cause_that_several_ranks_share_is_said_once(run_threads: Callable[...
     (PermissionError(errno.EACCES, "Permission denied", "/disk"), "Make the folder writable, or choose another"),
     (OSError(errno.EROFS, "Read-only file system", "/disk"), "Make the folder writable"),
     (OSError(errno.EFBIG, "File too large"), "Free some space"),
-    (ValueError("odd"), "^ValueError: odd.$"),
+    (OSError("odd"), "^OSError: odd.$"),
 ])  # fmt: skip
 def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
     def work() -> None:
@@ -50,6 +50,27 @@ def test_the_error_says_what_would_help(error: Exception, text: str) -> None:
 
     with pytest.raises(CheckpointError, match=text):
         together(work, alone("world"))
+
+
+def test_a_fault_of_ours_reaches_every_rank_and_is_no_error_of_the_users(
+    run_threads: Callable[..., list[Any]],
+) -> None:
+    fault = ValueError("odd")
+
+    def work(rank: int) -> None:
+        if rank == 2:
+            raise fault
+        if rank == 1:
+            raise DataError("x=3: too large. Set x to 2.")
+
+    errors = run_threads(4, lambda world: together(lambda: work(world.rank), world))
+    assert errors[2] is fault
+    others = [errors[rank] for rank in (0, 1, 3)]
+    assert {type(error) for error in others} == {RankError} and not issubclass(RankError, UserError)
+    assert all(str(error).startswith("Traceback (most recent call last):") for error in others)
+    assert "ValueError: odd\nThis was rank 2; rank 0 ends because of it." in str(errors[0])
+    with pytest.raises(ValueError, match="^odd$"):
+        together(lambda: work(2), alone("world"))
 
 
 def test_a_signal_is_not_a_failure_to_agree_on() -> None:
