@@ -106,6 +106,14 @@ def step_folders(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
+def read_pointer(folder: Path) -> str | None:
+    """What `latest` says; None when there is no such file, or it cannot be read: it is for people only."""
+    try:
+        return storage.read_bytes(folder / LATEST).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+
 def show_bytes(nbytes: float) -> str:
     """`1.4 GB`, `12 kB`: powers of ten, two digits where it matters."""
     if nbytes < 1000:

@@ -218,8 +218,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def find_latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None when there is none at all; run by one rank.
 
-    A newer one that is incomplete or damaged is passed over with a warning that says why. The pointer file is
-    corrected if it says something else.
+    A newer one that is incomplete or damaged is passed over with a warning that says why; so is a pointer file that
+    says something else. Nothing is written: the folder may be that of a run in progress.
 
     Raises:
         CheckpointError: there are checkpoints and none of them can be used: better than starting afresh unasked.
@@ -232,7 +232,7 @@ def find_latest(folder: Path) -> Path | None:
             _log.warning("passing over checkpoint %s: %s", path.name, error)
             problems.append(f"  {path.name}: {error}")
             continue
-        _correct_pointer(folder, layout.folder_name(step))
+        _warn_of_pointer(folder, layout.folder_name(step))
         return path
     if problems:
         lines = "\n".join(problems)
@@ -355,16 +355,10 @@ def _by_pattern(keys: Sequence[str]) -> list[str]:
     ]
 
 
-def _correct_pointer(folder: Path, name: str) -> None:
-    pointer = folder / layout.LATEST
-    try:
-        said = storage.read_bytes(pointer).decode(errors="replace").strip() if pointer.exists() else None
-        if said == name:
-            return
-        _log.warning("%s said %r; the newest complete checkpoint is %s and is used", pointer, said, name)
-        storage.replace_file(pointer, f"{name}\n".encode())
-    except OSError as error:
-        _log.warning("%s could not be corrected (%s); it is for people only", pointer, error)
+def _warn_of_pointer(folder: Path, name: str) -> None:
+    said = layout.read_pointer(folder)
+    if said != name:
+        _log.warning("%s says %r; the newest complete checkpoint is %s and is used", folder / layout.LATEST, said, name)
 
 
 def _first_line(error: Exception) -> str:

@@ -40,8 +40,9 @@ def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Pat
 def sweep(folder: Path) -> list[Path]:
     """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite had moved aside.
 
-    Only for the holder of the run's lock, before its first save: then whoever made these is dead. Returns the
-    folders dealt with.
+    The pointer file is corrected if it does not name the newest complete checkpoint, as after a kill. All this is
+    only for the holder of the run's lock, before its first save: then whoever made these is dead. Returns the folders
+    dealt with.
     """
     names = storage.list_names(folder)
     for name in names:
@@ -56,7 +57,24 @@ def sweep(folder: Path) -> list[Path]:
         else:
             storage.remove_tree(path)
             _log.warning("removed %s, left by an interrupted save", path)
+    _correct_pointer(folder)
     return [folder / name for name, _ in found]
+
+
+def _correct_pointer(folder: Path) -> None:
+    """Make `latest` name the newest complete checkpoint, if there is one; failing to is a warning."""
+    steps = reversed(layout.step_folders(folder).items())
+    newest = next((layout.folder_name(step) for step, path in steps if _is_complete(path)), None)
+    said = layout.read_pointer(folder)
+    if newest in (None, said):
+        return
+    pointer = folder / layout.LATEST
+    try:
+        storage.replace_file(pointer, f"{newest}\n".encode())
+    except OSError as error:
+        _log.warning("%s could not be corrected (%s); it is for people only", pointer, error)
+        return
+    _log.warning("%s said %r; corrected to %s, the newest complete checkpoint", pointer, said, newest)
 
 
 def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:

@@ -102,3 +102,35 @@ def test_an_overwrite_killed_between_its_renames_is_undone(
     retention.sweep(tmp_path)
     assert find_latest(tmp_path) == tmp_path / "step_0000002"
     assert f"recovered {tmp_path}/step_0000002 from an interrupted overwrite" in caplog.text
+
+
+def test_the_pointer_is_corrected_by_the_sweep(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, tiny, 1, 2, 3)
+    (tmp_path / "step_0000003" / "manifest.json").unlink()
+    retention.sweep(tmp_path)
+    assert (tmp_path / "latest").read_text() == "step_0000002\n"
+    assert f"{tmp_path}/latest said 'step_0000003'; corrected to step_0000002" in caplog.text
+    for text in ("", "\xff\n", None):
+        (tmp_path / "latest").unlink() if text is None else (tmp_path / "latest").write_text(text)
+        retention.sweep(tmp_path)
+        assert (tmp_path / "latest").read_text() == "step_0000002\n"
+    caplog.clear()
+    retention.sweep(tmp_path)
+    assert caplog.text == "", "once is enough"
+
+
+def test_a_pointer_that_cannot_be_written_stops_nobody(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_steps(tmp_path, tiny, 1)
+    (tmp_path / "latest").unlink()
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(storage, "replace_file", refuse)
+    assert retention.sweep(tmp_path) == []
+    assert "could not be corrected ([Errno 30] Read-only file system)" in caplog.text
+    assert find_latest(tmp_path) == tmp_path / "step_0000001"
