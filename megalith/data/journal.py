@@ -164,14 +164,16 @@ class Journal:
         """Take the folder: a fresh one, what is left of an earlier run with `resume`, or its place with `overwrite`.
 
         Raises:
-            DataError: it is another process's, holds unfinished work, or does not fit these settings.
+            DataError: it is another process's, holds unfinished work, does not fit these settings, or cannot be made.
         """
-        if self._folder.exists() and not (resume or overwrite):
+        there = self._folder.exists()
+        lock = _take(self._folder)
+        if there and not (resume or overwrite):
+            lock.close()
             raise DataError(
                 f"{self._folder} holds an unfinished run. Pass --resume to go on, or --overwrite to start again."
             )
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _take(self._folder)
+        self._lock = lock
         if overwrite:
             self._state.unlink(missing_ok=True)
         if self._state.exists():
@@ -265,17 +267,26 @@ class Journal:
 
 
 def _take(folder: Path) -> BinaryIO:
-    """Hold the folder until the file is closed.
+    """Make the folder if it is missing, and hold it until the file is closed.
 
     Raises:
-        DataError: another process holds it.
+        DataError: another process holds it, or it cannot be made or locked.
     """
-    lock = (folder / "lock").open("wb")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("wb")
+    except OSError as error:
+        raise DataError(
+            f"{folder}: cannot be written ({error}). Use an output in a folder you can write to."
+        ) from error
     try:
         fcntl.flock(lock.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         lock.close()
         raise DataError(
             f"{folder}: another process is writing it ({error}). Wait for it, or use another output."
         ) from error
+    except OSError as error:
+        lock.close()
+        raise DataError(f"{folder}: cannot be locked ({error}). Use an output on a file system with locks.") from error
     return lock

@@ -110,3 +110,27 @@ def test_examples_are_few() -> None:
     for number in range(9):
         totals.reject("blank", f"line {number}")
     assert totals.rejected == {"blank": 9} and len((totals + totals).examples) == 5
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume: bool) -> None:
+    with journal(tmp_path) as first:
+        first.start(resume=False, overwrite=False)
+        first.append(Position(1), [block([1, 2])], Totals(documents=1, tokens=2))
+        with (
+            pytest.raises(DataError, match=r"work: another process is writing it .*Wait for it"),
+            journal(tmp_path) as w,
+        ):
+            w.start(resume=resume, overwrite=False)
+        first.finish(np.dtype("<u2"))
+        first.publish([str(tmp_path / "out")])
+    assert IndexedDataset(str(tmp_path / "out"))[0].tolist() == [1, 2]
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(DataError, match=r"file/work: cannot be written .*Use an output in a folder"),
+        journal(tmp_path / "file") as work,
+    ):
+        work.start(resume=False, overwrite=False)
