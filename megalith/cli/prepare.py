@@ -75,7 +75,7 @@ def main(argv: list[str]) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _interrupt)
     config = config_of(command)
-    raise_all(prepare_problems(config))
+    raise_all(option_problems(command) + prepare_problems(config))
     try:
         if command.train_tokenizer is not None:
             _train_tokenizer(command, config)
@@ -88,6 +88,12 @@ def main(argv: list[str]) -> int:
         return STOPPED
     _print_result(config, totals, time.monotonic() - started, json=command.json)
     return 0
+
+
+def option_problems(command: PrepareCommand) -> list[str]:
+    """Numbers that cannot be, besides those of the settings."""
+    size = command.train_tokenizer_mib
+    return [] if size >= 1 else [f"--train-tokenizer-mib={size} must be at least 1. Use 1024."]
 
 
 def config_of(command: PrepareCommand) -> PrepareConfig:

@@ -183,10 +183,17 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
     `vocab_size` counts the 256 bytes and the end token. Small corpora may give fewer ids.
 
     Raises:
-        DataError: vocab_size leaves no room for a merge.
+        DataError: vocab_size leaves no room for a merge, or the folder cannot be made.
     """
     if vocab_size < 258:
         raise DataError(f"vocab_size={vocab_size}: bytes and the end token alone are 257 ids. Use 258 or more.")
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the work: a place that cannot be written should cost none
+    except OSError as error:
+        raise DataError(
+            f"tokenizer {path}: no folder can be made there ({error}). Use the name of a folder, old or new."
+        ) from error
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -197,8 +204,6 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    folder = Path(path)
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,

@@ -397,10 +397,15 @@ class IndexedDatasetBuilder:
         self._lengths = array("i")
         self._ends = array("q", [0])
         self._modes = array("b") if multimodal else None
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
         self._tokens_temporary = Path(f"{prefix}.bin.writing-{os.getpid()}")
         self._index_temporary = Path(f"{prefix}.idx.writing-{os.getpid()}")
-        self._file = self._tokens_temporary.open("wb")
+        try:
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._tokens_temporary.open("wb")
+        except OSError as error:
+            raise DataError(
+                f"output {prefix}: cannot be written ({error}). Use an output in a folder you can write to."
+            ) from error
 
     def __enter__(self) -> Self:
         return self

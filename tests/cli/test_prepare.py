@@ -67,6 +67,7 @@ def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
     [
         (["--strict"], "corpus.jsonl:3: not JSON: broken. Correct it, or run without --strict"),
         (["--workers", "0"], "workers=0 must be 1 or more"),
+        (["--train-tokenizer", "300", "--train-tokenizer-mib", "0"], "--train-tokenizer-mib=0 must be at least 1. Use"),
         (["--tokenizer", "no/such"], "tokenizer.path=no/such: neither a folder nor a model in the local"),
         (["--eod", "</s>"], "tokenizer.eod=</s> belongs to a tokenizer read from files"),
         (["--keys", "body"], "no text in 1 files"),

@@ -122,3 +122,8 @@ def test_files_that_are_no_tokenizer_are_refused(folder: str, tmp_path: Path) ->
 def test_a_vocabulary_without_room_for_merges_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"vocab_size=257: bytes and the end token alone are 257 ids\. Use 258 or more"):
         train_bpe([TEXT], vocab_size=257, path=str(tmp_path))
+
+
+def test_a_tokenizer_is_not_trained_into_a_file(folder: str) -> None:
+    with pytest.raises(DataError, match=r"tokenizer\.json: no folder can be made there .*Use the name of a folder"):
+        train_bpe(["text"], vocab_size=300, path=f"{folder}/tokenizer.json")

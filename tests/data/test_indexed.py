@@ -184,7 +184,11 @@ def test_verify_finds_what_opening_does_not(tmp_path: Path) -> None:
     "offset, data, text",
     [
         (34 + 4 * 5, struct.pack("<i", -1), r"long\.idx: sequence 5 has -1 tokens, expected 0 or more"),
-        (34 + 4 * 8 + 8 * 4, struct.pack("<q", 99), r"long\.idx: sequence 4 starts at byte 99, expected 20, the sum of"),
+        (
+            34 + 4 * 8 + 8 * 4,
+            struct.pack("<q", 99),
+            r"long\.idx: sequence 4 starts at byte 99, expected 20, the sum of",
+        ),
         (34 + 4 * 3, struct.pack("<i", 4), r"long\.idx: sequence 4 starts at byte 20, expected 22, the sum of"),
     ],
 )
@@ -207,7 +211,9 @@ def test_damage_in_the_middle_is_refused_at_opening(
 def test_tokens_that_are_not_there_are_told(tmp_path: Path, start: int) -> None:
     store = IndexedDataset(write_golden(tmp_path))
     store.sequence_pointers = np.array([0, start])  # what a file changed after it was opened looks like
-    with pytest.raises(DataError, match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy"):
+    with pytest.raises(
+        DataError, match=rf"golden\.bin: . bytes of sequence 1 found at byte {start}, 4 expected\. Copy"
+    ):
         store.get(1)
 
 
@@ -277,3 +283,9 @@ def test_the_fingerprint_follows_the_tokens_too(tmp_path: Path) -> None:
     assert IndexedDataset(write_golden(tmp_path, "copy")).fingerprint == before
     tokens_path(prefix).write_bytes(bytes.fromhex(GOLDEN_BIN)[:-2] + b"\6\0")  # other text of equal lengths
     assert IndexedDataset(prefix).fingerprint != before
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"output .*file/x: cannot be written .*Use an output in a folder"):
+        IndexedDatasetBuilder(str(tmp_path / "file" / "x"), np.uint16)
