@@ -13,8 +13,12 @@ def encode_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
     """The ids of a text to be written on: without an end token. An empty text begins a document.
 
     Raises:
-        DataError: the text is empty and the tokenizer has no token to begin with.
+        DataError: it holds what no text in Unicode does, or it is empty and the tokenizer has no token to begin with.
     """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # the shell passes bytes that are not UTF-8 as halves of surrogate pairs
+        raise DataError(f"character {error.start + 1} is {text[error.start]!r}: must be UTF-8 text.") from error
     ids = tokenizer.encode(text)
     if ids and ends_texts_itself(tokenizer):
         ids = ids[:-1]

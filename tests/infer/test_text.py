@@ -41,6 +41,11 @@ def test_a_prompt_that_cannot_be_encoded_is_named() -> None:
         encode_prompts(["1 2", "x"], NullTokenizer(5))
 
 
+def test_a_prompt_that_is_no_text_is_named() -> None:
+    with pytest.raises(DataError, match=r"prompt 1 \('a\\udcff'\): character 2 is '\\udcff': .*Use another prompt"):
+        encode_prompts(["a\udcff"], BYTES)
+
+
 def test_text_comes_out_in_whole_characters_and_without_the_end_token() -> None:
     found, parts = transcript(), []
     for token in [*"é!".encode(), 256]:
