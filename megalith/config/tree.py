@@ -96,7 +96,8 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
         data = yaml.safe_load(text)
         repeated = _repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), "")
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}. The file must be a mapping of settings.") from None
+        told = str(error).replace("<unicode string>", str(path))  # PyYAML's name for a text without a file
+        raise ConfigError(f"{path} is not YAML: {told}. The file must be a mapping of settings.") from None
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else f"only {data!r:.60}"
         raise ConfigError(f"{path} holds {found}: expected a mapping of {', '.join(f.name for f in _fields(cls))}.")

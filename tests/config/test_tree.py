@@ -132,6 +132,8 @@ def test_missing_file_names_the_files_beside_it(tmp_path: Path) -> None:
         (b"", "holds nothing: expected a mapping of name, rate"),
         (b"hello", "holds only 'hello': expected a mapping"),
         (b"a: [1", "is not YAML"),
+        (b"a: [1", 'run.yaml", line 1, column 6'),
+        (b"a: \x01", 'run.yaml", position 3'),
         (b"\xff\xfe", "is not text: byte 0 is not UTF-8"),
         (b"name: !!python/object/apply:os.system ['true']\n", "is not YAML"),
     ],
@@ -143,6 +145,7 @@ def test_a_file_that_is_no_config_is_refused_by_name(content: bytes, text: str, 
         load_yaml(file, Run)
     assert str(file) in str(error.value)
     assert text in str(error.value)
+    assert "<unicode string>" not in str(error.value)
 
 
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
