@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
                 source, target, to, dtype=dtype, shard_nbytes=int(options.shard_gb * 1e9), wrote=advance
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
+    # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
+    report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind == "huggingface" else None
     show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json)
     return 0
 
@@ -113,7 +115,13 @@ def show(report: dict[str, Any], *, json: bool) -> None:  # Any: JSON
     tensors, size = report["tensors"], f"{report['nbytes'] / 1e9:.3g} GB"
     if not report["dry_run"]:
         print(f"wrote {report['target']}: {len(tensors)} tensors, {size}, from {report['source']}")
-        print(f"try: megalith generate {report['target']}")
+        if report["tokenizer"] is None:
+            print(
+                "the model has no tokenizer files, so the folder has no tokenizer: programs that read it must turn "
+                "text into ids themselves"
+            )
+        else:
+            print(f"try: megalith generate {report['target']}")
         return
     for move in tensors:
         dtype = move["source_dtype"]
