@@ -233,11 +233,12 @@ def number_problems(run: TrainRun) -> list[str]:
         "model.rope.theta": (rope.theta, 1e4), "model.rope.factor": (rope.factor, 8.0),
         "model.rope.low_freq_factor": (rope.low_freq_factor, 1.0),
         "model.rope.high_freq_factor": (rope.high_freq_factor, 4.0),
-        "train.max_minutes": (run.train.max_minutes, 60.0), "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
+        "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
     }  # fmt: skip
     least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
         "checkpoint.every": run.checkpoint.every, "seed": run.seed, "model.init_std": run.model.init_std,
+        "train.max_minutes": run.train.max_minutes,
     }  # fmt: skip
     return [
         f"{name}={value} must be a finite number above 0. Use {usual}."
@@ -246,7 +247,7 @@ def number_problems(run: TrainRun) -> list[str]:
     ] + [
         f"{name}={value} must be a finite number of at least 0. Use 0 or more."
         for name, value in least.items()
-        if not 0 <= value < math.inf
+        if value is not None and not 0 <= value < math.inf
     ]
 
 

@@ -65,7 +65,7 @@ CASES = [
     ({"model__init_std": "inf"}, 1, "model.init_std=inf must be a finite number of at least 0", "Use 0 or more"),
     ({"model__init_std": "nan"}, 1, "model.init_std=nan must be a finite number of at least 0", "Use 0 or more"),
     ({"observe__peak_tflops": "-3"}, 1, "observe.peak_tflops=-3.0 must be a finite number above 0", "Use 100.0"),
-    ({"train__max_minutes": "-1"}, 1, "train.max_minutes=-1.0 must be a finite number above 0", "Use 60.0"),
+    ({"train__max_minutes": "-1"}, 1, "train.max_minutes=-1.0 must be a finite number of at least 0", "Use 0"),
     ({"checkpoint__every": "-1"}, 1, "checkpoint.every=-1 must be a finite number of at least 0", "Use 0 or more"),
     ({"checkpoint__max_save_failures": "0"}, 1, "checkpoint.max_save_failures=0 must be at least 1", "to 1 or more"),
     ({"train__steps": str(10**15)}, 1, "train.steps=1000000000000000 * train.global_batch_size=12", "to 5726623061 or"),
