@@ -24,14 +24,15 @@ OptionsT = TypeVar("OptionsT")
 
 # Positional words are shown by name, a flag as `--json` alone, an option that may be left out without "None".
 _STYLE = (tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
-_FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset")
+_FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset", "1", "0")
 
 
 def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[str, Override]]:
     """Take `--parallel.tp 2`, `--parallel.tp=2`, `--data.path a b`, `--data.documents` and `--seed 3` out of `argv`.
 
     Every option with a dot belongs to the tree `root`, and so does one that names a leaf of the root itself. A list
-    takes all words up to the next option; true/false alone means true; the last of two counts, as in a shell.
+    takes all words up to the next option; true/false alone means true, and takes the word behind it where that is a
+    value or, the recipe being named already, can only be meant as one; the last of two counts, as in a shell.
 
     Returns:
         The words that are left, and the overrides as text for `apply_overrides`.
@@ -40,7 +41,8 @@ def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[st
         ConfigError: names that the tree lacks and options without a value, all of them together.
     """
     top = [name for name in setting_names(root) if "." not in name]
-    words, rest = list(argv), []
+    words, rest = list(argv), list[str]()
+    named = False  # the recipe or run has been seen
     overrides: dict[str, Override] = {}
     problems: list[str] = []
     while words:
@@ -48,10 +50,11 @@ def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[st
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         if not word.startswith("--") or not ("." in name or name in top):
+            named = named or not (word.startswith("-") or (rest and rest[-1].startswith("--")))
             rest.append(word)
             continue
         hint = hint_at(root, name)
-        given = [value] if equals else _take_values(words, hint)
+        given = [value] if equals else _take_values(words, hint, named=named)
         if hint is None:
             problems.append("--" + unknown_setting(root, name, " ".join(given) or None))
         elif not given:
@@ -62,11 +65,11 @@ def split_overrides(argv: Sequence[str], root: type) -> tuple[list[str], dict[st
     return rest, overrides
 
 
-def _take_values(words: list[str], hint: Any) -> list[str]:  # Any: a type annotation
+def _take_values(words: list[str], hint: Any, *, named: bool) -> list[str]:  # Any: a type annotation
     """Remove from the front of `words` what belongs to an option of type `hint`, and return it."""
     ahead = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
     options = options_of(hint)
-    if bool in options and (ahead == 0 or words[0].lower() not in _FLAG_WORDS):
+    if bool in options and (ahead == 0 or not (named or words[0].lower() in _FLAG_WORDS)):
         return ["true"]
     count = ahead if any(is_many(option) for option in options) else min(ahead, 1)
     taken = words[:count]

@@ -79,10 +79,20 @@ def test_a_list_takes_all_words_up_to_the_next_option() -> None:
         ("--section.flag false recipe", "false", ["recipe"]),
         ("--section.flag=off", "off", []),
         ("--section.flag --nproc 1", "true", ["--nproc", "1"]),
+        ("--nproc 2 --section.flag recipe", "true", ["--nproc", "2", "recipe"]),
+        ("recipe --section.flag perhaps", "perhaps", ["recipe"]),
+        ("--section.flag 1", "1", []),
     ],
 )
 def test_true_or_false_alone_means_true(line: str, value: str, rest: list[str]) -> None:
     assert split(line) == (rest, {"section.flag": value})
+
+
+def test_a_word_that_is_neither_true_nor_false_is_refused_by_its_setting() -> None:
+    rest, overrides = split("tiny_cpu --parallel.sp perhaps", TrainRun)
+    assert rest == ["tiny_cpu"]
+    with pytest.raises(ConfigError, match="parallel.sp=perhaps: expected true or false"):
+        apply_overrides(resolve("tiny_cpu"), overrides)
 
 
 def test_a_bool_that_may_be_unset_takes_none() -> None:
