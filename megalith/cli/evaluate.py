@@ -1,7 +1,8 @@
 """`megalith evaluate`: loss and bits per byte of a run's newest checkpoint on held-out text."""
 
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +45,7 @@ def main(argv: list[str]) -> int:
     from megalith.recipes import resolve
 
     folder = find_run(command.run)
-    run = apply_overrides(resolve(str(folder)), overrides)
+    run = fitted(apply_overrides(resolve(str(folder)), overrides), _world(command.nproc), set(overrides))
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers
 
@@ -65,6 +66,31 @@ def find_run(name: str) -> Path:
     raise ConfigError(
         f"{name} is not the folder of a run. Use a path, or one of runs/: {', '.join(there) or 'none yet'}."
     )
+
+
+def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
+    """The run in a layout for `world` processes, which need not be as many as trained it.
+
+    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not;
+    dp is the rest. The batch is one microbatch per rank, because nothing is accumulated.
+    """
+    p = run.parallel
+    tp = p.tp if "parallel.tp" in given or world % max(p.tp, 1) == 0 else 1
+    layout = replace(
+        p, tp=tp,
+        sp=p.sp if "parallel.sp" in given else p.sp and tp > 1,
+        dp=p.dp if "parallel.dp" in given else None,
+    )  # fmt: skip
+    rows = run.train.micro_batch_size * max(layout.dp or world // max(tp, 1), 1)
+    return replace(run, parallel=layout, train=replace(run.train, global_batch_size=rows, compile=False))
+
+
+def _world(nproc: int) -> int:
+    """Processes that evaluate: as many as the launcher says, if this is one of them."""
+    from megalith.parallel.launch import in_worker
+    from megalith.parallel.worker import Worker
+
+    return Worker.from_environment(os.environ).world if in_worker(os.environ) else nproc
 
 
 def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:

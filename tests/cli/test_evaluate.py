@@ -1,13 +1,21 @@
 """`megalith evaluate`: one line or one JSON document about a run's newest checkpoint."""
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megalith.cli.evaluate import fitted
 from megalith.cli.main import main
+from megalith.config.train import TrainRun
+from megalith.config.tree import dump_yaml
 from megalith.observe.metrics import read_metrics
-from megalith.testing.tiny import tiny_yaml
+from megalith.recipes import resolve
+from megalith.testing.tiny import tiny_run, tiny_yaml
+from megalith.train.rules import run_problems
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +67,40 @@ def test_two_ranks_find_the_same(run: Path, capfd: pytest.CaptureFixture[str]) -
     two = json.loads(capfd.readouterr().out)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
     assert two["num_labels"] == one["num_labels"] == 84
+
+
+def test_a_run_of_two_ranks_is_evaluated_on_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cut = tmp_path / "cut"
+    shutil.copytree(run, cut)
+    saved = resolve(str(run))
+    assert isinstance(saved, TrainRun)
+    parallel = replace(saved.parallel, tp=2, sp=True, dp=1)
+    (cut / "config.yaml").write_text(dump_yaml(replace(saved, parallel=parallel)))
+    assert main(["evaluate", str(cut), "--samples", "7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["evaluate", str(run), "--samples", "7", "--json"]) == 0
+    assert found["loss"] == json.loads(capsys.readouterr().out)["loss"]
+
+
+@pytest.mark.parametrize(
+    ("trained", "world", "given", "layout"),
+    [
+        ({"tp": 2, "sp": True, "dp": 1}, 1, (), (1, False, None)),
+        ({"tp": 2, "sp": True, "dp": 1}, 3, (), (1, False, None)),
+        ({"tp": 2, "sp": True, "dp": 1}, 4, (), (2, True, None)),
+        ({"dp": 8}, 3, (), (1, False, None)),
+        ({"tp": 2, "dp": 8}, 3, ("parallel.tp", "parallel.dp"), (2, False, 8)),
+        ({"sp": True}, 2, ("parallel.sp",), (1, True, None)),
+    ],
+)
+def test_the_layout_follows_the_processes_unless_it_is_given(
+    trained: dict[str, Any], world: int, given: tuple[str, ...], layout: tuple[int, bool, int | None]
+) -> None:
+    run = tiny_run()
+    found = fitted(replace(run, parallel=replace(run.parallel, **trained)), world, given)
+    assert (found.parallel.tp, found.parallel.sp, found.parallel.dp) == layout
+    if not given:
+        assert run_problems(found, world) == []
 
 
 @pytest.mark.parametrize(
