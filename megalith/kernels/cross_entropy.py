@@ -14,14 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.linear import Context, Sink, add_product_
+from megalith.kernels.linear import Context, Sink, add_product_, input_grad
+from megalith.kernels.linear import forward as linear_forward
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
-
-# Tokens at a time when `chunk` is unset: as many as have CHUNK_LOGITS logits (8 MiB in fp32; they stay in cache),
-# but CHUNK_TOKENS at least, because each chunk passes once over dw, which is as large as the head. Measured at
-# vocabularies of 4,096 and 32,000 on one core: within 2 % of the best chunk, and 11 to 31 % faster than 64 tokens.
-CHUNK_LOGITS = 1 << 21
-CHUNK_TOKENS = 512
+from megalith.plan.costs import loss_chunk
 
 
 def linear_cross_entropy(
@@ -113,7 +109,7 @@ class Head:
         """The head whose matrix is `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
         # From what all ranks know alike, not from my rows, which may be more than theirs: every chunk is a collective.
-        fitting = max(CHUNK_TOKENS, CHUNK_LOGITS * group.size // vocab_size)
+        fitting = loss_chunk(vocab_size, ranks=group.size)
         return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0)
 
     def matrix(self, weight: Tensor) -> Tensor:
@@ -122,7 +118,7 @@ class Head:
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [c, h] -> [c, rows], rounded to x's dtype; -inf where there is only padding."""
-        logits = torch.mm(x, self.matrix(weight).t())
+        logits = linear_forward(x, self.matrix(weight))
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +210,7 @@ def _add_gradients(
 ) -> None:
     """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to dw [v_local, h]."""
     if dx is not None:
-        torch.mm(dlogits, head.matrix(weight), out=dx)
+        dx.copy_(input_grad(dlogits, head.matrix(weight)))
     if dw is not None:
         add_product_(head.matrix(dw), x, dlogits)
 

@@ -173,12 +173,24 @@ def activation_bytes_per_token(config: ModelConfig, *, dtype: Dtype, tp: int = 1
     return config.num_layers * layer + norm_input + 8 + d * width.value
 
 
-LOSS_CHUNK = 1 << 20
-"""Logits that the head forms at once, at least; 64 tokens' when their vocabulary is larger than a 64th of it."""
+CHUNK_LOGITS = 1 << 21
+"""Logits that the head of one rank forms at once: 8 MiB in fp32, which stay in cache."""
+
+CHUNK_TOKENS = 512
+"""Tokens that it takes at once at least, because each chunk passes once over dw, which is as large as the head.
+
+Measured at vocabularies of 4,096 and 32,000 on one core: within 2 % of the best chunk, and 11 to 31 % faster than 64
+tokens.
+"""
+
+
+def loss_chunk(vocab_size: int, *, ranks: int) -> int:
+    """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same number on all of them."""
+    return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
 
 
 def _loss_bytes(config: ModelConfig, *, tokens: int, dtype: Dtype, tp: int) -> int:
     """The head's input [t, h] and its gradient, the weight's gradient [v, h], and a chunk of logits, raw and wide."""
     h, rows, width = config.hidden_size, _largest_part(config, tp).vocab, WIDTHS[dtype]
-    chunk = min(tokens * rows, max(LOSS_CHUNK, 64 * rows))
+    chunk = min(tokens, loss_chunk(config.vocab_size, ranks=tp)) * rows
     return 2 * tokens * h * width.value + rows * h * width.sums + chunk * (width.value + width.sums)

@@ -8,13 +8,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.kernels.cross_entropy import Head
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import (
     Dtype,
     activation_bytes_per_token,
     flops_per_token,
+    loss_chunk,
     memory_per_rank,
     model_flops_utilisation,
     num_parameters,
@@ -195,3 +198,15 @@ def test_activations_grow_with_the_tokens_and_shrink_with_tp() -> None:
     assert two.activations == 2 * one.activations and two.weights == one.weights
     assert one.activations / 8 < split.activations < one.activations / 4
     assert one.weights / 8 < split.weights < one.weights / 7.9
+
+
+def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
+    assert loss_chunk(4096, ranks=1) == 512
+    assert loss_chunk(1024, ranks=1) == 2048
+    assert loss_chunk(1024, ranks=3) == 6144, "each rank forms a third of these logits"
+    assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
+    head = Head.of(torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False)
+    assert head.chunk == 512
+    long = memory_per_rank(LLAMA3_8B, micro_batch_size=1, seq_len=8192, dtype="fp32").loss
+    h, v = LLAMA3_8B.hidden_size, LLAMA3_8B.padded_vocab_size()
+    assert long == 2 * 8192 * h * 4 + v * h * 4 + 512 * v * 8
