@@ -1,6 +1,6 @@
 """The proof of a layout as rows a person can read: what was asked, what was found, and which part proved it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,13 +33,24 @@ def rule_rows(problems: Sequence[str]) -> list[Row]:
 def type_rows(report: TypeReport) -> list[Row]:
     """Part (b)."""
     asked = f"every gradient meets the sum it needs, at world {report.world:,}"
-    axes = ", ".join(f"{axis} {size}" for axis, size in report.axes.items() if size > 1) or "no axis"
+    axes = ", ".join(_axes_as_typed(report.axes)) or "no axis"
     done = (
         f"{axes}; ranks {', '.join(map(str, report.ranks))}; {report.parameters} parameters, "
         f"{sum(report.collectives.values())} collectives; {report.seconds:.1f} s, {report.peak_gib:.2f} GiB"
     )
     rows = [Row("b", asked, done, report.ok)]
-    return rows + [Row("b", "type error", str(problem), False) for problem in report.problems]
+    rows += [Row("b", "type error", str(problem), False) for problem in report.problems]
+    if report.unproved:
+        rows.append(Row("b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True))
+    return rows
+
+
+def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
+    """The axes of more than one rank under the names of their settings; tp is one axis to whoever sets it."""
+    copies, sizes = axes["tp_copy"], {axis: size for axis, size in axes.items() if not axis.startswith("tp_")}
+    sizes["tp"] = axes["tp_kv"] * copies
+    shared = f" ({copies} ranks share each key/value head)" if copies > 1 else ""
+    return [f"{axis} {size}{shared if axis == 'tp' else ''}" for axis, size in sizes.items() if size > 1]
 
 
 def difference_rows(case: LayoutCase, differences: Sequence[Difference]) -> list[Row]:

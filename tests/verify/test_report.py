@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -26,16 +27,26 @@ def test_rules_that_hold_are_one_row_and_broken_ones_one_each() -> None:
 
 
 def test_the_type_check_says_what_it_looked_at() -> None:
-    (row,) = type_rows(REPORT)
+    row, unproved = type_rows(REPORT)
     assert row.holds and row.part == "b"
     assert row.question == "every gradient meets the sum it needs, at world 4,096"
-    assert row.answer.startswith("dp 512, tp_kv 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB")
+    assert row.answer.startswith("dp 512, tp 8; ranks 0, 2052, 4095; 9 parameters, 9 collectives; 1.2 s, 0.30 GiB")
+    assert unproved == Row("b", "nothing is proved about axes of one rank", "cp", True)
+
+
+def test_tensor_parallel_ranks_are_one_axis_as_the_user_set_them() -> None:
+    shared = replace(REPORT, axes={"dp": 2, "cp": 2, "tp_kv": 4, "tp_copy": 3})
+    (row,) = type_rows(shared)
+    assert row.answer.startswith("dp 2, cp 2, tp 12 (3 ranks share each key/value head); ranks 0")
+    alone = replace(REPORT, axes={"dp": 1, "cp": 1, "tp_kv": 1, "tp_copy": 1})
+    row, unproved = type_rows(alone)
+    assert row.answer.startswith("no axis; ") and unproved.answer == "dp, cp, tp"
 
 
 def test_each_type_problem_is_a_row() -> None:
     problem = Problem(where="layers.0", what="expects P", ranks=(3,))
     refused = TypeReport(**{name: getattr(REPORT, name) for name in TypeReport.__slots__} | {"problems": (problem,)})
-    first, second = type_rows(refused)
+    first, second, _ = type_rows(refused)
     assert not first.holds and not second.holds
     assert second.answer == "layers.0 (rank 3): expects P"
 
