@@ -1,6 +1,7 @@
 """The `megalith` command."""
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -121,7 +122,7 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
-    shell = f"{sys.executable} -m megalith recipes show tiny_cpu --yaml | head -1"
+    shell = f"{shlex.quote(sys.executable)} -m megalith recipes show tiny_cpu --yaml | head -1"
     result = subprocess.run(["bash", "-c", f"set -o pipefail; {shell}"], capture_output=True, text=True, check=False)
     assert result.stderr == ""
     assert result.stdout == "name: tiny_cpu\n"
