@@ -14,7 +14,9 @@ from pathlib import Path
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.main import run_command
+from megalith.data.indexed import store_exists
 from megalith.data.local_text import LocalText, find_local_text, share_of_known_words, zlib_bits_per_byte
+from megalith.errors import ConfigError
 
 VOCABULARY = 4096
 
@@ -33,26 +35,35 @@ class QuickstartCommand:
 def main(argv: list[str]) -> int:
     """Run every step; a step that is done already is not repeated."""
     command = parse_options(QuickstartCommand, argv, prog="megalith quickstart")
+    if command.nproc < 1:
+        raise ConfigError(f"--nproc={command.nproc} must be at least 1. Use the number of processes to train on.")
     started = time.monotonic()
     run, text = Path(command.folder), find_local_text()
     data = run / "data"
-    data.mkdir(parents=True, exist_ok=True)
+    try:
+        data.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--folder={command.folder}: {data} cannot be made ({error}). Use a folder that you can write to."
+        ) from error
     print(f"corpus: {_describe(text.training)} of this Python's standard library; held out: {_describe(text.held_out)}")
     code = _prepare(data, text) or _train(run, data, command.nproc)
     return code or _look_back(run, text, started)
 
 
 def _prepare(data: Path, text: LocalText) -> int:
-    """Tokenizer and token stores."""
+    """Tokenizer and token stores; each step that an earlier run finished is kept, and one it began is gone on with."""
     lists = {"train": text.training, "valid": text.held_out}
     for name, files in lists.items():
-        if (data / f"{name}.idx").exists():
+        if store_exists(f"{data}/{name}"):
             continue
-        trained = ["--train-tokenizer", str(VOCABULARY)] if name == "train" else []
-        (data / f"{name}.jsonl").write_text("".join(_as_line(file) for file in files), encoding="utf-8")
+        trained = (data / "tokenizer" / "tokenizer.json").exists()
+        begun = (data / f"{name}.preparing").exists()
+        _write_corpus(data / f"{name}.jsonl", files)
         code = _run(
             "prepare", "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}",
-            "--tokenizer", f"{data}/tokenizer", *trained, "--workers", "2",
+            "--tokenizer", f"{data}/tokenizer", *([] if trained else ["--train-tokenizer", str(VOCABULARY)]),
+            "--workers", "2", *(["--resume"] if begun else []),
         )  # fmt: skip
         if code:
             return code
@@ -102,6 +113,15 @@ def _captured(*words: str) -> str:
     with contextlib.redirect_stdout(output):
         run_command(words[0], list(words[1:]))
     return output.getvalue()
+
+
+def _write_corpus(path: Path, files: Sequence[Path]) -> None:
+    """Write the documents once and whole: `prepare` goes on only with the file it began with."""
+    if path.exists():
+        return
+    temporary = path.with_name(f"{path.name}.writing")
+    temporary.write_text("".join(_as_line(file) for file in files), encoding="utf-8")
+    temporary.replace(path)
 
 
 def _as_line(file: Path) -> str:

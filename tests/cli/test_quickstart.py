@@ -12,6 +12,8 @@ from megalith import recipes
 from megalith.cli import quickstart
 from megalith.cli.main import main
 from megalith.config.train import TrainRun
+from megalith.data.indexed import IndexedDataset
+from megalith.data.journal import Journal
 from megalith.data.local_text import find_local_text
 from megalith.recipes import resolve
 from megalith.train.loop import Outcome
@@ -27,6 +29,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(file.read_text()[:2000])
     return folder
+
+
+@pytest.fixture
+def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training stops before its first step."""
+    monkeypatch.setattr(
+        "megalith.train.loop.run_training", lambda *arguments, **options: Outcome("stopped", 0, "SIGTERM")
+    )
 
 
 @pytest.fixture
@@ -95,6 +105,53 @@ def test_a_step_that_is_stopped_ends_it_with_its_code(
     )
     assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 75
     assert "held-out files" not in capsys.readouterr().out
+
+
+def test_a_run_stopped_while_preparing_goes_on(
+    shrunk: Path, untrained: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, data = ["quickstart", "--folder", "runs/first", "--nproc", "1"], shrunk / "runs" / "first" / "data"
+
+    def stop(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:  # after the first block, before the store has its names
+        stopped.setattr(Journal, "finish", stop)
+        assert main(words) == 75
+    made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
+    before = [file.stat().st_mtime_ns for file in made]
+    assert (data / "train.preparing" / "state.json").exists() and not (data / "train.idx").exists()
+    capsys.readouterr()
+    assert main(words) == 75
+    first, second = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ megalith prepare")]
+    assert first.endswith("--resume") and "--train-tokenizer" not in first and "--resume" not in second
+    assert [file.stat().st_mtime_ns for file in made] == before
+
+
+def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained: None) -> None:
+    data = shrunk / "runs" / "first" / "data"
+    (data / "train.preparing").mkdir(parents=True)
+    (data / "train.preparing" / "lock").write_text("")
+    (data / "train.jsonl.writing").write_text("half a li")
+    (data / "tokenizer").mkdir()
+    assert main(["quickstart", "--folder", "runs/first", "--nproc", "1"]) == 75
+    assert IndexedDataset(str(data / "train")).num_documents > 100
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--nproc", "0"], "--nproc=0 must be at least 1. Use"),
+        (["--folder", "file/below"], "--folder=file/below: file/below/data cannot be made"),
+    ],
+)
+def test_bad_options_are_refused_before_anything(
+    shrunk: Path, words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (shrunk / "file").write_text("")
+    assert main(["quickstart", *words]) == 2
+    assert text in capsys.readouterr().err
+    assert [path.name for path in shrunk.iterdir()] == ["file"]
 
 
 def test_a_text_that_cannot_be_prepared_ends_it(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
