@@ -97,7 +97,8 @@ class Checkpoint:
 
         Raises:
             CheckpointError: on every rank with the same text: shapes differ; with `strict`, tensors are missing or
-                surplus (all are named, before anything is changed); or a file is damaged.
+                surplus (all are named, before anything is changed); or a file is damaged (the complete checkpoints
+                beside it are named).
         """
         sources = {entry.key: self._source(entry) for entry in entries}
         asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
@@ -113,7 +114,11 @@ class Checkpoint:
         for entry in entries:
             if sources[entry.key] in self.manifest.tensors:
                 parts.setdefault(sources[entry.key], []).extend(pieces(entry))
-        together(lambda: self._fill(parts), world)
+        try:
+            together(lambda: self._fill(parts), world)
+        except CheckpointError as error:
+            advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
+            raise CheckpointError(f"{error}{advice}") from error
         return report
 
     def _tensor(self, key: str) -> StoredTensor:
@@ -215,6 +220,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ) from error
 
 
+def is_complete(path: Path) -> bool:
+    """Whether `open_checkpoint` opens it."""
+    try:
+        open_checkpoint(path)
+    except CheckpointError:
+        return False
+    return True
+
+
 def find_latest(folder: Path) -> Path | None:
     """The newest complete checkpoint under `folder`, or None when there is none at all; run by one rank.
 
@@ -292,6 +306,22 @@ def _looks_like(path: Path) -> str:
         return "this looks like a Hugging Face model, not a checkpoint of a run. Run `megalith convert` on it."
     shown = ", ".join(names[:5]) or "nothing"
     return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or use an older one."
+
+
+def _instead_of(path: Path) -> str:
+    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty otherwise.
+
+    Their tensors are not read: that would take as long as loading each of them.
+    """
+    beside = [found for found in layout.step_folders(path.parent).values() if found.name != path.name]
+    complete = [found.name for found in reversed(beside) if is_complete(found)]
+    if not complete:
+        return ""
+    more = f" and {len(complete) - 3} more" if len(complete) > 3 else ""
+    return (
+        f"\nComplete in the same folder: {', '.join(complete[:3])}{more}. To resume from {complete[0]}, remove {path}, "
+        f"or rename it to {path.name}.damaged."
+    )
 
 
 def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.load import open_checkpoint
-from megalith.errors import CheckpointError
+from megalith.checkpoint.load import is_complete
 
 PIN = ".keep"
 """A checkpoint with a file of this name in it is never deleted."""
@@ -28,7 +27,7 @@ def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Pat
     assert keep is None or keep >= 1, keep
     if keep is None:
         return []
-    complete = {step: path for step, path in layout.step_folders(folder).items() if _is_complete(path)}
+    complete = {step: path for step, path in layout.step_folders(folder).items() if is_complete(path)}
     removed = []
     for step in _to_delete(complete, keep, keep_every):
         path = complete[step]
@@ -64,7 +63,7 @@ def sweep(folder: Path) -> list[Path]:
 def _correct_pointer(folder: Path) -> None:
     """Make `latest` name the newest complete checkpoint, if there is one; failing to is a warning."""
     steps = reversed(layout.step_folders(folder).items())
-    newest = next((layout.folder_name(step) for step, path in steps if _is_complete(path)), None)
+    newest = next((layout.folder_name(step) for step, path in steps if is_complete(path)), None)
     said = layout.read_pointer(folder)
     if newest in (None, said):
         return
@@ -80,14 +79,6 @@ def _correct_pointer(folder: Path) -> None:
 def _to_delete(complete: Mapping[int, Path], keep: int, keep_every: int | None) -> list[int]:
     steps = sorted(complete)
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every]
-
-
-def _is_complete(path: Path) -> bool:
-    try:
-        open_checkpoint(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _delete(path: Path) -> bool:

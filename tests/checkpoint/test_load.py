@@ -270,6 +270,41 @@ def test_a_flipped_bit_is_found_placed_and_said(tmp_path: Path, tiny: SimpleName
     assert [problem.startswith(text) for problem in verify_checkpoint(path)] == [True]
 
 
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_them(
+    tmp_path: Path, tiny: SimpleNamespace, run_threads: Callable[..., list[Any]]
+) -> None:
+    paths = [tiny.save(tmp_path, step, [entries_of({"a": torch.ones(64)})]) for step in (2, 4, 6, 8, 10, 12)]
+    flip_a_bit(paths[-1] / "__0_0.distcp")
+    (paths[1] / "manifest.json").unlink()
+    assert find_latest(tmp_path) == paths[-1], "the tensors are not read for that"
+
+    def load(world: Group) -> Any:
+        return open_checkpoint(paths[-1]).load_into(entries_of({"a": torch.zeros(64)}), world)
+
+    errors = run_threads(2, load)
+    assert {type(error) for error in errors} == {CheckpointError} and str(errors[0]) == str(errors[1])
+    assert "(model.a [0:64]): damaged. SHA-256 expected" in str(errors[0])
+    assert str(errors[0]).endswith(
+        "\nComplete in the same folder: step_0000010, step_0000008, step_0000006 and 1 more. To resume from "
+        f"step_0000010, remove {paths[-1]}, or rename it to step_0000012.damaged."
+    )
+    paths[-1].rename(tmp_path / "step_0000012.damaged")
+    assert find_latest(tmp_path) == paths[-2], "the advice works"
+
+
+def test_a_damaged_only_one_names_no_other(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(64)}))
+    flip_a_bit(path / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match="Copy the checkpoint again, or use an older one.$"):
+        open_checkpoint(path).load_into(entries_of({"a": torch.zeros(64)}), ALONE)
+
+
 @pytest.mark.parametrize("name", ["state.json", "config.yaml", ".metadata"])
 def test_a_changed_text_is_found(tmp_path: Path, tiny: SimpleNamespace, name: str) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
