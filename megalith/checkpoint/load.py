@@ -60,6 +60,21 @@ class Checkpoint:
         """Optimizer updates before it was saved."""
         return self.manifest.step
 
+    def require_state(self, *keys: str) -> dict[str, Any]:  # JSON
+        """The state, for a caller that needs these of its entries.
+
+        Raises:
+            CheckpointError: some are missing, as in weights that were released without the rest of their run.
+        """
+        missing = [key for key in keys if key not in self.state]
+        if missing:
+            raise CheckpointError(
+                f"{self.path}: no run can be resumed from it, as its {layout.STATE} lacks {', '.join(missing)} (found: "
+                f"{', '.join(self.state) or 'nothing'}). To start from its weights, move it out of {self.path.parent} "
+                f"and set checkpoint.load to where it is then."
+            )
+        return self.state
+
     def keys(self) -> list[str]:
         """Names of the tensors, sorted: `model.NAME` and `optimizer.ROLE.NAME`."""
         return sorted(self.manifest.tensors)

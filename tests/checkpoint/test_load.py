@@ -409,6 +409,23 @@ def test_a_state_that_is_no_object_is_refused(tmp_path: Path, tiny: SimpleNamesp
         open_checkpoint(path)
 
 
+def test_weights_without_the_rest_of_their_run_are_no_place_to_resume_from(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    entries = entries_of({"a": torch.ones(2)})
+    full = open_checkpoint(tiny.save(tmp_path, 1, [entries], {"train": {"step": 1}, "data": None}))
+    assert full.require_state("train", "data") == full.require_state() == full.state
+    released = open_checkpoint(tiny.save(tmp_path, 2, [entries], {"data": None}))
+    with pytest.raises(CheckpointError) as raised:
+        released.require_state("train", "data", "order_samples")
+    assert str(raised.value) == (
+        f"{released.path}: no run can be resumed from it, as its state.json lacks train, order_samples (found: data). "
+        f"To start from its weights, move it out of {tmp_path} and set checkpoint.load to where it is then."
+    )
+    with pytest.raises(CheckpointError, match=r"lacks train \(found: nothing\)"):
+        open_checkpoint(tiny.save(tmp_path, 3, [entries], {})).require_state("train")
+
+
 def test_a_folder_that_is_no_checkpoint_is_told_what_it_looks_like(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = tiny.save_alone(tmp_path / "run" / "checkpoints", 100).path
     for folder in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
