@@ -54,15 +54,23 @@ class RunLock:
         """Make sure that nobody took the folder over while this process was, say, suspended.
 
         Raises:
-            CheckpointError: the lock names somebody else now.
+            CheckpointError: the lock names somebody else now, is gone, or cannot be read.
         """
-        found = _read(self.path)
-        if found != self.holder:
-            by = "nobody" if found is None else f"process {found.pid} on {found.host}"
+        try:
+            found = _read(self.path)
+        except OSError as error:
             raise CheckpointError(
-                f"{self.path.parent}: this run's lock was lost; {self.path.name} now names {by}. "
-                f"Only one run may write there: choose another folder with --run, or run this again later."
-            )
+                f"{self.path} cannot be read ({error}), so another run may write to {self.path.parent} as well. "
+                f"Make it readable, or choose another folder with --run."
+            ) from error
+        if found == self.holder:
+            return
+        by = "was deleted or overwritten" if found is None else f"now names process {found.pid} on {found.host}"
+        raise CheckpointError(
+            f"{self.path.parent}: this run (process {self.holder.pid} on {self.holder.host}) lost its lock; "
+            f"{self.path.name} {by}. Only one run may write there: stop the other one and run this again, or "
+            f"choose another folder with --run."
+        )
 
     def release(self) -> None:
         """Give the folder back."""

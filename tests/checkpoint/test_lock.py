@@ -108,9 +108,42 @@ def test_the_heartbeat_is_kept_up_and_stops_when_another_took_over(
         write_holder(tmp_path, thief, silent_s=1000)
         time.sleep(0.05)
         assert lock._silence_s(tmp_path / NAME) > 500
-        with pytest.raises(CheckpointError, match=r"lock was lost; lock.json now names process 7 on node9.*--run"):
+        with pytest.raises(CheckpointError, match=r"lost its lock; lock.json now names process 7 on node9.*--run"):
             mine.check()
     assert holder(tmp_path) == thief, "a lock that is not ours is not released"
+
+
+def test_who_was_suspended_for_so_long_that_another_took_over_hears_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "BEAT_S", 1000.0)  # suspended: no heartbeat
+    with lock_run(tmp_path) as first:
+        first.check()
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(lock, "_machine", lambda: "another boot")
+            os.utime(tmp_path / NAME, (0, 0))
+            second = lock_run(tmp_path)
+        with pytest.raises(CheckpointError) as raised:
+            first.check()
+        second.check()
+        assert str(raised.value) == (
+            f"{tmp_path}: this run (process {os.getpid()} on {first.holder.host}) lost its lock; lock.json now names "
+            f"process {os.getpid()} on {first.holder.host}. Only one run may write there: stop the other one and run "
+            f"this again, or choose another folder with --run."
+        )
+    second.check()
+    second.release()
+
+
+def test_a_lock_that_is_gone_or_cannot_be_read_is_lost(tmp_path: Path) -> None:
+    with lock_run(tmp_path / "run") as mine:
+        mine.path.unlink()
+        with pytest.raises(CheckpointError, match=r"lost its lock; lock.json was deleted or overwritten. Only.*--run"):
+            mine.check()
+        mine.path.mkdir()
+        with pytest.raises(CheckpointError, match=r"lock.json cannot be read \(.*Is a directory.*--run"):
+            mine.check()
+        mine.path.rmdir()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"id": 3}'])
