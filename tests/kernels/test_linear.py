@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.linear import (
+    WORTH_ONEDNN,
     Products,
     add_product_,
     forward,
@@ -14,6 +15,7 @@ from megalith.kernels.linear import (
     stacked,
     weight_grad,
 )
+from megalith.testing.tolerance import FP32, assert_equals
 
 
 class Recorder:
@@ -176,3 +178,14 @@ def test_a_second_derivative_is_refused() -> None:
     (dx,) = torch.autograd.grad(linear(x, [w]).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
+    x, w, dy = (
+        seeded(*shape, seed=n, dtype=torch.float32) for n, shape in enumerate([(300, 201), (190, 201), (300, 190)])
+    )
+    assert x.shape[0] * w.numel() >= WORTH_ONEDNN
+    assert_equals("y", forward(x, w), x @ w.t(), FP32)
+    assert_equals("dx", input_grad(dy, w), dy @ w, FP32)
+    strided = seeded(201, 300, dtype=torch.float32).t()
+    assert_equals("y of a transposed x", forward(strided, w), strided @ w.t(), FP32)
