@@ -4,8 +4,9 @@
     python benchmarks/train.py --case 29m-bf16 --rounds 21      one case
     python benchmarks/train.py --json
 
-One process holds all contenders; they take turns in each round, one step each, and every figure is a ratio of two times of
-the same round. Before that, ours and the peer must compute the same loss on the same weights.
+One process holds all contenders; they take turns in each round, one step each, and every figure is a ratio of two times
+of the same round. Before that, ours and the peers must compute the same loss on the same weights. All figures of the
+table are medians; "computing" is the time of all threads together, which other jobs on the machine disturb less.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import torch
 from contenders.limit import Attention, Matmuls
 from contenders.ours import Ours, random_step, with_precision
 from contenders.transformers_llama import TransformersLlama
-from paired import Spread, Turns, spread, take_turns, times_as_fast
+from paired import Spread, Turns, take_turns, times_as_fast
 
 from megalith.config.train import TrainRun
 from megalith.kernels.memory import keep_freed_memory
@@ -62,7 +63,7 @@ CASES = (
 TINY = (Case("tiny-fp32", "fp32", tiny), Case("tiny-bf16", "bf16", tiny))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What one case showed."""
 
@@ -90,7 +91,7 @@ def measure(case: Case, *, rounds: int, warmup: int, compiled: bool) -> Report:
         name: TransformersLlama(run, batches, ours.weights(), compiled=name == "compiled")
         for name in PEERS[: 1 + compiled]
     }
-    losses = {name: contender.step() for name, contender in {"ours": ours, **peers}.items()}
+    losses = {"ours": ours.step(), **{name: peer.step() for name, peer in peers.items()}}
     check_losses(losses, LOSS_TOLERANCE[case.params])
     turns = take_turns(
         {
@@ -127,9 +128,17 @@ def evaluate(case: Case, turns: Turns, losses: dict[str, float], *, tokens: int)
     if case.params == "bf16":
         holds[f"goal: ours/best peer >= {GOAL_BF16}"] = peer.median >= GOAL_BF16
     return Report(
-        case.name, len(seconds["ours"]), {name: tokens / statistics.median(taken) for name, taken in seconds.items()},
-        {name: spread(taken).median for name, taken in turns.cpu_seconds.items()}, best, peer, limit, kernel, losses, holds,
-    )  # fmt: skip
+        case=case.name,
+        rounds=len(seconds["ours"]),
+        tokens_per_second={name: tokens / statistics.median(taken) for name, taken in seconds.items()},
+        cpu_seconds={name: statistics.median(taken) for name, taken in turns.cpu_seconds.items()},
+        best_peer=best,
+        against_peer=peer,
+        against_limit=limit,
+        attention=kernel,
+        losses=losses,
+        holds=holds,
+    )
 
 
 def show(report: Report) -> None:

@@ -1,9 +1,9 @@
 """The limit: the matmuls and the attention of one training step, alone.
 
 Every weight is multiplied three times (forward, gradient of its input, gradient of itself), in the stacks in which the
-model multiplies them, into memory that is there already; attention runs forward and backward. There are no norms, no
-activations, no loss, no optimizer, and no memory is allocated by the matmuls. A step cannot be faster without other
-matmuls or another attention; how close it comes says what everything else costs.
+model multiplies them and by the functions that it multiplies them with; attention runs forward and backward. There are
+no norms, no activations, no loss, no optimizer, no conversions. A step cannot be faster without other matmuls or
+another attention; how close it comes says what everything else costs.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,17 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.kernels.attention import attention, sdpa_documents
+from megalith.kernels.linear import forward, input_grad
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.train.build import DTYPES
 
 
 class Product(NamedTuple):
-    """The three matmuls of one weight, with their operands and results."""
+    """What the three matmuls of one weight read, and where its gradient goes."""
 
     x: Tensor
     w: Tensor
-    y: Tensor
-    dx: Tensor
+    dy: Tensor
     dw: Tensor
 
 
@@ -47,27 +47,24 @@ class Matmuls:
         tokens = run.train.micro_batch_size * run.train.seq_len
         sizes = {size for shape in weight_shapes(run.model) for size in shape}
         # Not all zeros: processors may run faster on those.
-        kept = {size: torch.randn(tokens, size, dtype=dtype, device=device) for size in sizes}
-        written = {size: torch.empty(tokens, size, dtype=dtype, device=device) for size in sizes}
+        activations = {size: torch.randn(tokens, size, dtype=dtype, device=device) for size in sizes}
         self.products = [
             Product(
-                kept[inputs], torch.randn(outputs, inputs, dtype=dtype, device=device), written[outputs],
-                written[inputs], torch.empty(outputs, inputs, dtype=dtype, device=device),
+                activations[inputs], torch.randn(outputs, inputs, dtype=dtype, device=device), activations[outputs],
+                torch.empty(outputs, inputs, dtype=dtype, device=device),
             )
             for outputs, inputs in weight_shapes(run.model)
         ]  # fmt: skip
-        self.upstream = {p.w.shape[0]: kept[p.w.shape[0]] for p in self.products}
 
     def step(self) -> None:
         """Forward through all layers and back."""
         with torch.no_grad():
             for _ in range(self.microbatches):
                 for p in self.products:
-                    torch.mm(p.x, p.w.t(), out=p.y)
+                    forward(p.x, p.w)
                 for p in reversed(self.products):
-                    dy = self.upstream[p.w.shape[0]]
-                    torch.mm(dy, p.w, out=p.dx)
-                    torch.mm(dy.t(), p.x, out=p.dw)
+                    input_grad(p.dy, p.w)
+                    torch.mm(p.dy.t(), p.x, out=p.dw)
 
 
 class Attention:

@@ -1,8 +1,8 @@
 """The peer: Hugging Face transformers' Llama in a plain PyTorch training step, eager or compiled.
 
 Everything that could make it faster without leaving the common recipe is on: sdpa attention, fused AdamW, multi-tensor
-(`foreach`) clipping and copies, gradients dropped instead of zeroed. In bf16 the module is bf16 and the optimizer works on
-fp32 copies of weights and gradients; autocast over fp32 weights, the other common recipe, was slower (docs/log.md).
+(`foreach`) clipping and copies, gradients dropped instead of zeroed. In bf16 the module is bf16 and the optimizer works
+on fp32 copies of weights and gradients; autocast over fp32 weights, the other common recipe, was slower (docs/log.md).
 """
 
 from collections.abc import Mapping
