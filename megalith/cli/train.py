@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from tyro.conf import Positional
 
@@ -38,7 +39,15 @@ def main(argv: list[str]) -> int:
         from megalith.parallel.launch import run_workers
 
         return run_workers(["train", *argv], command.nproc)
-    return _train(run, command.run)
+    return _train(run, command.run or _own_folder(command.recipe))
+
+
+def _own_folder(recipe: str) -> str | None:
+    """The folder of an earlier run goes on where it is; a recipe, a file or a released model starts a new one."""
+    folder = Path(recipe)
+    if (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists():
+        return str(folder) if "/" in recipe else f"./{recipe}"
+    return None
 
 
 def must_start_workers(run: TrainRun, nproc: int) -> bool:
@@ -62,8 +71,9 @@ def _train(run: TrainRun, name: str | None) -> int:
     """Train as one rank of the job that the environment describes."""
     from megalith.train.folder import run_folder
     from megalith.train.job import joined
-    from megalith.train.loop import run_training
+    from megalith.train.loop import matching_tokenizer, run_training
 
+    matching_tokenizer(run)  # before anything is made or anyone waits
     folder = run_folder(run, name)
     with joined(run, os.environ) as job:
         outcome = run_training(run, folder, job.mesh, job.device)

@@ -39,8 +39,8 @@ class DataConfig:
     num_train_samples: int | None = None
     """Build the training order for this many samples. Unset: as many as the run's steps need.
 
-    The number of epochs, and with it the order, follows from this count. A run made longer in a later
-    session keeps the order it began with by setting the count that the message of the refused resume names.
+    The number of epochs, and with it the order, follows from this count. A run keeps the order of its first start and
+    can be made longer as far as that has samples; set this higher at the first start to leave room.
     """
     mid_level_dataset_surplus: float = 0.005
     """Extra share of samples that every member of a weighted blend is built for, against rounding."""

@@ -28,7 +28,7 @@ class LoopConfig:
     """Tokens per row."""
 
     log_every: int = 1
-    """Steps between rows of metrics.jsonl; nothing else waits for the device."""
+    """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the last one."""
 
     eval_every: int | None = None
     """Steps between evaluations on the validation split; unset: only after the last step."""

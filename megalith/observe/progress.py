@@ -1,5 +1,6 @@
 """What a person sees while work goes on: a progress bar with the time left on a terminal, plain lines elsewhere."""
 
+import logging
 import sys
 import time
 from collections.abc import Mapping
@@ -8,20 +9,22 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+_log = logging.getLogger(__name__)
+
 LINE_SECONDS = 10.0  # between plain lines, so that a log of a long run stays readable
 
 
 class StepProgress:
     """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few seconds."""
 
-    def __init__(self, *, total: int, start: int, show: bool) -> None:
+    def __init__(self, *, total: int, show: bool) -> None:
         self._total, self._show = total, show
         self._last_line = 0.0
         self._bar: Progress | None = None
         if show and sys.stdout.isatty():
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}"))
             self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console())
-            self._task = self._bar.add_task("train", total=total, completed=start, news="")
+            self._task = self._bar.add_task("train", total=total, news="")
 
     def __enter__(self) -> "StepProgress":
         if self._bar is not None:
@@ -34,6 +37,11 @@ class StepProgress:
         if self._bar is not None:
             self._bar.stop()
 
+    def resume(self, step: int) -> None:
+        """Start counting at a step that was done before; the time left is judged by what follows."""
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=step)
+
     def step(self, step: int, news: Mapping[str, str]) -> None:
         """Report a finished step."""
         text = " · ".join(f"{name} {value}" for name, value in news.items())
@@ -44,7 +52,8 @@ class StepProgress:
             self._line(f"step {step}/{self._total} · {text}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
+        """Print a line above the bar, and note it in the log."""
+        _log.info(text)
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         elif self._show:

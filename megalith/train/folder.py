@@ -11,8 +11,11 @@ from megalith.errors import ConfigError
 FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed")
 """Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
 
-FREE_DATA = ("data.cache_path", "data.mmap", "data.num_train_samples")
-"""Exceptions: where indices are kept and how files are read changes no sample; the last is checked by the samples."""
+FREE_DATA = (
+    "data.cache_path", "data.mmap", "data.num_train_samples", "data.path", "data.train_path", "data.valid_path",
+    "data.test_path", "tokenizer.path",
+)  # fmt: skip
+"""Exceptions: files may move; that they are the same ones is checked by what is in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +77,14 @@ def write_config(folder: RunFolder, run: TrainRun) -> None:
     """Save the resolved settings; a run killed at any point leaves the old ones or the new ones, whole."""
     folder.path.mkdir(parents=True, exist_ok=True)
     storage.replace_file(folder.config, dump_yaml(run).encode())
+
+
+def set_aside_metrics(folder: RunFolder) -> Path | None:
+    """Keep the metrics of a run whose checkpoints are gone, under another name; None when there are none."""
+    if not folder.metrics.exists() or folder.metrics.stat().st_size == 0:
+        return None
+    number = 1
+    while (kept := folder.metrics.with_name(f"metrics.before-{number}.jsonl")).exists():
+        number += 1
+    folder.metrics.rename(kept)
+    return kept

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
-from megalith.checkpoint.lock import lock_run
+from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.train import TrainRun
@@ -18,8 +18,9 @@ from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.models.pretrained import load_pretrained
+from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
 from megalith.observe.plots import plot_run
@@ -27,15 +28,18 @@ from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
-from megalith.plan.costs import flops_per_token
-from megalith.train.build import DTYPES, build_trainer, checkpoint_entries
+from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
+from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries
 from megalith.train.evaluate import evaluate
-from megalith.train.folder import RunFolder, changed_settings, write_config
+from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
 from megalith.train.state import TrainState
-from megalith.train.step import StepResult, train_step
+from megalith.train.step import StepResult, nonfinite_names, train_step
 from megalith.train.stop import Stopper
 
 _log = logging.getLogger(__name__)
+
+MOST_SKIPPED = 20
+"""Steps in a row that may change nothing before the run ends (a guess: real spikes last a few steps)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,38 +62,51 @@ def run_training(run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.dev
         DataError: the data is missing, damaged, or not what the run was started with.
     """
     first = mesh.world.rank == 0
-    with lock_run(folder.path) if first else nullcontext():
-        with StepProgress(total=run.train.steps, start=0, show=show and first) as progress:
-            if first:
-                for line in changed_settings(folder, run):
-                    progress.say(f"changed since the run was started: {line}")
-                sweep(folder.checkpoints)  # what a run that was killed left half written
-            return _Loop(run, folder, mesh, device, progress).run()
+    with (
+        lock_run(folder.path) if first else nullcontext() as lock,
+        log_to(folder.path / "log.txt") if first else nullcontext(),
+        StepProgress(total=run.train.steps, show=show and first) as progress,
+    ):
+        if first:
+            for line in changed_settings(folder, run):
+                progress.say(f"changed since the run was started: {line}")
+            sweep(folder.checkpoints)  # what a run that was killed left half written
+        return _Loop(run, folder, mesh, device, progress, lock).run()
 
 
 class _Loop:
     """One run of the loop: what it computes with, where it is, and where it writes."""
 
     def __init__(
-        self, run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, progress: StepProgress
-    ) -> None:
-        self.run_config, self.folder, self.mesh, self.progress = run, folder, mesh, progress
+        self, run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, progress: StepProgress,
+        lock: RunLock | None,
+    ) -> None:  # fmt: skip
+        self.run_config, self.folder, self.mesh, self.progress, self.lock = run, folder, mesh, progress, lock
         self.writer = mesh.world.rank == 0
         found = gather_objects(find_latest(folder.checkpoints) if self.writer else None, mesh.world)[0]
         saved = open_checkpoint(found) if isinstance(found, Path) else None
+        if saved is not None:
+            saved.require_state("train", "optimizer_updates", "data", "order_samples", "tokenizer")
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
-        self.tokenizer = _matching_tokenizer(run)
-        self._open_data(saved)
+        self.tokenizer = matching_tokenizer(run)
+        self.data = self._open_data(saved)
         self.trainer = build_trainer(run, mesh, device, fill=saved is None and run.checkpoint.load is None)
         self._load(saved)
+        _compare_replicas(self.trainer)
         if self.writer:
+            if saved is None and (kept := set_aside_metrics(folder)) is not None:
+                progress.say(f"{folder.checkpoints} has no checkpoint: starting from the beginning; see {kept}")
             write_config(folder, run)
+        progress.resume(self.state.step)
         barrier(mesh.world)
         self.metrics: MetricsFile | None = None  # opened by the first step
         self.lengths = schedule_lengths(
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
-        self.flops = flops_per_token(run.model, run.train.seq_len)
+        self.flops = 0  # of the global batch, since the last logged row
+        self.seconds = 0.0  # in steps, since the last logged row
+        self.lr = 0.0
+        self.skipped_in_a_row = 0
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
         self.saved_step = self.state.step if saved is not None else -1
@@ -105,12 +122,11 @@ class _Loop:
         try:
             with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:
                 loader = self._loader()
-                clock = _Clock()
                 while state.step < run.train.steps:
                     result = self._step(loader, stop=stopper.reason is not None)
-                    self._log_step(result, clock)
+                    self._log_step(result)
                     self._evaluate_if_due()
-                    if result.stop:
+                    if result.stop and state.step < run.train.steps:
                         outcome = Outcome("stopped", state.step, stopper.reason or "another rank was asked to stop")
                         break
                     if run.checkpoint.every and state.step % run.checkpoint.every == 0:
@@ -126,32 +142,57 @@ class _Loop:
         run, state = self.run_config, self.state
         self.lr = learning_rate(run.schedule, state.scheduled_samples, self.lengths)
         decay = weight_decay(run.schedule, state.scheduled_samples, self.lengths)
-        result = train_step(self.trainer, loader.next(), lr=self.lr, weight_decay=decay, stop=stop)
+        started = time.perf_counter()
+        batches = loader.next()
+        result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
+        self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
+        squares = sum(n * n for batch in batches.microbatches for n, _ in batch.tokens.lengths)
+        self.flops += step_flops(
+            run.model, tokens=rows * run.train.seq_len, squared_lengths=squares * self.mesh.dp.size
+        )
         state.step += 1
         state.consumed_samples += rows
         state.tokens += rows * run.train.seq_len
         if result.updated:
             state.scheduled_samples += rows
+            self.skipped_in_a_row = 0
         else:
             state.skipped += 1
-            self.progress.say(f"step {state.step}: gradient norm {result.grad_norm}; nothing was updated")
+            self._note_skipped(result)
         return result
 
-    def _log_step(self, result: StepResult, clock: "_Clock") -> None:
+    def _note_skipped(self, result: StepResult) -> None:
+        """Say that a step changed nothing; too many in a row are no accident.
+
+        Raises:
+            DataError: so many that waiting for a better batch makes no sense.
+        """
+        self.skipped_in_a_row += 1
+        self.progress.say(f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no update")
+        if self.skipped_in_a_row >= MOST_SKIPPED:
+            raise DataError(
+                f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} and gradient norm "
+                f"{result.grad_norm} (not finite in {nonfinite_names(self.trainer)}). Reduce schedule.lr, check the "
+                f"data and the settings of the model, and run it again: it goes on from the newest checkpoint."
+            )
+
+    def _log_step(self, result: StepResult) -> None:
         run, state = self.run_config, self.state
-        clock.steps += 1
         if state.step % run.train.log_every and state.step != run.train.steps:
             return
-        seconds = clock.seconds_per_step()
-        per_second = run.train.global_batch_size * run.train.seq_len / seconds
-        tflops = per_second * self.flops / self.mesh.world.size / 1e12
+        since = (state.step - 1) % run.train.log_every + 1
+        seconds, devices = self.seconds, self.mesh.world.size
+        per_second = since * run.train.global_batch_size * run.train.seq_len / seconds
+        tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
+        mfu = self.peak and model_flops_utilisation(self.flops, seconds=seconds, devices=devices, peak_tflops=self.peak)
         row = {
             "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": self.lr,
-            "tokens": state.tokens, "tokens_per_second": round(per_second, 1), "step_ms": round(seconds * 1000, 3),
-            "tflops_per_device": round(tflops, 6), "mfu": round(tflops / self.peak, 4) if self.peak else None,
+            "tokens": state.tokens, "tokens_per_second": round(per_second, 1),
+            "step_ms": round(seconds * 1000 / since, 3), "tflops_per_device": round(tflops, 6), "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
+        self.flops, self.seconds = 0, 0.0
         self._write(row)
         self.progress.step(
             state.step, {"loss": f"{result.loss:.4f}", "lr": f"{self.lr:.2e}", "tokens/s": f"{per_second:,.0f}"}
@@ -175,10 +216,10 @@ class _Loop:
     def _evaluate_if_due(self) -> None:
         train, step = self.run_config.train, self.state.step
         due = step == train.steps or (train.eval_every is not None and step % train.eval_every == 0)
-        if not due or train.eval_steps == 0 or self.splits.valid is None:
+        if not due or train.eval_steps == 0 or self.data.splits.valid is None:
             return
         found = evaluate(
-            self.trainer.model, self.splits.valid, self._masks(), self.mesh,
+            self.trainer.model, self.data.splits.valid, self._masks(), self.mesh,
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
             device=self.trainer.device,
         )  # fmt: skip
@@ -190,6 +231,8 @@ class _Loop:
         """Save this step, unless it is saved already; a failure is announced, and only several in a row end the run."""
         if self.saved_step == self.state.step:
             return
+        if self.lock is not None:
+            self.lock.check()  # a run that was suspended may find that another has taken its folder over
         keep = self.run_config.checkpoint
         try:
             report = save_checkpoint(
@@ -206,21 +249,27 @@ class _Loop:
         _log.info("saved %s", report)
 
     def _state_json(self) -> dict[str, Any]:  # Any: JSON
-        assert self.splits.train is not None
+        assert self.data.splits.train is not None
         return {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
-            "data": self.splits.train.fingerprint, "order_samples": self.order_samples,
+            "data": self.data.splits.train.fingerprint, "order_samples": self.data.order_samples,
+            "tokenizer": self.tokenizer.fingerprint,
         }  # fmt: skip
 
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or weights from the one it starts from."""
         if saved is not None:
-            assert self.splits.train is not None
-            if saved.state["data"] != self.splits.train.fingerprint:
+            assert self.data.splits.train is not None
+            if saved.state["data"] != self.data.splits.train.fingerprint:
                 raise CheckpointError(
                     f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
-                    f"  now:  {self.splits.train.fingerprint}\n"
-                    f"{self.way_out}, or choose another folder with --run NAME."
+                    f"  now:  {self.data.splits.train.fingerprint}\n"
+                    f"{self.data.way_out}, or choose another folder with --run NAME."
+                )
+            if saved.state["tokenizer"] != self.tokenizer.fingerprint:
+                raise CheckpointError(
+                    f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
+                    f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run NAME."
                 )
             saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
             self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
@@ -232,20 +281,22 @@ class _Loop:
                 self.progress.say(f"{source}: {line}")
             self.progress.say(f"starting from {source}")
 
-    def _open_data(self, saved: Checkpoint | None) -> None:
+    def _open_data(self, saved: Checkpoint | None) -> "_RunData":
         """Build the datasets. Their order follows from a count of samples: that of the first start, if it suffices.
 
         Indices are built by whoever comes first and mapped by the others.
         """
-        needed = self.run_config.train.steps * self.run_config.train.global_batch_size
-        self.order_samples = needed if saved is None else int(saved.state["order_samples"])
-        self.splits = self._datasets(self.order_samples)
-        self.way_out = "Use the data and the data.num_train_samples that the run was started with"
-        if self.splits.train is not None and self.splits.train.num_samples < needed:
-            enough_for = self.splits.train.num_samples // self.run_config.train.global_batch_size
-            self.way_out = f"Set train.steps to at most {enough_for}, which the order it began with has samples for"
-            self.order_samples = needed
-            self.splits = self._datasets(needed)
+        rows = self.run_config.train.global_batch_size
+        needed = self.run_config.train.steps * rows
+        first = needed if saved is None else int(saved.state["order_samples"])
+        splits = self._datasets(first)
+        if splits.train is None or splits.train.num_samples >= needed:
+            return _RunData(splits, first, "Use the data and the data.num_train_samples that the run was started with")
+        enough = splits.train.num_samples // rows
+        return _RunData(
+            self._datasets(needed), needed,
+            f"Set train.steps to at most {enough}, which the order it began with has samples for",
+        )  # fmt: skip
 
     def _datasets(self, train_samples: int) -> Splits:
         run, train = self.run_config, self.run_config.train
@@ -261,9 +312,9 @@ class _Loop:
 
     def _loader(self) -> Loader:
         train = self.run_config.train
-        assert self.splits.train is not None
+        assert self.data.splits.train is not None
         return Loader(
-            self.splits.train, self._masks(), self.mesh.dp, global_batch_size=train.global_batch_size,
+            self.data.splits.train, self._masks(), self.mesh.dp, global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size, consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step, device=self.trainer.device,
         )  # fmt: skip
@@ -280,23 +331,41 @@ class _Loop:
         )
 
 
-class _Clock:
-    """Time per step since the last logged one."""
+@dataclass(frozen=True, slots=True)
+class _RunData:
+    """The samples of a run, and what decided their order."""
 
-    def __init__(self) -> None:
-        self.steps = 0
-        self._since = time.perf_counter()
+    splits: Splits
+    order_samples: int
+    """The count of training samples that the order was built for."""
 
-    def seconds_per_step(self) -> float:
-        """Mean since the last call."""
-        now = time.perf_counter()
-        seconds = (now - self._since) / max(1, self.steps)
-        self.steps, self._since = 0, now
-        return seconds
+    way_out: str
+    """What to do when the order is not the one the run began with."""
 
 
-def _matching_tokenizer(run: TrainRun) -> Tokenizer:
-    """The run's tokenizer, whose ids the model must know."""
+def _compare_replicas(trainer: Trainer) -> None:
+    """Make sure that data-parallel ranks start from the same weights: keyed draws are equal on equal machines only.
+
+    Raises:
+        CheckpointError: on every rank, naming those that differ.
+    """
+    group = trainer.mesh.dp
+    bits = trainer.data.weights.view(torch.uint8)
+    sums = gather_objects(int(bits.sum(dtype=torch.int64)), group)
+    if len(set(sums)) > 1:
+        odd = [rank for rank, value in zip(group.ranks, sums, strict=True) if value != sums[0]]
+        raise CheckpointError(
+            f"ranks {odd} start from other weights than rank {group.ranks[0]}. Use machines of one type, or set "
+            f"checkpoint.load to weights that all of them read."
+        )
+
+
+def matching_tokenizer(run: TrainRun) -> Tokenizer:
+    """The run's tokenizer, whose ids the model must know.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than the model.
+    """
     tokenizer = build_tokenizer(run.tokenizer)
     if tokenizer.vocab_size > run.model.vocab_size:
         raise ConfigError(

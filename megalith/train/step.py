@@ -60,12 +60,13 @@ def train_step(
         data.publish()
     elif trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {grad_norm}: not finite in {_nonfinite_names(trainer)} on rank {mesh.rank}. Reduce "
+            f"gradient norm {grad_norm}: not finite in {nonfinite_names(trainer)} on rank {mesh.rank}. Reduce "
             f"schedule.lr, check the data, or set optim.nonfinite_grad=skip."
         )
     return StepResult(loss_sum / max(1, batches.num_labels), grad_norm, finite, stopping > 0)
 
 
-def _nonfinite_names(trainer: Trainer) -> str:
+def nonfinite_names(trainer: Trainer) -> str:
+    """The first few parameters of this rank whose gradient is not finite."""
     bad = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
     return ", ".join(bad[:5]) or "another rank's slices, none"

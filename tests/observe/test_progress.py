@@ -6,7 +6,7 @@ from megalith.observe.progress import StepProgress
 
 
 def test_plain_lines_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
-    with StepProgress(total=3, start=0, show=True) as progress:
+    with StepProgress(total=3, show=True) as progress:
         for step in (1, 2, 3):
             progress.step(step, {"loss": "1.0"})
         progress.say("saved")
@@ -14,7 +14,7 @@ def test_plain_lines_first_and_last(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with StepProgress(total=1, start=0, show=False) as progress:
+    with StepProgress(total=1, show=False) as progress:
         progress.step(1, {"loss": "1.0"})
         progress.say("saved")
     assert capsys.readouterr().out == ""

@@ -8,7 +8,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.recipes import resolve
-from megalith.train.folder import RunFolder, changed_settings, run_folder, write_config
+from megalith.train.folder import RunFolder, changed_settings, run_folder, set_aside_metrics, write_config
 
 
 def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
@@ -49,3 +49,24 @@ def test_a_name_is_under_runs_and_a_path_is_a_path() -> None:
     assert run_folder(run, "again").path == Path("runs/again")
     assert run_folder(run, "./here").path == Path("here")
     assert run_folder(run, "/tmp/there").path == Path("/tmp/there")
+
+
+def test_metrics_without_a_checkpoint_are_set_aside_not_wiped(tmp_path: Path) -> None:
+    folder, _ = started(tmp_path)
+    assert set_aside_metrics(folder) is None
+    folder.metrics.write_text('{"step": 1}\n')
+    kept = set_aside_metrics(folder)
+    assert kept is not None
+    assert kept.name == "metrics.before-1.jsonl"
+    assert not folder.metrics.exists()
+    folder.metrics.write_text('{"step": 2}\n')
+    again = set_aside_metrics(folder)
+    assert again is not None
+    assert again.name == "metrics.before-2.jsonl"
+    assert kept.read_text() == '{"step": 1}\n'
+
+
+def test_files_may_move(tmp_path: Path) -> None:
+    folder, run = started(tmp_path)
+    moved = apply_overrides(run, {"data.cache_path": "/elsewhere"})
+    assert changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]

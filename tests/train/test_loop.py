@@ -23,6 +23,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
 from megalith.train import loop
+from megalith.train.build import build_trainer
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
 from megalith.train.step import StepResult, train_step
@@ -104,7 +105,7 @@ def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path)
     train(tmp_path / "whole")
     for step in range(1, 9):
         outcome = train(tmp_path / "parts", {"train.max_minutes": "0"})
-        assert outcome == Outcome("stopped", step, "time limit")
+        assert outcome == (Outcome("stopped", step, "time limit") if step < 8 else Outcome("done", 8))
     assert rows(tmp_path / "parts") == rows(tmp_path / "whole")
     assert hashes(tmp_path / "parts", 8) == hashes(tmp_path / "whole", 8)
     assert train(tmp_path / "parts") == Outcome("done", 8)
@@ -319,7 +320,7 @@ def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
 
     monkeypatch.setattr(loop, "train_step", overflowing)
     train(tmp_path, show=True)
-    assert "step 3: gradient norm inf; nothing was updated" in capsys.readouterr().out
+    assert "gradient norm inf; no update" in capsys.readouterr().out
     found = [row for row in rows(tmp_path) if "loss" in row]
     assert [row["skipped"] for row in found] == [0, 0, 1, 1, 1, 1, 1, 1]
     assert found[3]["lr"] == found[2]["lr"] != found[1]["lr"]
@@ -339,3 +340,61 @@ def test_without_evaluation_steps_nothing_is_evaluated(tmp_path: Path) -> None:
 def test_without_regular_checkpoints_the_last_one_is_written(tmp_path: Path) -> None:
     train(tmp_path, {"checkpoint.every": "0"})
     assert checkpoints(tmp_path) == [8]
+
+
+def test_a_run_that_never_updates_ends_with_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(*arguments: Any, **options: Any) -> StepResult:
+        return replace(train_step(*arguments, **options), grad_norm=float("nan"), updated=False)
+
+    monkeypatch.setattr(loop, "train_step", nothing)
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
+    with pytest.raises(
+        DataError, match=r"3 steps in a row changed nothing, .* gradient norm nan .* Reduce schedule.lr"
+    ):
+        train(tmp_path)
+
+
+def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
+    train(tmp_path)
+    train(tmp_path, {"train.steps": "8", "schedule.lr": "3e-3"})
+    text = (tmp_path / "log.txt").read_text()
+    assert "saved step_0000008" in text
+    assert "changed since the run was started: schedule.lr" in text
+
+
+def test_lost_checkpoints_start_again_and_keep_the_old_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path)
+    before = (tmp_path / "metrics.jsonl").read_text()
+    (tmp_path / "checkpoints").rename(tmp_path / "lost")
+    train(tmp_path, show=True)
+    assert "has no checkpoint: starting from the beginning" in capsys.readouterr().out
+    assert (tmp_path / "metrics.before-1.jsonl").read_text() == before
+
+
+def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: object) -> None:
+        raise CheckpointError("taken over by process 7. Use another folder.")
+
+    monkeypatch.setattr(loop.RunLock, "check", taken)
+    with pytest.raises(CheckpointError, match="taken over by process 7"):
+        train(tmp_path)
+    assert checkpoints(tmp_path) == []
+
+
+def _starts_apart(rank: int, world: int) -> str:
+    """Two replicas of which one has another first weight."""
+    run = tiny_run({"parallel.dp": "2"})
+    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU)
+    loop._compare_replicas(trainer)
+    with torch.no_grad():
+        trainer.data.weights[3] += rank
+    try:
+        loop._compare_replicas(trainer)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing was said"
+
+
+def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
+    for said in run_ranks(_starts_apart, 2):
+        assert said.startswith("ranks [1] start from other weights than rank 0")
