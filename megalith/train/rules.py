@@ -14,7 +14,7 @@ from megalith.plan.grid import dense_problems
 Rule = Callable[[TrainRun, int], str | None]
 
 MOST_SAMPLES = 1 << 36
-"""Of one run: their order takes half a TiB, and no corpus has so many rows."""
+"""Of one run: their order takes half a TiB or more, and no corpus has so many rows."""
 
 
 def check_run(run: TrainRun, world: int) -> None:
@@ -219,7 +219,7 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
         return None
     return (
         f"train.steps={steps} * train.global_batch_size={rows} = {steps * rows} samples is more than "
-        f"{MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each. "
+        f"{MOST_SAMPLES} (2**36): the order of all samples is built first, at 8 bytes each or more. "
         f"Set train.steps to {max(MOST_SAMPLES // rows, 1)} or less."
     )
 
