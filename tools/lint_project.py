@@ -61,7 +61,7 @@ STARTERS = COLLECTIVES | {"batch_isend_irecv", "new_group", "init_process_group"
 OUR_COLLECTIVE_MODULES = ("megalith.parallel.group", "megalith.parallel.autograd")
 OUR_COLLECTIVES = frozenset(
     {
-        *("all_reduce_", "start_all_reduce_", "all_reduce_max_", "broadcast_", "gather_objects", "barrier"),
+        *("all_reduce_", "start_all_reduce_", "all_reduce_max_", "gather_objects", "barrier"),
         *("enter", "leave", "all_reduce", "gather", "reduce_scatter", "gather_same", "split", "all_to_all"),
     }
 )

@@ -46,12 +46,6 @@ class AdamW:
             if slot.master is not slot.weight:
                 slot.weight.copy_(slot.master)
 
-    def reload_masters(self) -> None:
-        """Take the master weights from the weights, after these were loaded without them."""
-        for slot in self.slots:
-            if slot.master is not slot.weight:
-                slot.master.copy_(slot.weight)
-
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; the moments are loaded elsewhere."""
         self.updates = updates

@@ -62,13 +62,6 @@ def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
     return x
 
 
-def broadcast_(x: Tensor, group: Group, *, source: int = 0) -> Tensor:
-    """Overwrite `x` with that of the group's rank number `source`, in place."""
-    if group.size > 1:
-        dist.broadcast(x, src=group.ranks[source], group=group.handle)
-    return x
-
-
 def gather_objects(value: object, group: Group) -> list[object]:
     """Every rank's `value`, in group order; for small plain values outside the hot path."""
     if group.size == 1:

@@ -82,10 +82,3 @@ def test_moments_and_the_count_continue_a_run() -> None:
     for optimizer in (first, second):
         optimizer.step(gradients(9, torch.float32), lr=1e-2, weight_decay=0.1)
     assert all(torch.equal(a.weight, b.weight) for a, b in zip(first.slots, second.slots, strict=True))
-
-
-def test_masters_can_be_taken_from_loaded_weights() -> None:
-    optimizer = AdamW(weights(torch.bfloat16), OptimConfig())
-    optimizer.slots[0].weight.fill_(2.0)
-    optimizer.reload_masters()
-    assert (optimizer.slots[0].master == 2.0).all()

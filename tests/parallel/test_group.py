@@ -9,7 +9,6 @@ from megalith.parallel.group import (
     all_reduce_max_,
     alone,
     barrier,
-    broadcast_,
     gather_objects,
     my_range,
     start_all_reduce_,
@@ -32,36 +31,34 @@ def test_sums_and_maxima_are_taken_in_place_and_alike_on_every_rank() -> None:
     assert run_ranks(_sums, 3) == [[[3.0, 3.0], [6.0], [0, 2]]] * 3
 
 
-def _collect(rank: int, world: int) -> tuple[list[float], list[object]]:
+def _collect(rank: int, world: int) -> list[object]:
     group = everyone(rank, world, "dp")
     barrier(group)
-    x = broadcast_(torch.tensor([float(rank)]), group, source=1)
-    return x.tolist(), gather_objects({"rank": rank, "odd": None if rank else [1.5]}, group)
+    return gather_objects({"rank": rank, "odd": None if rank else [1.5]}, group)
 
 
-def test_values_travel_from_one_rank_to_all_and_from_all_to_each() -> None:
+def test_values_travel_from_all_ranks_to_each() -> None:
     values: list[object] = [{"rank": 0, "odd": [1.5]}, {"rank": 1, "odd": None}]
-    assert run_ranks(_collect, 2) == [([1.0], values)] * 2
+    assert run_ranks(_collect, 2) == [values] * 2
 
 
-def _in_the_last_two(rank: int, world: int) -> tuple[list[float], list[float], list[object]] | None:
+def _in_the_last_two(rank: int, world: int) -> tuple[list[float], list[object]] | None:
     handle = dist.new_group([1, 2])
     if rank == 0:
         return None
     group = Group(axes=("dp",), ranks=(1, 2), rank=rank - 1, handle=handle, name=handle.group_name)
     barrier(group)
     summed = all_reduce_(torch.tensor([float(rank)]), group)
-    first = broadcast_(torch.tensor([float(rank)]), group)
-    return summed.tolist(), first.tolist(), gather_objects(rank, group)
+    return summed.tolist(), gather_objects(rank, group)
 
 
 def test_a_group_counts_its_own_ranks_from_zero() -> None:
-    assert run_ranks(_in_the_last_two, 3) == [None, ([3.0], [1.0], [1, 2]), ([3.0], [1.0], [1, 2])]
+    assert run_ranks(_in_the_last_two, 3) == [None, ([3.0], [1, 2]), ([3.0], [1, 2])]
 
 
 def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
     group, x = alone("tp_kv", "tp_copy"), torch.tensor([3.0])
-    for result in (all_reduce_(x, group), all_reduce_max_(x, group), broadcast_(x, group)):
+    for result in (all_reduce_(x, group), all_reduce_max_(x, group)):
         assert result is x
     assert start_all_reduce_(x, group) is None
     assert gather_objects({"a": 1}, group) == [{"a": 1}]
