@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import chain
@@ -190,9 +191,11 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)  # before the work: a place that cannot be written should cost none
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise DataError(
-            f"tokenizer {path}: no folder can be made there ({error}). Use the name of a folder, old or new."
+            f"tokenizer {path}: cannot be written ({error}). Use a folder, old or new, that you can write to."
         ) from error
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)

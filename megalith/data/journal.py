@@ -166,7 +166,7 @@ class Journal:
         Raises:
             DataError: it is another process's, holds unfinished work, does not fit these settings, or cannot be made.
         """
-        there = self._folder.exists()
+        there = os.path.exists(self._folder)  # unlike Path.exists, no error where looking is not allowed
         lock = _take(self._folder)
         if there and not (resume or overwrite):
             lock.close()

@@ -127,8 +127,13 @@ def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume
     assert IndexedDataset(str(tmp_path / "out"))[0].tolist() == [1, 2]
 
 
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
+
+    def refuse(path: Path) -> bool:  # as in a folder that may not be searched
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refuse)
     with (
         pytest.raises(DataError, match=r"file/work: cannot be written .*Use an output in a folder"),
         journal(tmp_path / "file") as work,

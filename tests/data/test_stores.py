@@ -72,3 +72,10 @@ def test_a_store_with_a_cache_beside_it_is_still_that_store(tmp_path: Path) -> N
     prefix = write(tmp_path, "a", [[1]])
     (tmp_path / "a" / "cache").mkdir(parents=True)
     assert find_stores(prefix) == [prefix]
+
+
+def test_an_output_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    prefix = write(tmp_path, "a", [[1]])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"output .*file/b: cannot be written .*Use an output in a folder"):
+        merge_stores([prefix], str(tmp_path / "file" / "b"))
