@@ -124,7 +124,7 @@ def test_work_of_another_process_is_not_called_unfinished(tmp_path: Path, resume
             w.start(resume=resume, overwrite=False)
         first.finish(np.dtype("<u2"))
         first.publish([str(tmp_path / "out")])
-    assert IndexedDataset(str(tmp_path / "out"))[0].tolist() == [1, 2]
+    assert IndexedDataset(str(tmp_path / "out")).get(0).tolist() == [1, 2]
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
