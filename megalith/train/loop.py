@@ -4,11 +4,11 @@ import logging
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from megalith.checkpoint.agree import together
 from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
@@ -83,8 +83,8 @@ class _Loop:
     ) -> None:  # fmt: skip
         self.run_config, self.folder, self.mesh, self.progress, self.lock = run, folder, mesh, progress, lock
         self.writer = mesh.world.rank == 0
-        found = gather_objects(find_latest(folder.checkpoints) if self.writer else None, mesh.world)[0]
-        saved = open_checkpoint(found) if isinstance(found, Path) else None
+        found = together(lambda: find_latest(folder.checkpoints) if self.writer else None, mesh.world)[0]
+        saved = None if found is None else open_checkpoint(found)
         if saved is not None:
             saved.require_state("train", "optimizer_updates", "data", "order_samples", "tokenizer")
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
@@ -231,8 +231,8 @@ class _Loop:
         """Save this step, unless it is saved already; a failure is announced, and only several in a row end the run."""
         if self.saved_step == self.state.step:
             return
-        if self.lock is not None:
-            self.lock.check()  # a run that was suspended may find that another has taken its folder over
+        # A run that was suspended may find that another has taken its folder over.
+        together(lambda: None if self.lock is None else self.lock.check(), self.mesh.world)
         keep = self.run_config.checkpoint
         try:
             report = save_checkpoint(
