@@ -51,6 +51,7 @@ def test_a_run_that_does_not_fit_the_ranks_is_refused_before_they_meet() -> None
 
 def meet(rank: int, world: int, port: int, seeds: list[str], fail: bool) -> list[object]:
     """Join as a rank of a launcher would; the pool's own process group makes way."""
+    dist.barrier()  # a rank that leaves while another still connects would take it down
     dist.destroy_process_group()
     told = environment(rank, world, port)
     os.environ.update(told)
