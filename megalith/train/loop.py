@@ -190,7 +190,8 @@ class _Loop:
             "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": self.lr,
             "tokens": state.tokens, "tokens_per_second": round(per_second, 1),
             "step_ms": round(seconds * 1000 / since, 3), "tflops_per_device": round(tflops, 6),
-            "mfu": None if mfu is None else round(mfu, 4), "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
+            "mfu": None if mfu is None else round(mfu, 4),
+            "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
         self.flops, self.seconds = 0, 0.0
         self._write(row)
