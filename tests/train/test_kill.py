@@ -24,8 +24,12 @@ from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 
 FIELDS = ("step", "loss", "grad_norm", "lr", "tokens", "eval_loss")
-STEPS = 60
-SETTINGS = {"train.steps": str(STEPS), "train.eval_every": "6", "checkpoint.every": "2", "checkpoint.keep": "2"}
+STEPS = 84
+LAST_KILL = 50  # the steps left after it take longer than a busy machine lets this process wait
+SETTINGS = {
+    "train.steps": str(STEPS), "train.micro_batch_size": "6", "train.eval_every": "6", "checkpoint.every": "2",
+    "checkpoint.keep": "2",
+}  # fmt: skip
 PATIENCE_SECONDS = 120.0
 
 
@@ -109,7 +113,7 @@ def train_with_kills(file: Path, folder: Path, *, nproc: int, kills: int, seed: 
     command = [sys.executable, "-m", "megalith", "train", str(file), "--run", str(folder), "--nproc", str(nproc)]
     draw, found = random.Random(seed), Kills()
     for number in range(kills):
-        span = (STEPS - 10) // kills  # every kill has its own stretch of the run
+        span = LAST_KILL // kills  # every kill has its own stretch of the run
         target = number * span + draw.randrange(span)
         delay = None if number % 2 == 1 else draw.uniform(0.0, 0.05)
         run_and_kill(command, folder, target, delay)
