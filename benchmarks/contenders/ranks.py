@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 from contenders.ours import LR, WEIGHT_DECAY, random_step
-from paired import take_turns
+from paired import Turns, take_turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -58,10 +58,8 @@ class Theirs:
         return float(all_reduce_(loss.detach(), self.mesh.dp))
 
 
-def run_rank(
-    rank: int, world: int, run: TrainRun, rounds: int, warmup: int
-) -> tuple[list[float], dict[str, list[float]]]:
-    """Losses of the first step (ours, theirs), and the seconds of every turn, each from barrier to barrier."""
+def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[list[float], Turns]:
+    """Losses of the first step (ours, theirs), and what every turn took, each from barrier to barrier."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as `megalith train` does; theirs shares the process
     mesh = build_mesh(model_grid(ParallelConfig(), run.model, world), rank=rank)
@@ -77,7 +75,7 @@ def run_rank(
         {"ours": _until_all_are_done(ours, mesh), "ddp": _until_all_are_done(theirs.step, mesh)},
         rounds=rounds, warmup=warmup,
     )  # fmt: skip
-    return losses, dict(turns.seconds)
+    return losses, turns
 
 
 def _my_part(run: TrainRun, rank: int, world: int) -> StepBatches:
