@@ -89,7 +89,7 @@ def test_70b_on_4096_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "llama3_70b", "--world", "4096", "--json"]) == 0
     rows = document(capsys)["rows"]
     assert isinstance(rows, list)
-    (types,) = [row for row in rows if row["part"] == "b"]
+    types = next(row for row in rows if row["part"] == "b")
     print(types["answer"])
     seconds, gib = (float(word.split()[0]) for word in types["answer"].rsplit("; ", 1)[1].split(", "))
     assert seconds < 60 and gib < 4
