@@ -81,8 +81,8 @@ def _train(run: Path, data: Path, nproc: int) -> int:
 def _look_back(run: Path, text: LocalText, started: float) -> int:
     """What came out of it, and what to try next."""
     found = json.loads(_captured("evaluate", str(run), "--json"))
-    words = ("def ", "--max-new-tokens", "500", "--top-k", "40", "--seed", "1", "--ignore-eod", "--json")
-    written = json.loads(_captured("generate", str(run), *words))["results"][0]
+    words = ("def ", "--max-new-tokens", "500", "--temperature", "0.7", "--top-k", "40", "--seed", "1", "--ignore-eod")
+    written = json.loads(_captured("generate", str(run), *words, "--json"))["results"][0]
     sample = written["prompt"] + written["text"]
     (run / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\n{sample[:600]}\n")
