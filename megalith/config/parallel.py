@@ -1,6 +1,10 @@
 """How the ranks divide the work."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megalith.config.context import ContextConfig
+from megalith.config.pipeline import PipelineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,8 +17,29 @@ class ParallelConfig:
     sp: bool = False
     """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the tokens. Needs tp > 1."""
 
+    cp: int = 1
+    """Context parallel: ranks that share the tokens of each row."""
+
+    context: ContextConfig = field(default_factory=ContextConfig)
+    """How cp ranks slice rows and exchange keys and values."""
+
+    pp: int = 1
+    """Pipeline parallel: ranks that each hold some of the layers."""
+
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    """How layers divide into stages, and the schedule."""
+
     dp: int | None = None
-    """Data parallel: ranks that read different rows of the batch; unset: world size / tp."""
+    """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp · pp)."""
+
+    zero: Literal[0, 1, 2, 3] = 0
+    """What dp · cp ranks divide instead of each holding all: 1 optimizer state, 2 gradients too, 3 weights too."""
+
+    replicas: int = 1
+    """With zero > 0: groups of dp ranks that each hold everything once (HSDP). Must divide dp."""
+
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What gradients travel in. bf16 halves the traffic; each rank still adds what it receives in fp32."""
 
     order: str = "tp-cp-ep-dp-pp"
     """Which axis varies fastest over neighbouring ranks, fastest first."""
@@ -23,7 +48,12 @@ class ParallelConfig:
     """Gradients are summed over dp in buckets of at least this many elements, each as soon as it is full."""
 
     overlap: bool = True
-    """Sum full gradient buckets while backward goes on; off: all of them after backward. Same numbers either way."""
+    """Communicate while computing: gradient sums behind backward, weights behind forward, stages' messages behind other
+    microbatches. Same numbers either way."""
+
+    check_collectives: bool = False
+    """Compare what all ranks are about to do before every collective, so that a mismatch is an error and not a hang;
+    slow."""
 
     timeout_seconds: float = 600.0
     """A collective that waits longer than this ends the run and names the ranks that did not arrive."""

@@ -7,6 +7,7 @@ from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 
@@ -90,6 +91,12 @@ class TrainRun:
 
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     """Number formats."""
+
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    """What backward computes again instead of keeping it."""
+
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    """What waits in host memory between forward and backward."""
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When to save."""

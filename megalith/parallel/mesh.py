@@ -10,17 +10,18 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid
-from megalith.plan.shards import DENSE_AXES, key_value_ranks
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, key_value_ranks
+
+MESH_AXES = ("pp", *DENSE_AXES)
+"""Every axis, outer first, whatever their order over the ranks is."""
 
 SPANS: tuple[tuple[str, ...], ...] = (
-    ("tp_kv", "tp_copy"),
-    ("tp_kv",),
-    ("tp_copy",),
-    ("dp",),
-    ("cp",),
-    ("dp", "cp"),
-    DENSE_AXES,
-)
+    PARTS["tp"], ("tp_kv",), ("tp_copy",),
+    PARTS["cp"], ("cp_ring",), ("cp_a2a",),
+    PARTS["dp"], ("dp_replica",), ("dp_shard",),
+    ("dp_shard", *PARTS["cp"]), DATA_AXES,
+    ("pp",), DENSE_AXES, MESH_AXES,
+)  # fmt: skip
 """Combinations of axes that something sums, gathers or waits over."""
 
 
@@ -33,9 +34,9 @@ class Mesh:
     groups: Mapping[tuple[str, ...], Group]
 
     def over(self, *axes: str) -> Group:
-        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`."""
-        wanted = {part for axis in axes for part in (("tp_kv", "tp_copy") if axis == "tp" else (axis,))}
-        return self.groups[tuple(axis for axis in DENSE_AXES if axis in wanted)]
+        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, `dp` and `cp` for their parts."""
+        wanted = {part for axis in axes for part in PARTS.get(axis, (axis,))}
+        return self.groups[tuple(axis for axis in MESH_AXES if axis in wanted)]
 
     @property
     def tp(self) -> Group:
@@ -48,14 +49,29 @@ class Mesh:
         return self.over("dp")
 
     @property
+    def cp(self) -> Group:
+        """Ranks that share the tokens of my rows."""
+        return self.over("cp")
+
+    @property
+    def pp(self) -> Group:
+        """Ranks that hold the other layers, first stage first."""
+        return self.over("pp")
+
+    @property
     def dp_cp(self) -> Group:
         """Ranks that compute other tokens with the same slices of the weights."""
         return self.over("dp", "cp")
 
     @property
+    def shard(self) -> Group:
+        """Ranks that divide gradients and optimizer state under ZeRO."""
+        return self.over("dp_shard", "cp")
+
+    @property
     def world(self) -> Group:
         """Every rank of this grid."""
-        return self.over(*DENSE_AXES)
+        return self.over(*MESH_AXES)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -64,14 +80,20 @@ class Mesh:
 
 
 def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
-    """The dense grid of a run, its tp axis cut in two where several ranks share a key/value head.
+    """The dense grid of a run, its tp, cp and dp axes each in two parts (`DENSE_AXES` tells which).
 
     Raises:
         PlanError: the degrees do not multiply to the world size.
     """
-    grid = dense_grid(world=world, tp=parallel.tp, dp=parallel.dp, order=parallel.order, offset=offset)
-    heads = key_value_ranks(model.num_kv_heads, parallel.tp)
-    return grid.factor(axis="tp", outer=("tp_kv", heads), inner=("tp_copy", parallel.tp // heads))
+    p = parallel
+    grid = dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, offset=offset)
+    heads = key_value_ranks(model.num_kv_heads, p.tp)
+    a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1)
+    inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
+    for axis, size in inner.items():
+        outer_name, inner_name = PARTS[axis]
+        grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
+    return grid
 
 
 def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0) -> Mesh:
@@ -101,7 +123,9 @@ def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
 
 def mesh_of_one() -> Mesh:
     """One process, no process group: every axis has one rank."""
-    grid = dense_grid(world=1).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1))
+    grid = dense_grid(world=1)
+    for axis, (outer, inner) in PARTS.items():
+        grid = grid.factor(axis=axis, outer=(outer, 1), inner=(inner, 1))
     return mesh_on_paper(grid, rank=0)
 
 

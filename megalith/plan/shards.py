@@ -10,9 +10,16 @@ from typing import Literal
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along every dim of a tensor."""
 
-DENSE_AXES = ("dp", "cp", "tp_kv", "tp_copy")
-"""Axes of the dense grid that hold the same layers. tp is tp_kv x tp_copy: tp_copy > 1 when several tensor-parallel
-ranks share a key/value head."""
+DENSE_AXES = ("dp_replica", "dp_shard", "cp_ring", "cp_a2a", "tp_kv", "tp_copy")
+"""Axes of the dense grid that hold the same layers, each of dp, cp and tp in two parts: ranks that share a key/value
+head differ along tp_copy; those that exchange heads in context parallelism along cp_a2a; those that divide the optimizer
+state along dp_shard."""
+
+PARTS = {"dp": ("dp_replica", "dp_shard"), "cp": ("cp_ring", "cp_a2a"), "tp": ("tp_kv", "tp_copy")}
+"""The parts of each axis, outer first."""
+
+DATA_AXES = (*PARTS["dp"], *PARTS["cp"])
+"""Axes along which ranks compute other tokens with the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,9 @@ class Shard:
 
     flat: tuple[int, int] | None = None
     """Elements [start, stop) of my box, in row-major order, when only these are mine; None: all."""
+
+    stages: tuple[int, ...] = (0,)
+    """Pipeline ranks that hold this box, ascending; several for a table that the first and the last stage share."""
 
     inputs: int = 1
     """How many of the last dims are inputs, the columns of the matrix as it lies in memory; 0 for a vector."""

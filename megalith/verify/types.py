@@ -41,12 +41,9 @@ from megalith.nn.block import Block
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.grid import Grid
-from megalith.plan.shards import DENSE_AXES, Shard
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
 from megalith.train.loss import share_of_mean
 from megalith.verify.faults import fault_named, planted
-
-DATA_AXES = ("dp", "cp")
-"""Axes along which every rank reads tokens of its own."""
 
 TYPES: Mapping[str, Type] = {"R": R, "I": I, "V": V, "P": P}
 IN_WORDS: Mapping[Type | None, str] = {
@@ -111,7 +108,7 @@ class TypeReport:
     """Ranks of the layout."""
 
     axes: dict[str, int]
-    """Ranks along each axis."""
+    """Ranks along each axis, and along its two parts where both have several."""
 
     ranks: tuple[int, ...]
     """The places of the world at which the model was built and run."""
@@ -139,8 +136,7 @@ class TypeReport:
     @property
     def unproved(self) -> tuple[str, ...]:
         """Axes of one rank: every collective over them is free, so the check has nothing to say about them."""
-        sizes = {"dp": self.axes["dp"], "cp": self.axes["cp"], "tp": self.axes["tp_kv"] * self.axes["tp_copy"]}
-        return tuple(axis for axis, size in sizes.items() if size == 1)
+        return tuple(axis for axis in PARTS if self.axes[axis] == 1)
 
 
 def type_check(
@@ -168,7 +164,7 @@ def type_check(
             found[problem.where, problem.what] = _also_on(known, rank)
     return TypeReport(
         world=world,
-        axes={axis: grid.size(axis) for axis in DENSE_AXES},
+        axes=_sizes(grid),
         ranks=chosen,
         parameters=len(place.shards),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
@@ -182,6 +178,12 @@ def places(grid: Grid) -> tuple[int, ...]:
     """The first rank, the one in the middle of every axis, and the last, each once."""
     middle = grid.rank_at({axis: size // 2 for axis, size in zip(grid.axes, grid.sizes, strict=True)})
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
+
+
+def _sizes(grid: Grid) -> dict[str, int]:
+    sizes = {axis: grid.size(axis) for axis in PARTS}
+    divided = [parts for parts in PARTS.values() if min(map(grid.size, parts)) > 1]
+    return sizes | {part: grid.size(part) for parts in divided for part in parts}
 
 
 def _also_on(problem: Problem, rank: int) -> Problem:
@@ -526,10 +528,14 @@ def _without_gradient(place: Place) -> Iterator[Problem]:
 
 def _in_our_words(text: str, grid: Grid) -> str:
     """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for a P -> I sum."""
-    whole = grid.size("tp_kv") == 1 or grid.size("tp_copy") == 1  # then only one part of tp is left, and is all of it
-    text = text.replace("tp_kv_tp_copy", "tp")
-    for name, axis in mesh_axes(grid).items():
-        text = text.replace(repr(axis), "tp" if whole and name.startswith("tp_") else name)
+    names = {part: part for part in DENSE_AXES}
+    for axis, parts in PARTS.items():
+        text = text.replace("_".join(parts), axis)
+        if min(map(grid.size, parts)) == 1:  # then only one part is left, and is all of it
+            names |= dict.fromkeys(parts, axis)
+    for name, place in mesh_axes(grid).items():
+        text = text.replace(repr(place), names[name])
+        text = re.sub(rf"\b{name}\b", names[name], text)
     for theirs, ours in WORDS:
         text = re.sub(theirs, ours, text, flags=re.MULTILINE)
     return text.strip()

@@ -112,7 +112,7 @@ def test_axes_may_be_named_in_any_order_and_tp_stands_for_its_two_parts() -> Non
     mesh = mesh_on_paper(grid_of(12, tp=4), rank=5)
     assert mesh.over("cp", "dp") is mesh.over("dp", "cp") is mesh.dp_cp
     assert mesh.over("tp") is mesh.over("tp_copy", "tp_kv") is mesh.tp
-    assert mesh.world is mesh.over("tp", "cp", "dp")
+    assert mesh.world is mesh.over("tp", "cp", "dp", "pp")
     assert (mesh.tp.ranks, mesh.dp.ranks) == ((4, 5, 6, 7), (1, 5, 9))
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from megalith.plan import shards
 from megalith.plan.shards import (
+    DATA_AXES,
     DENSE_AXES,
     Box,
     HeadSplit,
@@ -54,7 +55,7 @@ def test_cuts_of_several_dims_add_up() -> None:
     shard = cut_dim(whole("w", (4, 6)), 0, [3, 1], 1, ("tp_kv",))
     shard = cut_dim(shard, 1, [2, 4], 0, ("tp_copy",))
     assert (shard.box, shard.cut, shard.shape) == (((3, 4), (0, 2)), ("tp_kv", "tp_copy"), (4, 6))
-    assert copies(shard) == ("dp", "cp")
+    assert copies(shard) == DATA_AXES
 
 
 def test_sizes_that_do_not_make_up_the_dim_are_our_own_mistake() -> None:
@@ -62,7 +63,7 @@ def test_sizes_that_do_not_make_up_the_dim_are_our_own_mistake() -> None:
         cut_dim(whole("w", (4,)), 0, [3, 2], 0, ("dp",))
 
 
-@pytest.mark.parametrize("cut", [(), ("tp_kv",), ("tp_kv", "tp_copy"), ("dp", "cp", "tp_kv", "tp_copy")])
+@pytest.mark.parametrize("cut", [(), ("tp_kv",), ("tp_kv", "tp_copy"), DENSE_AXES])
 @pytest.mark.parametrize("invariant", [frozenset(), frozenset({"tp_copy"}), frozenset({"tp_kv", "tp_copy"})])
 def test_a_gradient_is_summed_where_the_box_is_the_same_unless_invariant(
     cut: tuple[str, ...], invariant: frozenset[str]

@@ -401,9 +401,9 @@ def test_parameters_are_typed_from_their_shards() -> None:
             "constants": types_of(model.frequencies),
         }
     assert found == {
-        "q": {"dp": R, "tp_kv": V, "tp_copy": V},
-        "kv": {"dp": R, "tp_kv": V, "tp_copy": R},
-        "o_bias": {"dp": R, "tp_kv": I, "tp_copy": I},
-        "norm": {"dp": R, "tp_kv": I, "tp_copy": I},
-        "constants": {"dp": R, "tp_kv": R, "tp_copy": R},
+        "q": {"dp_shard": R, "tp_kv": V, "tp_copy": V},
+        "kv": {"dp_shard": R, "tp_kv": V, "tp_copy": R},
+        "o_bias": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
+        "norm": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
+        "constants": {"dp_shard": R, "tp_kv": R, "tp_copy": R},
     }

@@ -1,0 +1,37 @@
+"""Activation memory: what is computed again in backward instead of being kept, and what waits in host memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+RecomputedModule = Literal["core_attention", "norm", "mlp", "mlp_act"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecomputeConfig:
+    """What backward computes again. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5."""
+
+    granularity: Literal["none", "full", "selective"] = "none"
+    """full: whole layers, keeping only their inputs; selective: some modules of every layer."""
+
+    method: Literal["uniform", "block"] = "uniform"
+    """full: `uniform` recomputes all layers in chunks of num_layers; `block` only the first num_layers of each stage."""
+
+    num_layers: int = 1
+    """full: layers per chunk (uniform), or layers that are recomputed (block)."""
+
+    modules: tuple[RecomputedModule, ...] = ("core_attention",)
+    """selective: which modules."""
+
+    shard_inputs: bool = False
+    """full: keep 1/tp of each saved input on each tensor-parallel rank; needs tp > 1 without sp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadConfig:
+    """Activations that wait in host memory between forward and backward."""
+
+    layers: int = 0
+    """Of each stage, the first so many layers send what they keep for backward to host memory."""
+
+    min_numel: int = 1 << 20
+    """Smaller tensors stay where they are."""
