@@ -19,6 +19,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from megalith.kernels import cpu
 from megalith.kernels.linear import Context
 from megalith.kernels.tokens import Tokens
 
@@ -168,9 +169,31 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, dtype: torch.dtype) -> Tens
     rows, keys = _rows(q, tile), k[tile.keys]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=1 / math.sqrt(q.shape[-1]), out=scores)
+    if cpu.takes(scores):
+        return _loop_softmax(scores, tile, dtype)
     hidden = _hidden(tile, scores)
     scores.unflatten(1, (-1, tile.stop - tile.start))[..., -hidden.shape[1] :].add_(hidden)
     return torch.softmax(scores, -1, out=scores).to(dtype)
+
+
+def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
+    """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared * rows, keys]."""
+    p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
+    queries, keys = tile.stop - tile.start, tile.stop - tile.first
+    cpu.run(
+        "visible_softmax", dtype, scores.numel() // keys, keys, queries, scores, _visible_keys(tile), p,
+        elements=scores.numel(),
+    )  # fmt: skip
+    return p
+
+
+def _visible_keys(tile: Tile) -> Tensor:
+    """The first key that each of a tile's queries sees, and one past the last, counted from its first: [rows, 2]."""
+    visible = torch.zeros(tile.stop - tile.start, 2, dtype=torch.int64)
+    torch.arange(tile.start - tile.first + 1, tile.stop - tile.first + 1, out=visible[:, 1])
+    for start in tile.documents:
+        visible[start - tile.start :, 0] = start - tile.first
+    return visible
 
 
 def _hidden(tile: Tile, like: Tensor) -> Tensor:

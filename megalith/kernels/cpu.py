@@ -19,7 +19,10 @@ Kernel = Literal["auto", "torch", "reference"]
 """How an operation is computed. auto: the fastest way on this machine; torch: torch operations with our own backward;
 reference: the plain definition, whose backward is autograd's."""
 
-Loop = Literal["rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rope", "row_sums", "logit_gradients"]
+Loop = Literal[
+    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rope", "row_sums", "logit_gradients",
+    "visible_softmax",
+]  # fmt: skip
 
 WORTH_A_LOOP = 1 << 13  # elements; below, starting a loop costs more than the passes over memory that it saves
 WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop

@@ -84,10 +84,18 @@ def _point_to_fp32(typing: Any, integer: Any) -> Any:
     return types.CPointer(types.float32)(types.int64), emit
 
 
+def _point_to_int64(typing: Any, integer: Any) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return _INTEGERS(types.int64), emit
+
+
 # Any: numba gives them other arguments than it declares.
 _integers: Any = intrinsic(_read_block)  # a block, as int64
 _elements: Any = intrinsic(_point_to_elements)  # an address, as one of what the block's type tells
 _floats: Any = intrinsic(_point_to_fp32)  # an address, as one of fp32
+_longs: Any = intrinsic(_point_to_int64)  # an address, as one of int64
 
 
 @part
@@ -112,6 +120,12 @@ def data(block: Block, index: int, shape: Any) -> Array:
 def wides(block: Block, index: int, shape: Any) -> Array:
     """Argument `index`, an fp32 tensor."""
     return carray(_floats(count(block, index)), shape)
+
+
+@part
+def longs(block: Block, index: int, shape: Any) -> Array:
+    """Argument `index`, an int64 tensor."""
+    return carray(_longs(count(block, index)), shape)
 
 
 @part
@@ -312,3 +326,31 @@ def logit_gradients(block: Block) -> None:
         top, f = largest[i], factor[i]
         for j in range(v):
             logits[i, j] = narrow(exp(wide(logits[i, j]) - top) * f, logits)
+
+
+def visible_softmax(block: Block) -> None:
+    """rows, keys, queries, scores fp32 [rows, keys], visible int64 [queries, 2] -> p [rows, keys].
+
+    The softmax of each row over the keys that its query sees, `visible[i % queries]` being the first of them and one
+    past the last; 0 elsewhere. Overwrites the scores, which p may be.
+    """
+    rows, keys, queries = count(block, 0), count(block, 1), count(block, 2)
+    scores, visible = wides(block, 3, (rows, keys)), longs(block, 4, (queries, 2))
+    p = data(block, 5, (rows, keys))
+    first, last = share(rows)
+    for i in range(first, last):
+        start, stop = visible[i % queries, 0], visible[i % queries, 1]
+        seen, out = scores[i, start:stop], p[i, start:stop]
+        top, total = largest_of(seen), np.float32(0)
+        for j in range(len(seen)):
+            e = exp(seen[j] - top)
+            seen[j] = e
+            total += e
+        factor = np.float32(1) / total
+        for j in range(len(seen)):
+            out[j] = narrow(seen[j] * factor, out)
+        before, after = p[i, :start], p[i, stop:]
+        for j in range(len(before)):
+            before[j] = narrow(np.float32(0), before)
+        for j in range(len(after)):
+            after[j] = narrow(np.float32(0), after)

@@ -4,7 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.attention import KEPT_LENGTH, attention, reference_attention, sdpa_documents
+from megalith.kernels import cpu
+from megalith.kernels.attention import (
+    KEPT_LENGTH,
+    Tile,
+    _hidden,
+    _loop_softmax,
+    attention,
+    reference_attention,
+    sdpa_documents,
+)
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
 
 LAYOUTS = {
@@ -137,3 +146,18 @@ def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) ->
     expected = torch.autograd.grad(reference_attention(*exact, tokens), exact, dy.double())
     for mine, theirs, right in zip(grads, torchs, expected):
         assert (mine - right).norm() <= 2 * (theirs - right).norm()
+
+
+@pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [Tile(slice(0, 3), 0, 64, 128, ()), Tile(slice(0, 3), 32, 64, 100, (70, 71, 99))])
+def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
+    scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.stop - tile.first)
+    hidden = _hidden(tile, scores)
+    expected = scores.clone()
+    expected.unflatten(1, (2, -1))[..., -hidden.shape[1] :].add_(hidden)
+    expected = expected.double().softmax(-1)
+    ours = _loop_softmax(scores.clone(), tile, dtype)
+    assert ours.dtype == dtype
+    assert not ours[expected == 0].any()
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7)
