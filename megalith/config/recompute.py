@@ -14,7 +14,7 @@ class RecomputeConfig:
     """full: whole layers, keeping only their inputs; selective: some modules of every layer."""
 
     method: Literal["uniform", "block"] = "uniform"
-    """full: `uniform` recomputes all layers in chunks of num_layers; `block` only the first num_layers of each stage."""
+    """full: `uniform` recomputes all layers, num_layers at a time; `block` only the first num_layers of each stage."""
 
     num_layers: int = 1
     """full: layers per chunk (uniform), or layers that are recomputed (block)."""

@@ -12,7 +12,7 @@ Box = tuple[tuple[int, int], ...]
 
 DENSE_AXES = ("dp_replica", "dp_shard", "cp_ring", "cp_a2a", "tp_kv", "tp_copy")
 """Axes of the dense grid that hold the same layers, each of dp, cp and tp in two parts: ranks that share a key/value
-head differ along tp_copy; those that exchange heads in context parallelism along cp_a2a; those that divide the optimizer
+head differ along tp_copy; those that exchange heads in context parallelism along cp_a2a; those that divide optimizer
 state along dp_shard."""
 
 PARTS = {"dp": ("dp_replica", "dp_shard"), "cp": ("cp_ring", "cp_a2a"), "tp": ("tp_kv", "tp_copy")}
