@@ -1,0 +1,40 @@
+#!/bin/bash
+# Train on several machines under Slurm; the job puts itself back into the queue until the last step is done.
+#
+#   sbatch launch/slurm.sh llama3_70b --run long --parallel.zero 1
+#   sbatch --nodes 16 --time 4:00:00 launch/slurm.sh my_run.yaml
+#
+# Everything after the file's name is what `megalith train` is given. The folder `runs/` must be on a disk that all
+# machines share. Activate your environment before sbatch: Slurm passes it on.
+
+#SBATCH --job-name=megalith
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=12
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.txt
+
+# --signal: 300 s before the time is up every rank hears SIGTERM, finishes its step, saves, and exits with 75.
+# --requeue: Slurm itself may start the job again, too, when a machine fails or a more urgent job needs it.
+
+set -u
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000)) # jobs that share a machine differ
+export MASTER_ADDR MASTER_PORT
+
+# One task is one rank. When one ends, the others have 120 s to end too (--wait); srun returns the largest exit code.
+srun --kill-on-bad-exit=0 --wait=120 bash -c '
+    export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS
+    export LOCAL_RANK=$SLURM_LOCALID LOCAL_WORLD_SIZE=$SLURM_NTASKS_PER_NODE
+    exec megalith train "$@"
+' rank "$@"
+code=$?
+
+if [ "$code" -eq 75 ]; then # stopped after a save: the same command goes on
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

@@ -1,0 +1,215 @@
+"""The files under launch/: read, and their scripts run with stand-ins for srun, scontrol, torchrun and megalith."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megalith.testing.tiny import tiny_yaml
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SLURM = LAUNCH / "slurm.sh"
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    """A stand-in for a program: a bash script on the path."""
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def run_script(folder: Path, words: list[str], **variables: str) -> "subprocess.Popen[str]":
+    """Start bash with the stand-ins first on its path."""
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "T": str(folder)}
+    return subprocess.Popen(
+        ["bash", *words], cwd=folder, env=environment | variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, process_group=0,
+    )  # fmt: skip
+
+
+def said(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    """Exit code and output of a script, which must end."""
+    try:
+        out, err = process.communicate(timeout=20)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert err == ""
+    return process.returncode, out
+
+
+# --- Slurm
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """Two tasks per srun; each says who it is and ends with the code in CODE0 or CODE1; srun returns the largest."""
+    tool(tmp_path, "scontrol", 'if [ "$1" = show ]; then printf "node7\\nnode8\\n"; else echo "$@" >> "$T/asked"; fi')
+    tool(
+        tmp_path, "srun",
+        'while [[ "$1" == --* ]]; do shift; done; most=0\n'
+        "for task in 0 1; do\n"
+        '  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "$@"; code=$?\n'
+        "  if [ $code -gt $most ]; then most=$code; fi\n"
+        "done; exit $most",
+    )  # fmt: skip
+    tool(
+        tmp_path, "megalith",
+        'echo "$RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $*"\n'
+        'name=CODE$RANK; exit "${!name}"',
+    )  # fmt: skip
+    return tmp_path
+
+
+def slurm(folder: Path, *codes: int) -> tuple[int, str]:
+    """Run the batch script with tasks that end with these codes."""
+    variables = {f"CODE{rank}": str(code) for rank, code in enumerate(codes)}
+    job = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node[7-8]"}
+    return said(run_script(folder, [str(SLURM), "tiny", "--run", "my run"], **job, **variables))
+
+
+def test_every_slurm_task_is_told_its_rank_and_where_to_meet(cluster: Path) -> None:
+    code, out = slurm(cluster, 0, 0)
+    assert code == 0 and not (cluster / "asked").exists()
+    assert out.splitlines() == [f"{rank}/2 {rank}/2 node7:20041 train tiny --run my run" for rank in (0, 1)]
+
+
+def test_a_slurm_job_that_stopped_after_a_save_asks_to_be_queued_again(cluster: Path) -> None:
+    assert slurm(cluster, 75, 75)[0] == 75
+    assert (cluster / "asked").read_text() == "requeue 41\n"
+
+
+@pytest.mark.parametrize("codes", [(1, 1), (2, 2), (75, 137), (0, 1)])
+def test_a_slurm_job_that_failed_stays_failed(cluster: Path, codes: tuple[int, int]) -> None:
+    assert slurm(cluster, *codes)[0] == max(codes)
+    assert not (cluster / "asked").exists()
+
+
+def test_slurm_warns_every_rank_before_its_time_is_up() -> None:
+    options = [line.split(None, 1)[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--signal=TERM@300", "--requeue", "--open-mode=append"} <= set(options)
+    per_node = {key: value for key, _, value in (option.partition("=") for option in options)}
+    assert per_node["--ntasks-per-node"] == per_node["--gpus-per-node"], "one rank for each GPU"
+
+
+# --- Kubernetes
+
+
+@pytest.fixture(scope="module")
+def manifests() -> dict[str, Any]:
+    """Kind -> manifest."""
+    return {one["kind"]: one for one in yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())}
+
+
+@pytest.fixture
+def pod(tmp_path: Path) -> Path:
+    """A torchrun that obeys the signals torchrun does and starts two ranks, each ending with CODE, or when told."""
+    tool(
+        tmp_path, "torchrun",
+        'echo "$@" > "$T/words"; while [ "$1" != -- ]; do shift; done; shift\n'
+        "set -m; ranks=(); for rank in 0 1; do \"$@\" & ranks+=($!); done\n"
+        "trap 'for rank in ${ranks[@]}; do kill -TERM -- -$rank; done; stopping=1' TERM\n"
+        'touch "$T/ready"; worst=0\n'
+        "for rank in ${ranks[@]}; do\n"
+        "  wait $rank; code=$?; while kill -0 $rank 2>/dev/null; do wait $rank; code=$?; done\n"
+        "  if [ $code -ne 0 ]; then worst=1; fi\n"
+        "done; exit ${stopping:-$worst}",
+    )  # fmt: skip
+    tool(
+        tmp_path, "megalith",
+        "exec 2> /dev/null; trap 'echo saved; exit 75' TERM; echo \"$@\"\n"
+        'if [ "$CODE" = wait ]; then for _ in {1..100}; do sleep 0.1; done; fi; exit "$CODE"',
+    )  # fmt: skip
+    return tmp_path
+
+
+def container(manifests: dict[str, Any]) -> dict[str, Any]:
+    """The one container of the job's pods."""
+    (only,) = manifests["Job"]["spec"]["template"]["spec"]["containers"]
+    assert isinstance(only, dict)
+    return only
+
+
+def start_pod(folder: Path, manifests: dict[str, Any], code: str) -> "subprocess.Popen[str]":
+    """Run the container's command with ranks that end with `code`."""
+    only = container(manifests)
+    assert only["command"] == ["bash", "-c"]
+    variables = {entry["name"]: entry["value"] for entry in only["env"]}
+    return run_script(folder, ["-c", *only["args"]], CODE=code, **variables)
+
+
+@pytest.mark.parametrize("rank, expected", [("0", 0), ("1", 1), ("2", 2), ("75", 75), ("137", 1)])
+def test_a_pod_ends_as_its_ranks_did(pod: Path, manifests: dict[str, Any], rank: str, expected: int) -> None:
+    code, out = said(start_pod(pod, manifests, rank))
+    assert code == expected
+    assert out.splitlines() == ["train llama3_70b --run=long"] * 2
+
+
+def test_a_pod_that_is_told_to_end_lets_its_ranks_save(pod: Path, manifests: dict[str, Any]) -> None:
+    process = start_pod(pod, manifests, "wait")
+    deadline = time.monotonic() + 10
+    while not (pod / "ready").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)  # the ranks' own traps
+    os.kill(process.pid, signal.SIGTERM)
+    code, out = said(process)
+    assert code == 75
+    assert out.count("saved") == 2
+
+
+@pytest.mark.slow  # twice torchrun and two ranks, each of which imports torch
+def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(tmp_path: Path, manifests: dict[str, Any]) -> None:
+    tool(tmp_path, "megalith", f'exec {sys.executable} -m megalith "$@"')
+    tool(tmp_path, "torchrun", f'exec {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 "$@"')
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    script = container(manifests)["args"][0].replace("megalith-0.megalith:29400", f"localhost:{port}")
+    words = ["-c", script, "train", str(tiny_yaml(tmp_path / "tiny.yaml")), "--run", str(tmp_path / "run")]
+    place = {"NODES": "1", "RANKS_PER_NODE": "2", "PYTHONPATH": str(LAUNCH.parent)}
+    for limit, code, words_said in ((["--train.max_minutes", "0"], 75, "and saved"), ([], 0, "done at step 8")):
+        process = run_script(tmp_path, [*words, *limit], **place)
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        assert (process.returncode, words_said in out) == (code, True), out + err
+
+
+def test_the_pods_meet_where_the_service_lets_them(pod: Path, manifests: dict[str, Any]) -> None:
+    service, job = manifests["Service"], manifests["Job"]["spec"]
+    said(start_pod(pod, manifests, "0"))
+    words = (pod / "words").read_text()
+    name, port = service["metadata"]["name"], service["spec"]["ports"][0]["port"]
+    assert f"--rdzv-endpoint={manifests['Job']['metadata']['name']}-0.{name}:{port}" in words
+    assert job["template"]["spec"]["subdomain"] == name
+    assert service["spec"]["selector"].items() <= job["template"]["metadata"]["labels"].items()
+    assert f"--nnodes={job['completions']}" in words and job["completions"] == job["parallelism"]
+    gpus = container(manifests)["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"--nproc-per-node={gpus}" in words, "one rank for each GPU"
+
+
+def test_a_pod_that_stopped_after_a_save_is_replaced_and_a_wrong_setting_ends_the_job(
+    manifests: dict[str, Any],
+) -> None:
+    job = manifests["Job"]["spec"]
+    rules = {
+        code: rule["action"]
+        for rule in job["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert rules == {75: "Ignore", 2: "FailJob"}
+    assert {rule["onExitCodes"]["containerName"] for rule in job["podFailurePolicy"]["rules"][:2]} == {"train"}
+    assert job["template"]["spec"]["restartPolicy"] == "Never", "what a pod failure policy asks for"
+
+
+def test_ranks_have_less_time_to_save_than_the_pod_has_to_end(manifests: dict[str, Any]) -> None:
+    script = container(manifests)["args"][0]
+    (seconds,) = [word.partition("=")[2] for word in script.split() if word.startswith("--shutdown-timeout=")]
+    assert int(seconds) < manifests["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
