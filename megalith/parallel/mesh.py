@@ -6,11 +6,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid
-from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, key_value_ranks
+from megalith.plan.layout import model_grid as model_grid  # where it was; users of the mesh ask for both
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS
 
 MESH_AXES = ("pp", *DENSE_AXES)
 """Every axis, outer first, whatever their order over the ranks is."""
@@ -77,23 +76,6 @@ class Mesh:
     def coordinates(self) -> dict[str, int]:
         """Where I stand on every axis."""
         return self.grid.coordinates(self.rank)
-
-
-def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
-    """The dense grid of a run, its tp, cp and dp axes each in two parts (`DENSE_AXES` tells which).
-
-    Raises:
-        PlanError: the degrees do not multiply to the world size.
-    """
-    p = parallel
-    grid = dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, offset=offset)
-    heads = key_value_ranks(model.num_kv_heads, p.tp)
-    a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1)
-    inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
-    for axis, size in inner.items():
-        outer_name, inner_name = PARTS[axis]
-        grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
-    return grid
 
 
 def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0) -> Mesh:

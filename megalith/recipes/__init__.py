@@ -7,7 +7,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError
-from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b
+from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 from megalith.recipes.quickstart import quickstart
 from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
 from megalith.recipes.smollm import smollm_135m
@@ -24,6 +24,7 @@ _RECIPES = (
     llama3_1b,
     llama3_8b,
     llama3_70b,
+    llama3_405b,
 )  # smallest first
 
 

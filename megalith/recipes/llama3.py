@@ -8,6 +8,7 @@ from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig, RopeConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
@@ -64,6 +65,27 @@ def llama3_70b() -> TrainRun:
         rope=_rope(factor=8.0),
     )
     return _run("llama3_70b", model, ParallelConfig(tp=8, sp=True), global_batch_size=2048, lr=1.5e-4, min_lr=1.5e-6)
+
+
+def llama3_405b() -> TrainRun:
+    """Llama 3.1 405B, a replica over 128 GPUs: each layer split over 8, the layers over 16 stages.
+
+    Trained on 16,384 GPUs with 16 million tokens a step; the first and the last stage have one layer less each
+    (arXiv:2407.21783, section 3.3.2). For rows of 131,072 tokens: parallel.cp=16, train.global_batch_size=128.
+    """
+    model = ModelConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=16_384,
+        num_layers=126,
+        num_heads=128,
+        num_kv_heads=8,
+        ffn_hidden_size=53_248,
+        max_seq_len=_CONTEXT,
+        rope=_rope(factor=8.0),
+    )
+    stages = PipelineConfig(vpp=4, count_embedding=True, count_loss=True)
+    parallel = ParallelConfig(tp=8, sp=True, pp=16, pipeline=stages, zero=1)
+    return _run("llama3_405b", model, parallel, global_batch_size=2048, lr=8e-5, min_lr=8e-7)
 
 
 def _rope(*, factor: float) -> RopeConfig:

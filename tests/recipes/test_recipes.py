@@ -25,7 +25,8 @@ def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: P
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_fits_together(name: str) -> None:
     run = recipes()[name]()
-    assert run_problems(run, world=run.parallel.tp) == []
+    p = run.parallel
+    assert run_problems(run, world=p.tp * p.cp * p.pp) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
 

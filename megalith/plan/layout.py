@@ -1,0 +1,23 @@
+"""The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two parts."""
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.plan.grid import Grid, dense_grid
+from megalith.plan.shards import PARTS, key_value_ranks
+
+
+def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
+    """The dense grid of a run, its tp, cp and dp axes each in two parts (`DENSE_AXES` tells which).
+
+    Raises:
+        PlanError: the degrees do not multiply to the world size.
+    """
+    p = parallel
+    grid = dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, offset=offset)
+    heads = key_value_ranks(model.num_kv_heads, p.tp)
+    a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1)
+    inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
+    for axis, size in inner.items():
+        outer_name, inner_name = PARTS[axis]
+        grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
+    return grid

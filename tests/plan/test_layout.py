@@ -1,0 +1,33 @@
+"""Tests of megalith/plan/layout.py."""
+
+import pytest
+
+from megalith.config.context import ContextConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import PlanError
+from megalith.plan.layout import model_grid
+
+MODEL = ModelConfig(vocab_size=99, hidden_size=32, num_layers=2, num_heads=8, num_kv_heads=2, ffn_hidden_size=64)
+
+
+def test_the_axes_of_a_run_are_there_whole_and_in_parts() -> None:
+    parallel = ParallelConfig(tp=4, cp=6, context=ContextConfig(kind="a2a+ring", a2a=2), pp=2, replicas=3, zero=1)
+    grid = model_grid(parallel, MODEL, 4 * 6 * 2 * 9)
+    sizes = {axis: grid.size(axis) for axis in grid.names}
+    assert sizes == {
+        "tp_copy": 2, "tp_kv": 2, "tp": 4, "cp_a2a": 2, "cp_ring": 3, "cp": 6,
+        "dp_shard": 3, "dp_replica": 3, "dp": 9, "pp": 2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, inner", [("ring", 1), ("gather", 1), ("a2a", 4)])
+def test_the_kind_of_exchange_decides_which_ranks_trade_heads(kind: str, inner: int) -> None:
+    parallel = ParallelConfig(cp=4, context=ContextConfig(kind=kind))  # type: ignore[arg-type]
+    assert model_grid(parallel, MODEL, 4).size("cp_a2a") == inner
+
+
+def test_a_world_that_does_not_fit_is_refused_with_one_that_does() -> None:
+    with pytest.raises(PlanError) as error:
+        model_grid(ParallelConfig(tp=4, cp=2), MODEL, 12)
+    assert "use 8 or 16 processes" in str(error.value)
