@@ -1,0 +1,121 @@
+"""A slow link delays what it says, hides behind work, and shows who reads a result before it is there."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalith.errors import RankError
+from megalith.parallel.autograd import gather, leave, reduce_scatter
+from megalith.parallel.group import all_reduce_, start_all_reduce_
+from megalith.testing.inject import die, on_call, skip, slow_link
+from megalith.testing.ranks import everyone, run_ranks
+
+
+def _delays(rank: int, world: int) -> list[float]:
+    group = everyone(rank, world, "dp")
+    found = []
+    with slow_link(latency_seconds=0.05, bytes_per_second=1e6) as link:
+        began = time.perf_counter()
+        x = all_reduce_(torch.ones(12500), group)  # 50 kB; a ring of two sends 50 kB: 0.05 s
+        found.append(time.perf_counter() - began)
+        started = start_all_reduce_(x, group)
+        time.sleep(0.15)  # work
+        began = time.perf_counter()
+        assert started is not None
+        started.wait()
+        found.append(time.perf_counter() - began)
+    assert x[0] == 4
+    hidden = link.transfers[1]
+    return [*found, link.added_seconds(), hidden.exposed_seconds, hidden.waits, hidden.nbytes]
+
+
+def test_a_delay_is_latency_plus_bytes_over_bandwidth_and_hides_behind_work() -> None:
+    for shown, hidden, added, exposed, waits, nbytes in run_ranks(_delays, 2):
+        assert 0.1 <= shown < 0.2
+        assert hidden < 0.05
+        assert exposed < 0.05
+        assert added == pytest.approx(0.2)
+        assert (waits, nbytes) == (1, 50000)
+
+
+def _one_after_the_other(rank: int, world: int) -> float:
+    group = everyone(rank, world, "dp")
+    with slow_link(latency_seconds=0.05) as link:
+        works = [start_all_reduce_(torch.ones(3), group) for _ in range(3)]
+        for work in works:
+            assert work is not None
+            work.wait()
+    return link.transfers[2].arrived - link.transfers[0].started
+
+
+def test_a_link_carries_one_thing_after_the_other() -> None:
+    assert all(0.15 <= seconds < 0.3 for seconds in run_ranks(_one_after_the_other, 2))
+
+
+def _all_kinds(rank: int, world: int, poison: bool) -> dict[str, list[float]]:
+    x = torch.arange(4.0, dtype=torch.float64) + 10 * rank
+    whole, part, swapped = torch.zeros(8, dtype=x.dtype), torch.zeros(2, dtype=x.dtype), torch.zeros(4, dtype=x.dtype)
+    got, inside = torch.zeros(4, dtype=x.dtype), torch.arange(4.0) + 10 * rank
+    said = x.clone()
+    works = [
+        dist.all_gather_into_tensor(whole, x, async_op=True),
+        dist.reduce_scatter_tensor(part, x, async_op=True),
+        dist.all_to_all_single(swapped, x, async_op=True),
+        dist.broadcast(said, 0, async_op=True),
+        dist.isend(x, 1 - rank),
+        dist.irecv(got, 1 - rank),
+        dist.all_gather_into_tensor(inside, inside[2 * rank : 2 * rank + 2], async_op=True),  # in place, as ZeRO does
+    ]
+    early = {"whole": whole, "part": part, "swapped": swapped, "got": got, "said": said, "inside": inside}
+    if poison:
+        assert all(tensor.isnan().all() for tensor in early.values())
+    for work in works:
+        assert work is not None
+        work.wait()
+    return {name: tensor.tolist() for name, tensor in early.items()}
+
+
+def _same_numbers(rank: int, world: int) -> bool:
+    plain = _all_kinds(rank, world, False)
+    group = everyone(rank, world, "dp")
+    x = torch.arange(6.0, requires_grad=True)
+    expected = leave(x, group), gather(x, group), reduce_scatter(x, group)
+    for poison in (False, True):
+        with slow_link(latency_seconds=0.001, poison=poison) as link:
+            assert _all_kinds(rank, world, poison) == plain
+            found = leave(x, group), gather(x, group), reduce_scatter(x, group)
+            requests = [dist.P2POp(dist.isend, x.detach(), 1 - rank), dist.P2POp(dist.irecv, torch.zeros(6), 1 - rank)]
+            for request in dist.batch_isend_irecv(requests):
+                request.wait()
+        assert [transfer.kind for transfer in link.transfers[-5:]] == [
+            "all_reduce", "all_gather", "reduce_scatter", "isend", "irecv",
+        ]  # fmt: skip
+        assert all(transfer.waits == 1 for transfer in link.transfers)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    return _all_kinds(rank, world, False) == plain
+
+
+def test_no_number_changes_and_nothing_can_be_read_before_the_wait() -> None:
+    assert run_ranks(_same_numbers, 2) == [True, True]
+
+
+def test_the_chosen_call_is_replaced_and_no_other() -> None:
+    owner = SimpleNamespace(double=lambda x: 2 * x)
+    with on_call(owner, "double", 1, skip):
+        assert [owner.double(3), owner.double(3), owner.double(3)] == [6, None, 6]
+    assert owner.double(3) == 6
+
+
+def _dies(rank: int, world: int) -> None:
+    owner = SimpleNamespace(step=lambda: None)
+    with on_call(owner, "step", 0, die):
+        if rank == 1:
+            owner.step()
+
+
+def test_a_rank_can_die_on_demand() -> None:
+    with pytest.raises(RankError, match="rank 1 was killed by signal 9"):
+        run_ranks(_dies, 2)
