@@ -1,0 +1,352 @@
+"""Context parallelism on paper: which tokens each rank has, and which of another rank's tokens each of mine sees.
+
+Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens of its document, is
+one interval of any rank's tokens, however rows are sliced and documents lie in them: two numbers for each query say all
+that a mask could.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.suggest import did_you_mean
+from megalith.errors import PlanError
+from megalith.plan.shards import split_heads
+
+Numbers = NDArray[np.int64]
+
+TILE_ROWS = 64
+"""Queries of a head in a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """How the tokens of a microbatch divide over context-parallel ranks, and which part is mine."""
+
+    ranks: int = 1
+    rank: int = 0
+
+    by: Literal["row", "document"] = "row"
+    """What each rank gets an early and a late chunk of."""
+
+    multiple: int = 1
+    """What a rank's part of each document must divide by, beside its two chunks: tp with sequence parallelism."""
+
+    near: int = 1
+    """Neighbours that exchange heads before a ring goes across them."""
+
+
+WHOLE = Slicing()
+"""One rank has everything."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)  # arrays do not compare to one truth value
+class Slices:
+    """Which tokens of one microbatch each rank has.
+
+    Tokens are numbered with the padding that slicing by document needs.
+    """
+
+    numbers: Numbers
+    """[ranks, t / ranks]: the tokens of each rank, ascending."""
+
+    lengths: Numbers
+    """[documents]: tokens of each document, padding included."""
+
+    source: Numbers | None
+    """[t]: which token of the microbatch as it was read this is, -1 for padding; None where nothing was padded."""
+
+    repeats: int
+    """Rows that are all alike: as many times does the same pattern of tokens follow on every rank."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share the tokens."""
+        return len(self.numbers)
+
+    @property
+    def num_tokens(self) -> int:
+        """t: tokens of all ranks together, padding included."""
+        return int(self.numbers.size)
+
+    def document(self) -> NDArray[np.int32]:
+        """[t]: number of the document each token belongs to."""
+        return np.repeat(np.arange(len(self.lengths), dtype=np.int32), self.lengths)
+
+    def starts(self) -> Numbers:
+        """[t]: the first token of the document each token belongs to."""
+        return np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
+
+    def as_read(self, rank: int) -> Numbers:
+        """[t / ranks]: which tokens of the microbatch as it was read one rank has; -1 is padding."""
+        mine: Numbers = self.numbers[rank]
+        return mine if self.source is None else self.source[mine]
+
+    def joined(self, near: int) -> Numbers:
+        """[ranks / near, near · t / ranks]: the tokens that each group of `near` neighbours has together, ascending."""
+        return np.sort(self.numbers.reshape(self.ranks // near, -1), axis=1)
+
+
+def zigzag(length: int, ranks: int) -> Numbers:
+    """An early and a late chunk of `length` tokens for each rank: number r has chunks r and 2 · ranks - 1 - r.
+
+    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every rank the same.
+    Source: Brandon et al. 2023, arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2.
+
+    >>> zigzag(8, 2).tolist()
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+    Raises:
+        PlanError: the tokens do not divide into two chunks for each rank.
+    """
+    if length % (2 * ranks):
+        raise PlanError(
+            f"length={length} does not divide into 2 * {ranks} chunks, two for each of cp={ranks} ranks. "
+            f"Use {length + -length % (2 * ranks)}."
+        )
+    chunks = np.arange(length, dtype=np.int64).reshape(2 * ranks, length // (2 * ranks))
+    return np.concatenate([chunks[:ranks], chunks[: ranks - 1 : -1]], axis=1)
+
+
+def plan_slices(lengths: Sequence[int] | NDArray[np.integer], *, row: int, slicing: Slicing) -> Slices:
+    """Slice documents of these lengths, which lie in rows of `row` tokens one after the other.
+
+    By row, documents may end anywhere. By document, each is padded at its end until it divides.
+
+    Raises:
+        PlanError: rows do not divide over the ranks, or documents do not fill whole rows.
+    """
+    documents = np.asarray(lengths, dtype=np.int64)
+    total = int(documents.sum())
+    if total % row:
+        raise PlanError(f"documents of {total} tokens do not fill rows of {row}. Pass documents of whole rows.")
+    if slicing.by == "row":
+        spans = [row] * (total // row)
+        alike = len(documents) == len(spans) and bool((documents == row).all())
+        return Slices(_numbers(spans, slicing.ranks), documents, None, len(spans) if alike else 1)
+    multiple = 2 * slicing.ranks * slicing.multiple
+    padded = documents + -documents % multiple
+    alike = len(set(padded.tolist())) == 1
+    numbers = _numbers(padded.tolist(), slicing.ranks)
+    return Slices(numbers, padded, _sources(documents, padded), len(padded) if alike else 1)
+
+
+def _numbers(spans: Sequence[int], ranks: int) -> Numbers:
+    """Each rank's tokens of spans that lie one after the other."""
+    cut = {length: zigzag(length, ranks) for length in set(spans)}
+    starts = np.cumsum([0, *spans[:-1]])
+    return np.concatenate([cut[length] + start for length, start in zip(spans, starts)], axis=1)
+
+
+def _sources(lengths: Numbers, padded: Numbers) -> Numbers | None:
+    """For each token of padded documents: which of the unpadded ones it is, or -1."""
+    if (lengths == padded).all():
+        return None
+    place = np.arange(padded.sum()) - np.repeat(np.cumsum(padded) - padded, padded)
+    real = place < np.repeat(lengths, padded)
+    return np.where(real, np.cumsum(real) - 1, -1)
+
+
+def undo(parts: NDArray[np.generic], slices: Slices) -> NDArray[np.generic]:
+    """All ranks' values [ranks, t / ranks, ...] in the order in which the tokens were read, without padding."""
+    whole = np.empty((slices.num_tokens, *parts.shape[2:]), dtype=parts.dtype)
+    whole[slices.numbers.reshape(-1)] = parts.reshape(-1, *parts.shape[2:])
+    return whole if slices.source is None else whole[slices.source >= 0]
+
+
+# --- what sees what
+
+
+class Tile(NamedTuple):
+    """Some queries, and all keys that any of them sees."""
+
+    start: int
+    """The queries from here ..."""
+    stop: int
+    first: int
+    """... see keys from here on."""
+    last: int
+    visible: Numbers | None
+    """[queries, 2]: the first key that each sees and the one past the last, counted from `first`; None: all see all."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Which of some keys each query sees: an interval of them, the same in each of a number of rows."""
+
+    repeats: int
+    """Rows; queries and keys are divided evenly over them."""
+
+    visible: Numbers
+    """[queries of a row, 2]: the first key that each sees, and the one past the last."""
+
+    tiles: tuple[Tile, ...]
+    """The same as work; queries that see nothing are in none."""
+
+
+def plan_spans(
+    queries: Numbers, keys: Numbers, starts: Numbers, *, repeats: int = 1, window: int | None = None
+) -> Spans:
+    """What tokens number `queries` see of tokens number `keys`, both ascending, when documents begin at `starts` [t].
+
+    A query sees itself and the earlier tokens of its document; with a `window` no more than so many in all.
+    """
+    queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
+    lowest = starts[queries] if window is None else np.maximum(starts[queries], queries - window + 1)
+    first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, queries, side="right")
+    visible = np.stack([first, np.maximum(first, last)], axis=1)
+    return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
+
+
+def _borders(queries: Numbers) -> list[int]:
+    """Where runs of neighbouring tokens begin, and the end."""
+    return [0, *(np.flatnonzero(np.diff(queries) != 1) + 1).tolist(), len(queries)]
+
+
+def _tiles(visible: Numbers, borders: Sequence[int]) -> list[Tile]:
+    """Cut the queries into tiles; where a run of tokens ends if the tile is at least half full, since what the next
+    run sees is something else."""
+    cuts = [0]
+    for border in borders[1:]:
+        while border - cuts[-1] > TILE_ROWS:
+            cuts.append(cuts[-1] + TILE_ROWS)
+        if border - cuts[-1] >= TILE_ROWS // 2 or border == borders[-1]:
+            cuts.append(border)
+    return [tile for start, stop in pairwise(cuts) if (tile := _tile(visible, start, stop)) is not None]
+
+
+def _tile(visible: Numbers, start: int, stop: int) -> Tile | None:
+    rows = visible[start:stop]
+    seeing = rows[rows[:, 1] > rows[:, 0]]
+    if not len(seeing):
+        return None
+    first, last = int(seeing[:, 0].min()), int(seeing[:, 1].max())
+    dense = len(seeing) == len(rows) and bool((seeing[:, 0] == first).all() and (seeing[:, 1] == last).all())
+    if dense:
+        return Tile(start, stop, first, last, None)
+    return Tile(start, stop, first, last, np.clip(rows - first, 0, last - first))
+
+
+# --- what cannot work
+
+KINDS: tuple[ContextKind, ...] = ("ring", "gather", "a2a", "a2a+ring")
+
+
+def kind_of_layer(context: ContextConfig, layer: int) -> ContextKind:
+    """How a layer sees the tokens of other ranks; layers are numbered over the whole model."""
+    return context.layers[layer] if context.layers else context.kind
+
+
+def context_problems(parallel: ParallelConfig, model: ModelConfig, *, seq_len: int) -> list[str]:
+    """Everything that keeps rows of `seq_len` tokens from being shared by cp ranks, as messages for the user."""
+    if parallel.cp <= 1:
+        return []
+    unknown = _unknown_kinds(parallel.context)
+    return unknown + _length_problems(parallel, seq_len) + ([] if unknown else _exchange_problems(parallel, model))
+
+
+def _unknown_kinds(context: ContextConfig) -> list[str]:
+    given = {"parallel.context.kind": context.kind} | {
+        f"parallel.context.layers[{n}]": kind for n, kind in enumerate(context.layers)
+    }
+    return [
+        f"{name}={kind} is no way to exchange keys and values.{did_you_mean(kind, KINDS)} "
+        f"Use one of {', '.join(KINDS)}."
+        for name, kind in given.items()
+        if kind not in KINDS
+    ]
+
+
+def _length_problems(parallel: ParallelConfig, seq_len: int) -> list[str]:
+    """Rows that do not divide; slicing by document pads instead."""
+    tp = parallel.tp if parallel.sp else 1
+    parts = 2 * parallel.cp * tp
+    if parallel.context.slicing == "document" or seq_len % parts == 0:
+        return []
+    product = f"2 * parallel.cp * parallel.tp = 2 * {parallel.cp} * {tp}" if tp > 1 else f"2 * {parallel.cp}"
+    below, above = seq_len // parts * parts, seq_len + -seq_len % parts
+    return [
+        f"train.seq_len={seq_len} does not divide by {product} = {parts}: each of parallel.cp={parallel.cp} ranks gets "
+        f"an early and a late chunk of every row{', cut again over tp by parallel.sp' if tp > 1 else ''}. "
+        f"Set train.seq_len to {above}{f' or {below}' if below else ''}, or parallel.context.slicing to document, "
+        f"which pads."
+    ]
+
+
+def _exchange_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
+    """Layers, group sizes and heads that do not fit the kinds of exchange."""
+    context, cp = parallel.context, parallel.cp
+    kinds = set(context.layers) or {context.kind}
+    problems = []
+    if context.layers and len(context.layers) != model.num_layers:
+        problems.append(
+            f"parallel.context.layers names {len(context.layers)} kinds for model.num_layers={model.num_layers} "
+            f"layers. Use one for each, or remove it to use parallel.context.kind={context.kind} for all."
+        )
+    if "a2a+ring" in kinds and context.kind != "a2a+ring":
+        problems.append(
+            f"parallel.context.layers has a2a+ring, but parallel.context.kind={context.kind} makes no groups of "
+            f"neighbours. Set parallel.context.kind to a2a+ring and parallel.context.a2a to one of {_proper(cp)}."
+        )
+    elif context.kind == "a2a+ring" and (context.a2a is None or context.a2a < 1 or cp % context.a2a):
+        problems.append(
+            f"parallel.context.a2a={context.a2a} does not divide parallel.cp={cp}: with a2a+ring so many neighbours "
+            f"exchange heads. Set parallel.context.a2a to one of {_proper(cp)}."
+        )
+    elif context.kind != "a2a+ring" and context.a2a is not None:
+        problems.append(
+            f"parallel.context.a2a={context.a2a} is for parallel.context.kind=a2a+ring, which {context.kind} is not. "
+            f"Set the kind to a2a+ring, or remove parallel.context.a2a."
+        )
+    return problems or _head_problems(parallel, model, kinds)
+
+
+def _head_problems(parallel: ParallelConfig, model: ModelConfig, kinds: set[ContextKind]) -> list[str]:
+    """An exchange of heads gives each rank equally many of the query heads that its tensor-parallel rank has."""
+    if model.num_heads % model.num_kv_heads or parallel.tp > model.num_heads:
+        return []  # another rule tells
+    queries = split_heads(model.num_heads, model.num_kv_heads, parallel.tp).queries
+    fits = [size for size in _divisors(parallel.cp) if all(count % size == 0 for count in queries)]
+    has = f"model.num_heads={model.num_heads} over parallel.tp={parallel.tp} are {_either(queries)} heads on a rank"
+    problems = []
+    if "a2a" in kinds and parallel.cp not in fits:
+        smaller = [size for size in fits if size > 1]
+        mixed = f", a2a+ring with parallel.context.a2a in {smaller}" if smaller else ""
+        problems.append(
+            f"parallel.cp={parallel.cp} with a2a: {has}, which do not divide over it. "
+            f"Set parallel.context.kind to ring or gather{mixed}, or model.num_heads to "
+            f"{_multiple_of(model, parallel.tp * parallel.cp)}."
+        )
+    if "a2a+ring" in kinds and parallel.context.a2a not in fits:
+        problems.append(
+            f"parallel.context.a2a={parallel.context.a2a}: {has}, which do not divide over it. "
+            f"Set parallel.context.a2a to one of {fits}, or parallel.context.kind to ring."
+        )
+    return problems
+
+
+def _either(counts: Sequence[int]) -> str:
+    return " or ".join(str(count) for count in sorted(set(counts)))
+
+
+def _multiple_of(model: ModelConfig, parts: int) -> int:
+    """The next number of heads that divides over `parts` ranks and over the key/value heads."""
+    step = lcm(parts, model.num_kv_heads)
+    return model.num_heads + -model.num_heads % step
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _proper(number: int) -> list[int]:
+    """Sizes that leave both a group of neighbours and a ring, if there are any."""
+    return _divisors(number)[1:-1] or _divisors(number)

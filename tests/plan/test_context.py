@@ -1,0 +1,214 @@
+"""Slices of tokens: each token on exactly one rank, equal work, and what a query sees on any rank is one interval."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megalith.config.context import ContextConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import PlanError
+from megalith.plan.context import (
+    TILE_ROWS,
+    Slices,
+    Slicing,
+    context_problems,
+    kind_of_layer,
+    plan_slices,
+    plan_spans,
+    undo,
+    zigzag,
+)
+
+MODEL = ModelConfig(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=20)
+RAGGED = {
+    "rows": ([12, 12, 12], 12),
+    "one row": ([24], 24),
+    "documents": ([5, 7, 1, 11, 12], 12),
+    "long and short": ([1, 1, 20, 2, 24], 24),
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "chunks"),
+    [
+        (1, [(0, 1)]),
+        (2, [(0, 3), (1, 2)]),
+        (3, [(0, 5), (1, 4), (2, 3)]),
+        (4, [(0, 7), (1, 6), (2, 5), (3, 4)]),
+    ],
+)
+def test_each_rank_has_an_early_and_a_late_chunk(ranks: int, chunks: list[tuple[int, int]]) -> None:
+    expected = [[3 * chunk + i for chunk in pair for i in range(3)] for pair in chunks]
+    assert zigzag(6 * ranks, ranks).tolist() == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_causal_work_is_the_same_on_every_rank(ranks: int) -> None:
+    """In pairs of chunks: 2 · ranks + 1 for each rank, those on the diagonal counted whole."""
+    chunk = 4
+    work = [int((numbers // chunk + 1)[::chunk].sum()) for numbers in zigzag(2 * ranks * chunk, ranks)]
+    assert work == [2 * ranks + 1] * ranks
+
+
+@pytest.mark.parametrize("by", ["row", "document"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("batch", RAGGED)
+def test_every_token_is_on_one_rank_and_undo_brings_it_back(batch: str, ranks: int, by: str) -> None:
+    lengths, row = RAGGED[batch]
+    slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks, by=by, multiple=3))  # type: ignore[arg-type]
+    assert np.sort(slices.numbers.reshape(-1)).tolist() == list(range(slices.num_tokens))
+    assert (np.diff(slices.numbers, axis=1) > 0).all()  # ascending on every rank
+    values = np.random.default_rng(0).integers(0, 99, (sum(lengths), 2))
+    parts = [np.where(read[:, None] >= 0, values[read], -7) for read in map(slices.as_read, range(ranks))]
+    assert (undo(np.stack(parts), slices) == values).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_slicing_by_document_gives_each_rank_two_chunks_of_every_padded_document(ranks: int) -> None:
+    slices = plan_slices([5, 3, 8, 1], row=17, slicing=Slicing(ranks=ranks, by="document"))
+    assert all(length % (2 * ranks) == 0 for length in slices.lengths)
+    for rank in range(ranks):
+        held = np.bincount(slices.document()[slices.numbers[rank]])
+        assert (held * ranks == slices.lengths).all()  # prefix sums of a rank are those of all, divided
+    sources = [slices.as_read(rank) for rank in range(ranks)]
+    assert sorted(n for read in sources for n in read.tolist() if n >= 0) == list(range(17))
+
+
+def test_packed_documents_have_the_partition_of_the_formula() -> None:
+    """Padded lengths 8 and 16 at 2 ranks: chunks of 2 and 4 tokens, [r q, (r + 1) q) and [(3 - r) q, (4 - r) q)."""
+    slices = plan_slices([8, 16], row=24, slicing=Slicing(ranks=2, by="document"))
+    assert slices.source is None
+    assert slices.numbers.tolist() == [
+        [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23],
+        [2, 3, 4, 5, 12, 13, 14, 15, 16, 17, 18, 19],
+    ]
+    assert slices.starts().tolist() == [0] * 8 + [8] * 16
+
+
+def test_neighbours_together_have_the_slices_of_a_coarser_ring() -> None:
+    slices = plan_slices([24, 24], row=24, slicing=Slicing(ranks=6))
+    coarse = plan_slices([24, 24], row=24, slicing=Slicing(ranks=2))
+    assert (slices.joined(3) == coarse.numbers).all()
+    assert slices.joined(6).tolist() == [list(range(48))]
+
+
+def visible_by_rule(slices: Slices, queries: list[int], keys: list[int], window: int | None) -> NDArray[np.bool_]:
+    """Which keys each query sees, pair by pair."""
+    document = slices.document()
+    return np.array(
+        [[document[i] == document[j] and j <= i and (window is None or i - j < window) for j in keys] for i in queries]
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 9])
+@pytest.mark.parametrize("by", ["row", "document"])
+@pytest.mark.parametrize("batch", RAGGED)
+def test_intervals_and_tiles_say_what_every_query_sees(batch: str, by: str, window: int | None) -> None:
+    lengths, row = RAGGED[batch]
+    slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=3, by=by))  # type: ignore[arg-type]
+    for queries in slices.numbers:
+        for keys in slices.numbers:
+            spans = plan_spans(queries, keys, slices.starts(), window=window)
+            expected = visible_by_rule(slices, queries.tolist(), keys.tolist(), window)
+            place = np.arange(len(keys))
+            assert ((place >= spans.visible[:, :1]) & (place < spans.visible[:, 1:]) == expected).all()
+            found = np.zeros_like(expected)
+            for tile in spans.tiles:
+                inside = np.arange(tile.last - tile.first)
+                seen = slice(tile.start, tile.stop), slice(tile.first, tile.last)
+                rows = tile.visible
+                found[seen] = True if rows is None else (inside >= rows[:, :1]) & (inside < rows[:, 1:])
+            assert (found == expected).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None:
+    """Over all ranks together, each query finds exactly its document's earlier tokens and itself."""
+    draw = np.random.default_rng(seed)
+    ranks = int(draw.integers(1, 5))
+    row = 2 * ranks * int(draw.integers(2, 12))
+    cuts = np.sort(draw.choice(np.arange(1, 2 * row), size=int(draw.integers(0, 9)), replace=False))
+    lengths = np.diff([0, *cuts.tolist(), 2 * row])
+    by = "document" if draw.integers(2) else "row"
+    slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks, by=by))  # type: ignore[arg-type]
+    starts = slices.starts()
+    for queries in slices.numbers:
+        seen = sum(np.diff(plan_spans(queries, keys, starts).visible)[:, 0] for keys in slices.numbers)
+        assert (seen == queries - starts[queries] + 1).all()
+
+
+def test_no_real_token_sees_padding() -> None:
+    slices = plan_slices([5, 3, 9, 7], row=24, slicing=Slicing(ranks=2, by="document", multiple=2))
+    assert slices.source is not None
+    padding = slices.source < 0
+    for queries in slices.numbers:
+        for keys in slices.numbers:
+            spans = plan_spans(queries, keys, slices.starts())
+            for query, (first, last) in zip(queries, spans.visible):
+                assert padding[query] or not padding[keys[first:last]].any()
+
+
+def test_equal_rows_are_planned_once_and_work_skips_what_causality_hides() -> None:
+    slices = plan_slices([512] * 3, row=512, slicing=Slicing(ranks=2))
+    first, second = (plan_spans(slices.numbers[1], keys, slices.starts(), repeats=3) for keys in slices.numbers)
+    assert slices.repeats == 3 and len(first.visible) == 256
+    # Chunks 1 and 2 see all of chunk 0 and nothing of chunk 3: half of the keys of rank 0, without any mask.
+    assert {(tile.first, tile.last, tile.visible is None) for tile in first.tiles} == {(0, 128, True)}
+    assert all(tile.stop - tile.start == TILE_ROWS for tile in first.tiles + second.tiles)
+    assert sum(tile.visible is not None for tile in second.tiles) == 4  # only the diagonal is masked
+
+
+def test_a_row_that_does_not_divide_is_refused_with_the_next_length() -> None:
+    with pytest.raises(PlanError, match=r"length=10 does not divide into 2 \* 2 chunks.* Use 12\."):
+        plan_slices([10], row=10, slicing=Slicing(ranks=2))
+    with pytest.raises(PlanError, match=r"documents of 13 tokens do not fill rows of 12. Pass"):
+        plan_slices([13], row=12, slicing=Slicing(ranks=2))
+
+
+def problems(
+    seq_len: int = 24, model: ModelConfig = MODEL, tp: int = 1, sp: bool = False, cp: int = 4, **c: object
+) -> str:
+    context = replace(ContextConfig(), **c)  # type: ignore[arg-type]
+    return "\n".join(context_problems(ParallelConfig(tp=tp, sp=sp, cp=cp, context=context), model, seq_len=seq_len))
+
+
+def test_layouts_that_work_have_no_problems() -> None:
+    assert problems(cp=1, seq_len=7, kind="a2a") == ""
+    assert problems() == "" and problems(kind="a2a") == "" and problems(kind="a2a+ring", a2a=2) == ""
+    assert problems(seq_len=30, slicing="document") == ""
+    assert problems(layers=("ring", "a2a")) == ""
+    assert problems(kind="a2a+ring", a2a=2, layers=("a2a+ring", "gather")) == ""
+
+
+def test_each_broken_rule_names_the_field_and_a_value_that_works() -> None:
+    assert "train.seq_len=30 does not divide by 2 * 4 = 8" in problems(30)
+    assert "Set train.seq_len to 32 or 24, or parallel.context.slicing to document" in problems(30)
+    assert "2 * parallel.cp * parallel.tp = 2 * 4 * 2 = 16" in problems(24, tp=2, sp=True)
+    assert "Set train.seq_len to 32 or 16" in problems(24, tp=2, sp=True)
+    assert problems(24, tp=2) == ""
+    assert "parallel.cp=3 with a2a: model.num_heads=4 over parallel.tp=1 are 4 heads on a rank" in problems(
+        cp=3, kind="a2a"
+    )
+    assert "or model.num_heads to 6" in problems(cp=3, kind="a2a")
+    assert "a2a+ring with parallel.context.a2a in [2]" in problems(tp=2, kind="a2a")
+    assert "parallel.context.a2a=4: model.num_heads=4 over parallel.tp=2 are 2 heads" in problems(
+        tp=2, kind="a2a+ring", a2a=4
+    )
+    assert "parallel.context.a2a=3 does not divide parallel.cp=4" in problems(kind="a2a+ring", a2a=3)
+    assert "Set parallel.context.a2a to one of [2]." in problems(kind="a2a+ring")
+    assert "names 3 kinds for model.num_layers=2 layers. Use one for each" in problems(layers=("ring",) * 3)
+    assert "a2a+ring, but parallel.context.kind=ring makes no groups" in problems(layers=("ring", "a2a+ring"))
+    assert "parallel.context.a2a=2 is for parallel.context.kind=a2a+ring, which ring is not" in problems(a2a=2)
+    assert "parallel.context.layers[1]=rings is no way to exchange keys and values. Did you mean ring" in problems(
+        layers=("ring", "rings")
+    )
+    assert len(problems(30, layers=("ring",) * 3).splitlines()) == 2
+
+
+def test_a_layer_has_its_own_kind_where_kinds_are_listed() -> None:
+    listed = ContextConfig(layers=("ring", "a2a"))
+    assert [kind_of_layer(listed, layer) for layer in range(2)] == ["ring", "a2a"]
+    assert kind_of_layer(ContextConfig(kind="gather"), 7) == "gather"
