@@ -1,0 +1,140 @@
+"""The messages between pipeline ranks: where each is sent, and where its receive is posted.
+
+Messages travel on *channels*: (source rank, target rank, direction); forward carries activations to the next stage,
+backward their gradients to the one before. A channel is a queue: NCCL has no tags, so the k-th send is matched with the
+k-th receive. Both sides therefore list a channel's messages in one order, the one in which the source computes them,
+and each channel needs a queue of its own (a process group, or a tag on gloo): two channels between the same two ranks,
+as with two ranks in all or in a V, may interleave differently on both sides.
+
+Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a message.
+"""
+
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from megalith.plan.schedule import Action, Kind, Schedule
+
+Direction = Literal["forward", "backward"]
+
+SENDS: dict[Direction, Kind] = {"forward": "send_forward", "backward": "send_backward"}
+RECEIVES: dict[Direction, Kind] = {"forward": "recv_forward", "backward": "recv_backward"}
+
+
+class Channel(NamedTuple):
+    """A queue of messages from one rank to another."""
+
+    source: int
+    target: int
+    direction: Direction
+
+
+def neighbour(schedule: Schedule, rank: int, chunk: int, direction: Direction) -> tuple[int, int] | None:
+    """(rank, chunk) that gets what this one computes: the next stage forward, the one before backward; None: nobody."""
+    stage = schedule.stage_of(rank, chunk) + (1 if direction == "forward" else -1)
+    return schedule.place_of(stage) if 0 <= stage < schedule.num_stages else None
+
+
+def channels(schedule: Schedule) -> tuple[Channel, ...]:
+    """Every channel the pipeline needs, the same order on every rank."""
+    found = set()
+    for rank in range(schedule.num_ranks):
+        for chunk in range(schedule.num_chunks):
+            for direction in SENDS:
+                target = neighbour(schedule, rank, chunk, direction)
+                if target is not None and target[0] != rank:
+                    found.add(Channel(rank, target[0], direction))
+    return tuple(sorted(found))
+
+
+def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
+    """The schedule with its messages: `recv_*` posts a receive and goes on, the computing that needs it waits for it.
+
+    A `send_*` follows the computing whose result it sends and does not wait either; its buffer is free once it is done.
+    overlap: the receive for an action is posted before the computing of the action before, so that a message travels
+    while its receiver computes, and at most two receives per rank are open. Without: just before it is needed. Where
+    messages are needed in another order than they are sent in, receives are posted earlier, in the order of sending.
+    Since no transfer waits, two ranks that send to each other at the same time cannot block, two ranks in all included.
+    """
+    receives = _receives(schedule, overlap)
+    ranks = []
+    for rank, actions in enumerate(schedule.ranks):
+        links = _links(schedule, rank)
+        listed: list[Action] = []
+        for action, posted in zip(actions, receives[rank], strict=True):
+            kind, chunk, microbatch, _ = action
+            if posted:
+                listed += posted
+            listed.append(action)
+            link = links.get((kind, chunk))
+            if link is not None:
+                listed.append(Action(SENDS[link.direction], chunk, microbatch, link.target))
+        ranks.append(tuple(listed))
+    return replace(schedule, ranks=tuple(ranks))
+
+
+class _Link(NamedTuple):
+    """Where what a chunk computes goes to, if to another rank."""
+
+    direction: Direction
+    target: int
+    chunk: int
+    """Of the target."""
+
+
+def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
+    """By (kind, chunk) of one rank's computing; what is not listed sends nothing."""
+    links: dict[tuple[Kind, int], _Link] = {}
+    kinds: dict[Direction, tuple[Kind, ...]] = {"forward": ("F",), "backward": ("B", "I")}
+    for direction, producers in kinds.items():
+        for chunk in range(schedule.num_chunks):
+            place = neighbour(schedule, rank, chunk, direction)
+            if place is not None and place[0] != rank:
+                links |= {(kind, chunk): _Link(direction, *place) for kind in producers}
+    return links
+
+
+def _receives(schedule: Schedule, overlap: bool) -> list[list[list[Action]]]:
+    """By rank and index of computing action: the receives to post before it, in the order of their channels."""
+    needed = [_needed_at(schedule, rank) for rank in range(schedule.num_ranks)]
+    posts: list[list[list[Action]]] = [[[] for _ in actions] for actions in schedule.ranks]
+    for channel, messages in _messages(schedule).items():
+        kind, rows = RECEIVES[channel.direction], needed[channel.target]
+        first = len(schedule.ranks[channel.target])
+        slots = []
+        for chunk, microbatch in reversed(messages):
+            first = min(first, rows[channel.direction, chunk][microbatch])
+            slots.append(max(first - 1, 0) if overlap else first)
+        for (chunk, microbatch), slot in zip(messages, reversed(slots), strict=True):
+            posts[channel.target][slot].append(Action(kind, chunk, microbatch, channel.source))
+    return posts
+
+
+def _needed_at(schedule: Schedule, rank: int) -> dict[tuple[Direction, int], list[int]]:
+    """By (direction, chunk): for each microbatch the index of the computing action that takes what comes this way."""
+    directions: list[Direction] = ["forward", "backward"]
+    rows = {
+        (direction, chunk): [-1] * schedule.num_microbatches
+        for direction in directions
+        for chunk in range(schedule.num_chunks)
+    }
+    for index, (kind, chunk, microbatch, _) in enumerate(schedule.ranks[rank]):
+        if kind == "F":
+            rows["forward", chunk][microbatch] = index
+        elif kind != "W":
+            rows["backward", chunk][microbatch] = index
+    return rows
+
+
+def _messages(schedule: Schedule) -> dict[Channel, list[tuple[int, int]]]:
+    """By channel: (chunk of the target, microbatch) of each message in the order in which the source computes them."""
+    messages: dict[Channel, list[tuple[int, int]]] = {channel: [] for channel in channels(schedule)}
+    for rank, actions in enumerate(schedule.ranks):
+        outgoing = {
+            producer: (messages[Channel(rank, link.target, link.direction)], link.chunk)
+            for producer, link in _links(schedule, rank).items()
+        }
+        for kind, chunk, microbatch, _ in actions:
+            entry = outgoing.get((kind, chunk))
+            if entry is not None:
+                entry[0].append((entry[1], microbatch))
+    return messages
