@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
+
 Context = Any  # what autograd passes as `ctx`: it takes any attribute
 
 
@@ -106,15 +108,30 @@ def _lie_below_one_another(parameters: Sequence[Tensor]) -> bool:
     return True
 
 
-def linear(x: Tensor, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN) -> Tensor:
+def linear(x: Input, parameters: Sequence[Tensor], *, sink: Sink | None = None, products: Products = PLAIN) -> Tensor:
     """`x @ W.T`, where W is the rows of `parameters` stacked (queries above keys and values, say).
 
     x [t, i], parameters [o_1, i], [o_2, i] ... -> [t, o_1 + o_2 ...].
     Backward computes dx first. With a sink it then hands over (x, dy) once for the whole stack, if any parameter wants
-    a gradient, and autograd sees none; without one, each parameter gets its rows of dw.
+    a gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is `Rebuilt`, its inputs
+    are kept instead of it; if no parameter wants a gradient, neither.
     """
-    y: Tensor = LinearFunction.apply(x, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+    kept = Kept(wanted, x.again, x.inputs) if isinstance(x, Rebuilt) else Kept(wanted)
+    y: Tensor = LinearFunction.apply(value_of(x), kept, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
+
+
+class Kept(NamedTuple):
+    """What backward gets x from."""
+
+    wanted: bool
+    """Whether it needs x at all."""
+
+    again: Callable[..., Tensor] | None = None
+    """Gives x when called with `inputs`; None: x itself is kept."""
+
+    inputs: tuple[Tensor, ...] = ()
 
 
 def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -125,26 +142,32 @@ def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
 class LinearFunction(Function):
     """`linear` as autograd sees it."""
 
-    reference = staticmethod(lambda x, sink, products, *parameters: reference_linear(x, parameters))
+    reference = staticmethod(lambda x, kept, sink, products, *parameters: reference_linear(x, parameters))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, sink: Sink | None, products: Products, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, kept: Kept, sink: Sink | None, products: Products, *parameters: Tensor
+    ) -> Tensor:
         """x [t, i] -> y [t, o]."""
-        ctx.save_for_backward(x, *parameters)
-        ctx.sink, ctx.products = sink, products
+        inputs = kept.inputs if kept.again is not None else (x,)
+        ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
+        ctx.again, ctx.like, ctx.sink, ctx.products = kept.again, (x.shape, x.dtype), sink, products
         return products.forward(x, stacked(parameters))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, o] -> dx [t, i], and dw to the sink or to the parameters."""
-        x, *parameters = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
+        saved = ctx.saved_tensors
+        parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
         dx = ctx.products.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
         grads: list[Tensor | None] = [None] * len(parameters)
-        if any(wanted) and ctx.sink is not None:
-            ctx.sink.product(x, dy)
-        elif any(wanted):
-            parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
-            grads = [part if want else None for part, want in zip(parts, wanted, strict=True)]
-        return dx, None, None, *grads
+        if any(wanted):
+            x = inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
+            if ctx.sink is not None:
+                ctx.sink.product(x, dy)
+            else:
+                parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
+                grads = [part if want else None for part, want in zip(parts, wanted, strict=True)]
+        return dx, None, None, None, *grads

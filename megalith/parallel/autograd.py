@@ -223,6 +223,11 @@ def gather(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None
     return _apply(Gather, x, group, dim, sizes or [x.shape[dim]] * group.size)
 
 
+def gathered_again(x: Tensor, group: Group) -> Tensor:
+    """What `gather` gave along dim 0, for a backward that has kept x alone; no gradient."""
+    return x if group.size == 1 else _gather(x, group, 0, [x.shape[0]] * group.size)
+
+
 def reduce_scatter(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor:
     """Sum the ranks' parts and keep my slice along `dim`: P -> V. `sizes`: each rank's length; default: even."""
     if group.size == 1:

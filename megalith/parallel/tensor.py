@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in and out of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial as with_arguments
 from typing import Protocol
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from megalith.kernels.cross_entropy import linear_cross_entropy, token_losses
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import Sink, linear
-from megalith.parallel.autograd import enter, gather, leave, partial, reduce_scatter
+from megalith.kernels.rebuilt import Input, rebuilt, value_of
+from megalith.parallel.autograd import enter, gather, gathered_again, leave, partial, reduce_scatter
 from megalith.parallel.group import Group
 from megalith.plan.shards import Shard, split_evenly
 
@@ -46,7 +48,7 @@ class Region(Protocol):
     def invariant(self) -> frozenset[str]:
         """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Input) -> Input:
         """My tokens -> all tokens [t, h], for work that each rank does differently (R)."""
 
     def leave(self, x: Tensor) -> Tensor:
@@ -64,9 +66,10 @@ class WholeTokens:
         """Every rank repeats the same work, so gradients there are whole already."""
         return frozenset(self.group.axes)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Input) -> Input:
         """Nothing forward; backward sums."""
-        return enter(x, self.group)
+        entered = enter(value_of(x), self.group)
+        return entered if isinstance(x, Tensor) else replace(x, value=entered)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum forward; nothing backward."""
@@ -77,6 +80,7 @@ class WholeTokens:
 class SplitTokens:
     """Sequence parallel: outside divided work each rank has its own part of the tokens (V), t / tp of them.
 
+    Only a rank's own part is kept for backward, which gathers the tokens again: one all-gather for t·h values less.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
     """
 
@@ -87,9 +91,10 @@ class SplitTokens:
         """Ranks see different tokens, so their gradients are parts of a sum."""
         return frozenset()
 
-    def enter(self, x: Tensor) -> Tensor:
+    def enter(self, x: Input) -> Input:
         """All-gather forward; reduce-scatter backward."""
-        return gather(x, self.group)
+        whole = gather(value_of(x), self.group)
+        return rebuilt(x).then(whole, with_arguments(gathered_again, group=self.group))
 
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
@@ -122,7 +127,7 @@ class ColumnLinear(nn.Module):
         for declared in (*weights, *biases):
             declare(self, _attribute(declared), declared, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
         y = linear(self.region.enter(x), self.sunk(), sink=self.sink)
         if self.bias_names:
@@ -149,7 +154,7 @@ class RowLinear(nn.Module):
             if declared is not None:
                 declare(self, _attribute(declared), declared, dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
@@ -212,14 +217,14 @@ class VocabHead(nn.Module):
         The same on every rank of the group (I).
         """
         return linear_cross_entropy(
-            self.region.enter(x), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
+            value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, sink=self.sink,
         )  # fmt: skip
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits in backward."""
         return token_losses(
-            self.region.enter(x), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
+            value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, sink=self.sink,
         )  # fmt: skip
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalith.config.suggest import did_you_mean
 from megalith.errors import ConfigError
 from megalith.kernels.linear import linear
+from megalith.kernels.rebuilt import Input
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import data
@@ -83,7 +84,7 @@ def planted(name: str | None) -> AbstractContextManager[None]:
 class Detour:
     """A region with its ways replaced."""
 
-    enter: Callable[[Tensor], Tensor]
+    enter: Callable[[Input], Input]
     leave: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
@@ -118,7 +119,7 @@ def _detour(
     layers: nn.Module,
     kind: type[nn.Module],
     *,
-    enter: Callable[[Tensor], Tensor] | None = None,
+    enter: Callable[[Input], Input] | None = None,
     leave: Callable[[Tensor], Tensor] | None = None,
     group: Group | None = None,
 ) -> None:
@@ -130,7 +131,7 @@ def _detour(
             layer.region = detour  # type: ignore[assignment]  # it is a plain attribute, where mypy expects a module
 
 
-def _as_it_is(x: Tensor) -> Tensor:
+def _as_it_is(x: Any) -> Any:  # Any: it stands for ways in, which take inputs, and for ways out, which take tensors
     return x
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalith.kernels.rebuilt import value_of
 from megalith.models.decoder import allocate
 from megalith.parallel.autograd import gather
 from megalith.parallel.group import Group, all_reduce_, my_range
@@ -177,7 +178,7 @@ def regions(rank: int, world: int, sp: bool) -> None:
     region = region_of(group, sp)
     assert region.invariant == (frozenset() if sp else {"tp_kv", "tp_copy"})
     x = seeded(TOKENS, 3)
-    entered = region.enter(part(x, 0, group).contiguous() if sp else x)
+    entered = value_of(region.enter(part(x, 0, group).contiguous() if sp else x))
     same("entered", entered, x)
     parts = [seeded(TOKENS, 3, seed=r) for r in range(world)]
     left, total = region.leave(parts[rank]), torch.stack(parts).sum(0)

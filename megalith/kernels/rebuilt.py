@@ -1,0 +1,65 @@
+"""`Rebuilt`: a tensor that its readers need not keep for backward, since it can be computed again from other ones.
+
+A norm's output from its input, which the norm keeps anyway; all tokens from each rank's part; a whole tensor from
+slices. Readers keep the `inputs` through `save_for_backward`, so whatever looks after saved tensors (a meter, a copy in
+host memory) sees what is really kept. Source of the idea: Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """A tensor with its place in the graph, and how to get the same bits again."""
+
+    value: Tensor
+    """The tensor, through which gradients flow."""
+
+    again: Callable[..., Tensor]
+    """Gives the value once more when called with `inputs`; may communicate, on all ranks alike."""
+
+    inputs: tuple[Tensor, ...]
+    """What has to be kept for that."""
+
+    def then(self, value: Tensor, function: Callable[[Tensor], Tensor]) -> "Rebuilt":
+        """`value`, which is `function` of mine, rebuilt by one call after the other."""
+        return Rebuilt(value, partial(_one_after_the_other, self.again, function), self.inputs)
+
+
+Input = Tensor | Rebuilt
+"""What layers take whose backward needs their input."""
+
+
+def value_of(x: Input) -> Tensor:
+    """The tensor itself, for readers that keep nothing, or keep it whole."""
+    return x.value if isinstance(x, Rebuilt) else x
+
+
+def rebuilt(x: Input) -> Rebuilt:
+    """Any input, as one: a tensor is rebuilt from itself."""
+    return x if isinstance(x, Rebuilt) else Rebuilt(x, _itself, (x,))
+
+
+def rebuild(again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]) -> Tensor:
+    """The value once more, in backward; it must have the shape and dtype it had."""
+    with torch.no_grad():
+        x = again(*inputs)
+    if (x.shape, x.dtype) != like:
+        raise RuntimeError(
+            f"backward computed {x.dtype} {list(x.shape)} again where forward had {like[1]} {list(like[0])}: "
+            f"{again} must give the same tensor whenever it is called with the same inputs"
+        )
+    return x
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _one_after_the_other(first: Callable[..., Tensor], second: Callable[[Tensor], Tensor], *inputs: Tensor) -> Tensor:
+    return second(first(*inputs))

@@ -1,0 +1,97 @@
+"""Inputs that a linear layer does not keep: rebuilt once in backward, bit for bit, and only when they are needed."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megalith.kernels.linear import linear
+from megalith.kernels.norm import rms_norm
+from megalith.kernels.rebuilt import Rebuilt, rebuilt, value_of
+from megalith.testing.tolerance import EXACT, assert_equals
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Norm:
+    """A norm that counts how often it is computed."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return rms_norm(x, weight, 1e-5)
+
+
+def gradients(norm: Norm, *, discard: bool, frozen: bool = False) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Of x, the norm's weight and the layer's, if it is not frozen; and the shapes that were kept."""
+    x, scale = seeded(7, 5).requires_grad_(), seeded(5, seed=1).requires_grad_()
+    w = seeded(3, 5, seed=2).requires_grad_(not frozen)
+    shapes: list[tuple[int, ...]] = []
+
+    def note(saved: Tensor) -> Tensor:
+        shapes.append((saved.data_ptr(), *saved.shape))
+        return saved
+
+    with saved_tensors_hooks(note, lambda saved: saved):
+        y = norm(x, scale)
+        z = linear(Rebuilt(y, norm, (x, scale)) if discard else y, [w])
+    kept = [shape for shape in shapes if shape[0] == y.data_ptr()]
+    leaves = [x, scale] + ([] if frozen else [w])
+    return list(torch.autograd.grad(z.square().sum(), leaves)), kept
+
+
+def test_the_gradients_have_the_same_bits_and_the_input_is_not_kept() -> None:
+    plain, kept = gradients(Norm(), discard=False)
+    norm = Norm()
+    discarded, left = gradients(norm, discard=True)
+    assert len(kept) == 1 and left == [] and norm.calls == 2
+    for mine, theirs in zip(discarded, plain, strict=True):
+        assert_equals("gradient", mine, theirs, EXACT)
+
+
+def test_nothing_is_rebuilt_for_a_frozen_weight() -> None:
+    norm = Norm()
+    mine, left = gradients(norm, discard=True, frozen=True)
+    plain, kept = gradients(Norm(), discard=False, frozen=True)
+    assert norm.calls == 1 and left == kept == []
+    assert_equals("dx", mine[0], plain[0], EXACT)
+
+
+def test_a_second_backward_rebuilds_a_second_time() -> None:
+    norm, x, w = Norm(), seeded(7, 5).requires_grad_(), seeded(3, 5, seed=2).requires_grad_()
+    ones = torch.ones(5)
+    z = linear(Rebuilt(norm(x, ones), norm, (x, ones)), [w])
+    first = torch.autograd.grad(z.sum(), [x, w], retain_graph=True)
+    second = torch.autograd.grad(z.sum(), [x, w])
+    assert norm.calls == 3
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_one_step_after_another_is_rebuilt_by_both() -> None:
+    x = seeded(4, 6)
+    doubled = Rebuilt(x * 2, lambda x: x * 2, (x,))
+    longer = doubled.then(torch.cat([doubled.value, doubled.value]), lambda y: torch.cat([y, y]))
+    assert torch.equal(longer.again(*longer.inputs), longer.value)
+    assert rebuilt(longer) is longer and value_of(longer) is longer.value
+    assert torch.equal(rebuilt(x).again(*rebuilt(x).inputs), value_of(x))
+
+
+def test_a_rebuilt_input_of_another_shape_or_dtype_is_refused() -> None:
+    w = seeded(3, 5, seed=2).requires_grad_()
+    for wrong in (lambda x: x[1:], lambda x: x.double()):
+        y = linear(Rebuilt(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
+        with pytest.raises(RuntimeError, match="must give the same tensor"):
+            y.sum().backward()
+
+
+def test_a_wrong_input_changes_the_gradient_so_comparing_bits_finds_it() -> None:
+    w = seeded(3, 5, seed=2).requires_grad_()
+    right, wrong = seeded(7, 5), seeded(7, 5, seed=9)
+    (expected,) = torch.autograd.grad(linear(right, [w]).sum(), w)
+    (found,) = torch.autograd.grad(linear(Rebuilt(right, lambda x: x, (wrong,)), [w]).sum(), w)
+    with pytest.raises(AssertionError, match="expected the same bits"):
+        assert_equals("w", found, expected, EXACT)
