@@ -1,0 +1,178 @@
+"""Stages: every layer once and in order under every way of dividing, and a fix that works in every refusal."""
+
+import random
+import re
+
+import pytest
+
+from megalith.config.pipeline import PipelineConfig
+from megalith.errors import PlanError
+from megalith.plan.stages import (
+    Stage,
+    layout_of,
+    plan_stages,
+    proposed_layout,
+    stage_of_layer,
+    stages_of_rank,
+    stages_problems,
+    table_ranks,
+    whole_model,
+)
+
+
+def counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
+    return [len(stage.layers) for stage in plan_stages(pipeline, pp=pp, num_layers=num_layers)]
+
+
+def one_problem(pipeline: PipelineConfig, pp: int, num_layers: int) -> str:
+    problems = stages_problems(pipeline, pp=pp, num_layers=num_layers)
+    assert len(problems) == 1, problems
+    with pytest.raises(PlanError, match="must be divided otherwise"):
+        plan_stages(pipeline, pp=pp, num_layers=num_layers)
+    return problems[0]
+
+
+def test_16_layers_on_4_ranks_with_two_chunks() -> None:
+    pipeline = PipelineConfig(vpp=2)
+    stages = plan_stages(pipeline, pp=4, num_layers=16)
+    held = [[layer for stage in stages_of_rank(stages, rank, pipeline, pp=4) for layer in stage.layers]
+            for rank in range(4)]  # fmt: skip
+    assert held == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
+    assert [stage.embedding for stage in stages] == [True] + [False] * 7
+    assert [stage.loss for stage in stages] == [False] * 7 + [True]
+
+
+def test_in_a_v_the_first_and_the_last_stage_lie_together() -> None:
+    pipeline = PipelineConfig(schedule="zb-v", vpp=2)
+    stages = plan_stages(pipeline, pp=3, num_layers=6)
+    first = stages_of_rank(stages, 0, pipeline, pp=3)
+    assert first == [Stage(range(1), embedding=True), Stage(range(5, 6), loss=True)]
+    assert table_ranks(stages, pipeline, pp=3) == (0,)
+
+
+@pytest.mark.parametrize(("pp", "ranks"), [(1, (0,)), (2, (0, 1)), (5, (0, 4))])
+def test_the_ranks_of_a_tied_table(pp: int, ranks: tuple[int, ...]) -> None:
+    stages = plan_stages(PipelineConfig(), pp=pp, num_layers=5 * pp)
+    assert table_ranks(stages, PipelineConfig(), pp=pp) == ranks
+
+
+def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
+    pipeline = PipelineConfig(layout="nonsense", first_layers=7)
+    assert plan_stages(pipeline, pp=1, num_layers=5) == (whole_model(5),)
+    assert stages_problems(pipeline, pp=1, num_layers=5) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "pp", "num_layers", "expected"),
+    [
+        ({}, 4, 8, [2, 2, 2, 2]),
+        ({"vpp": 2}, 2, 8, [2, 2, 2, 2]),
+        ({"first_layers": 1}, 3, 7, [1, 3, 3]),
+        ({"last_layers": 0}, 3, 6, [3, 3, 0]),
+        ({"first_layers": 1, "last_layers": 2}, 4, 9, [1, 3, 3, 2]),
+        ({"first_layers": 4, "last_layers": 3}, 2, 7, [4, 3]),
+        ({"first_layers": 2, "vpp": 2}, 2, 8, [1, 3, 1, 3]),
+        ({"first_layers": 2, "vpp": 2, "schedule": "zb-v"}, 2, 8, [1, 3, 3, 1]),
+        ({"count_embedding": True}, 4, 7, [1, 2, 2, 2]),
+        ({"count_embedding": True, "count_loss": True}, 4, 10, [2, 3, 3, 2]),
+        ({"count_loss": True}, 4, 3, [1, 1, 1, 0]),
+        ({"layout": "E|tt|ttt||L"}, 5, 5, [0, 2, 3, 0, 0]),
+        ({"layout": "Et*3|(tt|)*2L", "vpp": 2}, 2, 7, [3, 2, 2, 0]),
+    ],
+)
+def test_layers_of_each_stage(settings: dict[str, int | str], pp: int, num_layers: int, expected: list[int]) -> None:
+    assert counts(PipelineConfig(**settings), pp, num_layers) == expected  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed: int) -> None:
+    draw = random.Random(seed)
+    pp, num_layers = draw.randint(1, 6), draw.randint(1, 30)
+    ends = draw.choice([{}, {"first_layers": draw.randint(-1, 8)}, {"last_layers": draw.randint(0, 8)}])
+    counted = {} if ends else {"count_embedding": draw.random() < 0.3, "count_loss": draw.random() < 0.3}
+    vpp = draw.randint(1, 3)
+    pipeline = PipelineConfig(vpp=vpp, **ends, **counted)
+    problems = stages_problems(pipeline, pp=pp, num_layers=num_layers)
+    if problems:
+        for problem in problems:
+            assert "Use " in problem or "Set " in problem
+        proposals = re.findall(r"layout=(\S+?)(?: instead)?\.$", problems[0])
+        pipeline = PipelineConfig(vpp=vpp, layout=(proposals or [proposed_layout(num_layers, pp * vpp)])[0])
+    stages = plan_stages(pipeline, pp=pp, num_layers=num_layers)
+    assert [layer for stage in stages for layer in stage.layers] == list(range(num_layers))
+    assert len(stages) == pp * vpp
+    assert [n for n, stage in enumerate(stages) if stage.embedding] == [0]
+    assert [n for n, stage in enumerate(stages) if stage.loss] == [len(stages) - 1]
+    again = PipelineConfig(vpp=vpp, layout=layout_of(stages))
+    assert plan_stages(again, pp=pp, num_layers=num_layers) == stages
+    for layer in range(num_layers):
+        assert layer in stages[stage_of_layer(stages, layer)].layers
+
+
+def test_30_layers_on_4_ranks_are_refused_and_not_made_28() -> None:
+    problem = one_problem(PipelineConfig(), 4, 30)
+    assert problem == (
+        "model.num_layers=30 does not divide over parallel.pp * parallel.pipeline.vpp = 4 * 1 = 4 stages. Set "
+        "parallel.pp to one of [1, 2, 3, 5, 6, 10, 15], or parallel.pipeline.layout=Et*7|t*8|t*8|t*7L."
+    )
+
+
+def test_counting_the_embedding_says_what_was_counted() -> None:
+    problem = one_problem(PipelineConfig(count_embedding=True), 4, 8)
+    assert problem.startswith("model.num_layers=8 + 1 (parallel.pipeline.count_embedding=true) does not divide over")
+
+
+def test_two_ways_to_divide_are_refused_with_all_values() -> None:
+    problem = one_problem(PipelineConfig(layout="Et|tL", first_layers=1, count_loss=True), 2, 2)
+    assert problem == (
+        "parallel.pipeline.layout=Et|tL, parallel.pipeline.first_layers=1, parallel.pipeline.count_loss=true: these "
+        "are 3 ways to divide the layers. Use one of them, or parallel.pipeline.layout=Et|tL."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "pp", "num_layers", "text"),
+    [
+        ({"first_layers": 2}, 3, 7, "parallel.pipeline.first_layers=2 leave 7 - 2 = 5 of model.num_layers=7 for 2"),
+        ({"first_layers": 2, "last_layers": 2}, 2, 7, "leave 7 - 2 - 2 = 3 of model.num_layers=7 for 0 other stages. "
+         "Use counts that leave none"),
+        ({"last_layers": 9}, 3, 7, "leave 7 - 9 = -2 of model.num_layers=7"),
+        ({"first_layers": 3, "vpp": 2}, 2, 9, "does not divide over the 2 chunks of its rank "
+         "(parallel.pipeline.vpp=2). Set it to 2 or 4."),
+        ({"first_layers": -1}, 2, 9, "parallel.pipeline.first_layers=-1 must be at least 0. Use 0 or more."),
+        ({"first_layers": 2, "vpp": 2}, 1, 9, "need parallel.pp > 1, and it is 1. Use parallel.pipeline.layout="),
+    ],
+)  # fmt: skip
+def test_ends_that_do_not_fit(settings: dict[str, int], pp: int, num_layers: int, text: str) -> None:
+    assert text in one_problem(PipelineConfig(**settings), pp, num_layers)  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("layout", "texts"),
+    [
+        ("Ett|tL|", ["has 3 stages, but parallel.pp * parallel.pipeline.vpp = 2 * 1 = 2. Use 1 bars",
+                     "there is a bar, which makes an empty stage after the loss, at character 6:"]),
+        ("|EtttL", ["there is a bar, which makes an empty stage before the embedding, at character 2:"]),
+        ("tEt|tL", ["there is something before the embedding, at character 2:"]),
+        ("Et|tLt", ["there is something after the loss, at character 5:"]),
+        ("Ett|t", ["has no L: the loss is on no stage. Use one L at the end."]),
+        ("tt|tL", ["has no E: the embedding is on no stage. Use one E at the beginning."]),
+        ("EttE|tL", ["the embedding (E) comes 2 times, at character 4:"]),
+        ("Et|ttLL", ["the loss (L) comes 2 times, at character 7:"]),
+        ("Et|tL", ["has 2 layers (t), but model.num_layers=3. Use 3, as in Ett|tL."]),
+        ("Ett|tmL", ["this model has no multi-token prediction layers, at character 6:"]),
+        ("L|t*5E|", ["has 3 stages", "empty stage after the loss", "something before the embedding", "has 5 layers"]),
+        ("Ett(|tL", ["this ( is never closed, at character 4:"]),
+    ],
+)  # fmt: skip
+def test_a_wrong_layout_is_told_everything_at_once(layout: str, texts: list[str]) -> None:
+    problems = stages_problems(PipelineConfig(layout=layout), pp=2, num_layers=3)
+    assert len(problems) == len(texts), problems
+    for problem in problems:
+        assert problem.startswith(f"parallel.pipeline.layout={layout}") and "Use " in problem
+    for text in texts:
+        assert any(text in problem for problem in problems), (text, problems)
+
+
+def test_counts_below_one_are_another_rule() -> None:
+    assert stages_problems(PipelineConfig(vpp=0, layout="x"), pp=2, num_layers=3) == []
