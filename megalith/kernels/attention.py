@@ -145,13 +145,13 @@ def _tiles(heads: int, shared: int, lengths: Sequence[int]) -> Iterator[Tile]:
             yield Tile(slice(head, head + together), starts[before - 1], start, stop, tuple(starts[before:last]))
 
 
-def _by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
+def by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
     """[t, n, d] -> [t / length * g, n / g, length, d], contiguous."""
     x = x.unflatten(1, (kv_heads, -1)).unflatten(0, (-1, length))
     return x.permute(0, 2, 3, 1, 4).contiguous().flatten(0, 1)
 
 
-def _by_token(x: Tensor, kv_heads: int) -> Tensor:
+def by_token(x: Tensor, kv_heads: int) -> Tensor:
     """[t / length * g, n / g, length, d] -> [t, n, d], contiguous."""
     return x.unflatten(0, (-1, kv_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3).flatten(0, 1)
 
@@ -216,9 +216,9 @@ class TiledAttention(Function):
     def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], wanted: bool) -> Tensor:
         """q [t, n, d], k and v [t, g, d] -> [t, n, d]; keeps copies of them, ordered by head."""
         kv_heads = k.shape[1]
-        q, k, v = (_by_head(x, kv_heads, sum(lengths)) for x in (q, k, v))
+        q, k, v = (by_head(x, kv_heads, sum(lengths)) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
-        wide_q, wide_k = _wide(q), _wide(k)
+        wide_q, wide_k = wide(q), wide(k)
         out = torch.empty_like(q)
         kept = []
         for tile in _tiles(q.shape[0], q.shape[1], lengths):
@@ -228,7 +228,7 @@ class TiledAttention(Function):
                 kept.append(p)
         ctx.save_for_backward(q, k, v, *kept)
         ctx.kv_heads, ctx.lengths = kv_heads, lengths
-        return _by_token(out, kv_heads)
+        return by_token(out, kv_heads)
 
     @staticmethod
     @once_differentiable
@@ -236,8 +236,8 @@ class TiledAttention(Function):
         """dout [t, n, d] -> dq, dk, dv."""
         q, k, v, *kept = ctx.saved_tensors
         scale = 1 / math.sqrt(q.shape[-1])
-        dout = _by_head(dout, ctx.kv_heads, q.shape[2])
-        wide_q, wide_k = (q, k) if kept else (_wide(q), _wide(k))
+        dout = by_head(dout, ctx.kv_heads, q.shape[2])
+        wide_q, wide_k = (q, k) if kept else (wide(q), wide(k))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
         for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths)):
@@ -249,7 +249,7 @@ class TiledAttention(Function):
             dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
             dk[tile.keys] += torch.bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
-        return *(_by_token(x, ctx.kv_heads) for x in (dq.mul_(scale), dk, dv)), None, None
+        return *(by_token(x, ctx.kv_heads) for x in (dq.mul_(scale), dk, dv)), None, None
 
 
 def _sdpa_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -260,6 +260,6 @@ def _sdpa_lengths(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Te
     return torch.cat([_sdpa_document(*part) for part in parts])
 
 
-def _wide(x: Tensor) -> Tensor:
+def wide(x: Tensor) -> Tensor:
     """In the dtype that scores are computed in: fp32, or float64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,163 @@
+"""Attention over intervals of keys equals its plain definition, and merges over pieces of the keys."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.attention import reference_attention
+from megalith.kernels.span_attention import (
+    Gradients,
+    attend,
+    attend_backward,
+    nothing_found,
+    output_share,
+    reference_span_attention,
+    rows_by_head,
+    span_attention,
+    spans_of_documents,
+    window_attention,
+)
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans
+from megalith.testing.tolerance import BF16, FP64, assert_equals
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def qkv(queries: int, keys: int, *, n: int = 4, g: int = 2, d_v: int = 5) -> tuple[Tensor, Tensor, Tensor]:
+    return random(queries, n, 6, seed=1), random(keys, g, 6, seed=2), random(keys, g, d_v, seed=3)
+
+
+def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> None:
+    """Output and gradients."""
+    assert_equals("output", mine, reference, FP64)
+    dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(9), dtype=mine.dtype)
+    pairs = zip("qkv", torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(reference, inputs, dy))
+    for name, a, b in pairs:
+        assert_equals(f"d{name}", a, b, FP64)
+
+
+@pytest.mark.parametrize(
+    "tokens", [tokens_of_rows(2, 70), tokens_of_lengths([3, 100, 1, 64, 40]), tokens_of_rows(3, 4)]
+)
+@pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
+def test_all_earlier_tokens_of_a_document_are_causal_attention(tokens: Tokens, n: int, g: int) -> None:
+    inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
+    mine = span_attention(*inputs, spans_of_documents(tokens))
+    assert_same(mine, reference_attention(*inputs, tokens), inputs)
+
+
+@pytest.mark.parametrize("window", [2, 5, 70, 500])
+@pytest.mark.parametrize("tokens", [tokens_of_rows(2, 90), tokens_of_lengths([3, 100, 1, 40])])
+def test_a_window_ends_so_many_tokens_back(tokens: Tokens, window: int) -> None:
+    inputs = qkv(tokens.num_tokens, tokens.num_tokens)
+    place = torch.arange(tokens.num_tokens)
+    near = (place[:, None] - place[None] < window) & (place[:, None] >= place[None])
+    mask = near & (tokens.document[:, None] == tokens.document[None])
+    q, k, v = (x.transpose(0, 1) for x in inputs)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    assert_same(window_attention(*inputs, tokens, window), expected.transpose(0, 1), inputs)
+
+
+def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
+    """What one rank's queries see of every rank's keys; the same of all keys at once; and tokens per rank."""
+    draw = np.random.default_rng(seed)
+    ranks, row = 3, 6 * int(draw.integers(8, 30))
+    cuts = np.sort(draw.choice(np.arange(1, 2 * row), size=int(draw.integers(0, 6)), replace=False))
+    lengths = np.diff([0, *cuts.tolist(), 2 * row])
+    slices = plan_slices(lengths, row=row, slicing=Slicing(ranks=ranks))
+    window = [None, 7, row // 2][seed % 3]
+    mine, starts = slices.numbers[seed % ranks], slices.starts()
+    parts = [plan_spans(mine, keys, starts, window=window) for keys in slices.numbers]
+    return parts, plan_spans(mine, np.arange(2 * row), starts, window=window), slices.numbers.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> None:
+    parts, whole, order = pieces(seed)
+    count = len(order) // len(parts)
+    q, k, v = qkv(count, len(order))
+    expected = reference_span_attention(q, k, v, whole)
+    dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype)
+    reference = torch.autograd.grad(expected, [q, k, v], dout)
+
+    heads = k.shape[1]
+    by_rank = [[rows_by_head(x.detach()[order[r * count : (r + 1) * count]], heads, 1).squeeze(1) for x in (k, v)]
+               for r in range(len(parts))]  # fmt: skip
+    qh = rows_by_head(q.detach(), heads, 1)
+    result = nothing_found(qh, v.shape[-1])
+    for spans, (kh, vh) in zip(parts, by_rank):
+        attend(qh, kh, vh, spans, result)
+    assert_equals("output", result.out, rows_by_head(expected, heads, 1), FP64)
+
+    douth = rows_by_head(dout, heads, 1)
+    delta = output_share(douth, result.out, torch.float64).squeeze(-1)
+    dq = torch.zeros_like(qh)
+    for r, (spans, (kh, vh)) in enumerate(zip(parts, by_rank)):
+        into = Gradients(dq, torch.zeros_like(kh), torch.zeros_like(vh))
+        attend_backward(qh, kh, vh, result.lse, douth, delta, spans, into)
+        mine = order[r * count : (r + 1) * count]
+        for name, a, b in zip("kv", into[1:], reference[1:]):
+            expected_part = rows_by_head(b[mine], heads, 1).squeeze(1)
+            torch.testing.assert_close(a, expected_part, rtol=1e-11, atol=1e-11, msg=f"d{name} of rank {r}")
+    assert_equals("dq", dq, rows_by_head(reference[0], heads, 1), FP64)
+
+
+def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
+    spans = plan_spans(np.array([0, 1, 4, 5]), np.array([2, 3, 4]), np.zeros(6, dtype=np.int64))
+    assert spans.visible.tolist() == [[0, 0], [0, 0], [0, 3], [0, 3]]
+    inputs = qkv(4, 3)
+    out = span_attention(*inputs, spans)
+    assert not out[:2].any() and bool(out[2:].any())
+    dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
+    assert not dq[:2].any() and bool(torch.isfinite(torch.cat([x.flatten() for x in (dq, dk, dv)])).all())
+    assert_same(span_attention(*inputs, spans), reference_span_attention(*inputs, spans), inputs)
+
+    nobody = plan_spans(np.array([0, 1]), np.array([2, 3]), np.zeros(4, dtype=np.int64))
+    assert nobody.tiles == () and not span_attention(*qkv(2, 2), nobody).any()
+
+
+def test_a_query_that_sees_its_first_key_late_forgets_the_nothing_before() -> None:
+    """A first piece of which it sees nothing leaves lse at -inf, and no NaN in what follows."""
+    hidden = Spans(1, np.array([[0, 0], [0, 1]]), plan_spans(np.array([0, 3]), np.array([2]), np.zeros(4, int)).tiles)
+    q, k, v = (rows_by_head(x.detach(), 2, 1) for x in qkv(2, 1))
+    result = nothing_found(q, 5)
+    attend(q, k.squeeze(1), v.squeeze(1), hidden, result)
+    assert result.lse[..., 0].max() == -math.inf and not result.out[..., 0, :].any()
+    attend(q, k.squeeze(1), v.squeeze(1), plan_spans(np.array([4, 5]), np.array([3]), np.zeros(6, int)), result)
+    assert torch.allclose(result.out[..., 0, :], v.expand(2, 2, 1, 5)[..., 0, :])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
+    tokens = tokens_of_rows(2, 150)
+    inputs = q, k, v = random(300, 4, 16, seed=1), random(300, 2, 16, seed=2), random(300, 2, 16, seed=3)
+    narrow = nq, nk, nv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
+    mine, reference = window_attention(nq, nk, nv, tokens, 70), window_attention(q, k, v, tokens, 70)
+    assert mine.dtype == dtype
+    dy = torch.ones_like(reference).cumsum(0).sub(150).div(100)
+    grads = zip(torch.autograd.grad(mine, narrow, dy.to(dtype)), torch.autograd.grad(reference, inputs, dy))
+    for a, b in [(mine, reference), *grads]:
+        assert a.dtype == dtype
+        assert_equals("value", a, b.detach(), BF16)
+
+
+def test_only_inputs_output_and_lse_are_kept_for_backward() -> None:
+    tokens = tokens_of_rows(1, 256)
+    inputs = qkv(256, 256, d_v=6)
+    kept: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        span_attention(*inputs, spans_of_documents(tokens))
+    per_token = 4 * 6 + 2 * 2 * 6 + 4 * 6 + 4  # q, k and v, output, lse
+    assert sum(kept.values()) == 256 * per_token * 8
