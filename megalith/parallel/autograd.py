@@ -16,27 +16,31 @@ import torch
 import torch.distributed._functional_collectives  # gives the operations below their kernels for meta tensors
 from torch import Tensor
 
-from megalith.parallel.group import Group, my_range
+from megalith.observe.flight import Entry
+from megalith.parallel.group import Group, finished, my_range, note
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
 
 
-def _wait(started: Tensor) -> Tensor:
+def _wait(started: Tensor, entry: Entry | None) -> Tensor:
     y: Tensor = _ops.wait_tensor(started)
+    finished(entry)
     return y
 
 
 def _sum(x: Tensor, group: Group) -> Tensor:
-    return _wait(_ops.all_reduce(x.contiguous(), "sum", group.name))
+    entry = note(group, "all_reduce", x)
+    return _wait(_ops.all_reduce(x.contiguous(), "sum", group.name), entry)
 
 
 def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     """Every rank's part, joined along `dim`."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        out = _wait(_ops.all_gather_into_tensor(x, group.size, group.name))
+        entry = note(group, "all_gather", x)
+        out = _wait(_ops.all_gather_into_tensor(x, group.size, group.name), entry)
     else:  # gloo cannot gather uneven parts: send my part to everyone
         out = _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), group, [sizes[group.rank]] * group.size, sizes)
     return out.movedim(0, dim)
@@ -46,7 +50,8 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
     """My part, along `dim`, of the sum over ranks."""
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
-        out = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+        entry = note(group, "reduce_scatter", x)
+        out = _wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), entry)
     else:
         mine = sizes[group.rank]
         parts = _exchange(x, group, sizes, [mine] * group.size)
@@ -55,7 +60,8 @@ def _reduce_scatter(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> 
 
 
 def _exchange(x: Tensor, group: Group, send: Sequence[int], receive: Sequence[int]) -> Tensor:
-    return _wait(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name))
+    entry = note(group, "all_to_all", x, rows=(send, receive))
+    return _wait(_ops.all_to_all_single(x.contiguous(), list(receive), list(send), group.name), entry)
 
 
 def _slice(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:

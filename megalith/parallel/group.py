@@ -2,9 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import ref
 
 import torch.distributed as dist
 from torch import Tensor
+
+from megalith.observe.flight import Entry, Flight, message_lane
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,9 @@ class Group:
     name: str = field(default="", repr=False)
     """What torch's functional collectives know the group by; any text on paper."""
 
+    flight: Flight | None = field(default=None, repr=False, compare=False)
+    """Where this rank writes down what it enters, for the report of a hang; None: nowhere."""
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -40,10 +46,54 @@ def alone(*axes: str) -> Group:
     return Group(axes=axes, ranks=(0,), rank=0)
 
 
+def note(
+    group: Group, op: str, x: Tensor | None = None, *, rows: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Entry | None:
+    """Write down that this rank is about to enter a collective; call it before every one, and `finished` after it.
+
+    With parallel.check_collectives it first asks the other ranks whether they are about to do the same. `rows`: how
+    many this rank sends to each and receives from each, where the ranks' tensors differ in their first dimension.
+
+    Raises:
+        CollectiveError: they are not.
+    """
+    if group.flight is None:
+        return None
+    shape = None if x is None else x.shape if rows is None else x.shape[1:]
+    dtype = "" if x is None else str(x.dtype)
+    return group.flight.enter(op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows)
+
+
+def note_message(group: Group, x: Tensor, peer: int, *, sends: bool) -> Entry | None:
+    """The same for a message of `x` to, or from, rank number `peer` of the group."""
+    if group.flight is None:
+        return None
+    other = group.ranks[peer]
+    return group.flight.enter(
+        "send" if sends else "receive", group.axes, tuple(sorted((group.ranks[group.rank], other))),
+        message_lane(group.name, other, sends=sends), shape=x.shape, dtype=str(x.dtype), peer=other,
+    )  # fmt: skip
+
+
+def finished(entry: Entry | None) -> None:
+    """Note that an operation of `note` is over."""
+    if entry is not None:
+        entry.done = True
+
+
+def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work | None:
+    """Note that an operation of `note` is over when `work`, which is given back, is."""
+    if entry is not None and work is not None:
+        entry.work = ref(work)
+    return work
+
+
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
     """Sum `x` over `group`, in place; free when the group is a single rank. A meta tensor has no numbers to sum."""
     if group.size > 1 and not x.is_meta:
+        entry = note(group, "all_reduce", x)
         dist.all_reduce(x, group=group.handle)
+        finished(entry)
     return x
 
 
@@ -51,14 +101,16 @@ def start_all_reduce_(x: Tensor, group: Group) -> dist.Work | None:
     """Start summing `x` over `group` in place; the result may be read after `.wait()`. None: already done."""
     if group.size == 1:
         return None
-    work: dist.Work | None = dist.all_reduce(x, group=group.handle, async_op=True)
-    return work
+    entry = note(group, "all_reduce", x)
+    return on_its_way(entry, dist.all_reduce(x, group=group.handle, async_op=True))
 
 
 def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
     """Largest `x` over `group`, element by element, in place; nothing to do for a meta tensor."""
     if group.size > 1 and not x.is_meta:
+        entry = note(group, "all_reduce_max", x)
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
+        finished(entry)
     return x
 
 
@@ -67,14 +119,18 @@ def gather_objects(value: object, group: Group) -> list[object]:
     if group.size == 1:
         return [value]
     values: list[object] = [None] * group.size
+    entry = note(group, "gather_objects")
     dist.all_gather_object(values, value, group=group.handle)
+    finished(entry)
     return values
 
 
 def barrier(group: Group) -> None:
     """Wait until every rank of `group` is here."""
     if group.size > 1:
+        entry = note(group, "barrier")
         dist.barrier(group=group.handle)
+        finished(entry)
 
 
 def my_range(sizes: Sequence[int], rank: int) -> tuple[int, int]:

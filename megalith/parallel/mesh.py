@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from megalith.observe.flight import Flight
 from megalith.parallel.group import Group
 from megalith.plan.grid import Grid, dense_grid
 from megalith.plan.layout import model_grid as model_grid  # where it was; users of the mesh ask for both
@@ -78,10 +79,10 @@ class Mesh:
         return self.grid.coordinates(self.rank)
 
 
-def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0) -> Mesh:
+def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight: Flight | None = None) -> Mesh:
     """Make every group of `grid`. All ranks of the process group call this together, those outside the grid too.
 
-    A grid may be built several times in one world, and at any offset.
+    A grid may be built several times in one world, and at any offset. `flight` records what this rank then enters.
     """
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
     groups = {}
@@ -90,7 +91,7 @@ def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0) -> Mesh
         if every not in made:
             made[every] = _new_groups(every, rank, "_".join(span), timeout_seconds)
         if rank in grid.ranks:
-            groups[span] = _group(span, grid.group_of(rank, span), rank, made[every])
+            groups[span] = _group(span, grid.group_of(rank, span), rank, made[every], flight)
     return Mesh(grid, rank, groups)
 
 
@@ -130,6 +131,8 @@ def _new_groups(
     return mine
 
 
-def _group(span: tuple[str, ...], ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None) -> Group:
+def _group(
+    span: tuple[str, ...], ranks: tuple[int, ...], rank: int, handle: dist.ProcessGroup | None, flight: Flight | None
+) -> Group:
     name = handle.group_name if handle is not None else ""
-    return Group(axes=span, ranks=ranks, rank=ranks.index(rank), handle=handle, name=name)
+    return Group(axes=span, ranks=ranks, rank=ranks.index(rank), handle=handle, name=name, flight=flight)
