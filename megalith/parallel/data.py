@@ -1,7 +1,13 @@
-"""Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while backward goes on."""
+"""Data parallelism: weights and gradients in flat buffers, gradients summed bucket by bucket while backward goes on.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+With ZeRO the ranks that sum also divide: each owns an equal slice of every bucket, updates its weights there, and sends
+them to the others while the next forward runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -9,116 +15,229 @@ from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.linear import add_product_, weight_grad
-from megalith.parallel.group import all_reduce_, start_all_reduce_
+from megalith.parallel.group import Group, all_reduce_, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.slices import SliceSum, Transfer, start_gather, start_sum, sum_over_members_
 from megalith.parallel.tensor import TensorParallel
-from megalith.plan.buckets import BucketPlan, plan_buckets
-from megalith.plan.shards import Shard, summed_over
+from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
+from megalith.plan.shards import PARTS, Shard, summed_over
+
+IN_FLIGHT = 2
+"""Sums of buckets on their way at once; each holds what it receives. Two, so that the link never waits for the next."""
+
+SHARD_AXES = ("dp_shard", *PARTS["cp"])
+"""Axes along which slices differ under ZeRO."""
 
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A parameter that this rank holds: its slice, its weights and its fp32 or float64 gradient, in one layout."""
+    """What this rank updates of a parameter: its slice, its weights and its fp32 or float64 gradient, in one layout."""
 
     shard: Shard
     weight: Tensor
     gradient: Tensor
 
 
+class Engine(Protocol):
+    """What training asks of data parallelism, however weights, gradients and optimizer state are divided.
+
+    One step: `begin_step`; forward and backward of every microbatch; `finish`; the optimizer writes `Owned.weight`;
+    `publish`. Optimizer, clipping and checkpoints see (Shard, tensor) pairs only. Every method is collective: all ranks
+    of the mesh call it at the same place of their program.
+    """
+
+    @property
+    def owned(self) -> Sequence[Owned]:
+        """Every slice that this rank updates, in the order of registration; empty ones are left out.
+
+        All ranks that hold a parameter own each of its elements, once per group along the axes of `copies`. Tensors
+        keep their memory for the life of the engine; gradients are valid from `finish` to the next `begin_step`.
+        """
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expect this many backward passes before `finish`."""
+
+    def finish(self) -> Sequence[Owned]:
+        """Wait for the gradients of the step: `owned`, each gradient summed over every rank that holds the same box."""
+
+    def publish(self) -> None:
+        """Give the weights in `owned` to all ranks that compute with them. May return before they have arrived: the
+        layers wait for what they read. After every update, and after anything else has written them."""
+
+    def settle(self) -> None:
+        """Wait until every weight of the model is the one that was published; needed by readers other than forward."""
+
+    def nonfinite(self) -> list[str]:
+        """Names of the parameters whose gradient on this rank was not finite before any rank's was added, in the step
+        that `finish` ended; for engines that were built to watch, else empty. Not collective."""
+
+    def checksum(self) -> tuple[int, Group]:
+        """A sum over the bytes of the weights that this rank holds, and the ranks on which it must be the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Which ranks divide optimizer state and gradients, and which hold the same slices."""
+
+    slices: Group
+    """Ranks that own different slices; alone when nothing is divided."""
+
+    replicas: Group
+    """Ranks that own the same slices and computed other tokens."""
+
+    gradients: bool
+    """ZeRO-2: a rank keeps the gradients of its own slices only, and of a bucket until it has been summed."""
+
+    @property
+    def divided(self) -> bool:
+        """Whether a rank owns less than it computes with."""
+        return self.slices.size > 1
+
+
+def division_of(zero: int, mesh: Mesh) -> Division:
+    """How ranks divide under `parallel.zero` 0, 1 or 2. Source: Rajbhandari et al. 2019, arXiv:1910.02054, sec. 5."""
+    if zero == 0 or mesh.shard.size == 1:
+        return Division(alone(*SHARD_AXES), mesh.dp_cp, gradients=False)
+    return Division(mesh.shard, mesh.over("dp_replica"), gradients=zero == 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Weights whose gradient one product writes, as one matrix without gaps in one bucket."""
+
+    numbers: tuple[int, ...]
+    bucket: int
+    start: int
+    stop: int
+    """Elements, counted from the start of the bucket."""
+
+    columns: int
+
+    @property
+    def rows(self) -> int:
+        """Outputs of all its weights."""
+        return (self.stop - self.start) // self.columns
+
+
 class FlatSink:
-    """Puts the gradient of one stack of weights straight into their slots of the flat buffer.
+    """Puts the gradient of one layer's weights straight into their slots of the flat buffer.
 
     The first contribution of a step overwrites what the step before left there, so that nothing has to be zeroed.
     """
 
-    def __init__(self, numbers: Sequence[int], total: Tensor, engine: "DataParallel") -> None:
-        self.numbers, self.total, self.engine = tuple(numbers), total, engine
+    def __init__(self, stacks: Sequence[Stack], engine: "DataParallel") -> None:
+        self.stacks, self.engine = tuple(stacks), engine
+        self.rows_of = [stack.rows for stack in stacks]
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
-        if not self.engine.is_fresh(self.numbers):
-            add_product_(self.total, x, dy)
-        elif self.total.dtype == dy.dtype:
-            torch.mm(dy.t(), x, out=self.total)
-        else:
-            self.total.copy_(weight_grad(dy, x))
-        self.engine.contributed(self.numbers)
+        for stack, part in zip(self.stacks, dy.split(self.rows_of, dim=1), strict=True):
+            total = self.engine.total(stack)
+            if not self.engine.is_fresh(stack.numbers):
+                add_product_(total, x, part)
+            elif total.dtype == dy.dtype:
+                torch.mm(part.t(), x, out=total)
+            else:
+                total.copy_(weight_grad(part, x))
+            self.engine.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""
-        if self.engine.is_fresh(self.numbers):
-            self.total.copy_(dw.view_as(self.total))
-        else:
-            self.total.add_(dw.view_as(self.total))
-        self.engine.contributed(self.numbers)
+        for stack, part in zip(self.stacks, dw.view(-1, self.stacks[0].columns).split(self.rows_of), strict=True):
+            total = self.engine.total(stack)
+            if self.engine.is_fresh(stack.numbers):
+                total.copy_(part)
+            else:
+                total.add_(part)
+            self.engine.contributed(stack.numbers)
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
         """Add row i of dy [t, i] to row `rows[i]`."""
-        if self.engine.is_fresh(self.numbers):
-            self.total.zero_()
-        add_rows_(self.total, rows, dy)
-        self.engine.contributed(self.numbers)
+        (stack,) = self.stacks
+        total = self.engine.total(stack)
+        if self.engine.is_fresh(stack.numbers):
+            total.zero_()
+        add_rows_(total, rows, dy)
+        self.engine.contributed(stack.numbers)
 
 
 class DataParallel:
-    """Holds a model's weights and gradients and sums the gradients over every rank that has the same slice.
+    """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank with the same slice.
 
     Weight matrices hand their gradients over through sinks, other parameters through autograd. A parameter is ready
     after its last contribution of the step; a bucket whose parameters are ready starts its sum over dp and cp, in the
-    order of the plan on every rank, while backward goes on. Slices that tensor-parallel ranks share are summed over
-    those ranks at the end, as their `Shard`s say. Sums, never means: the loss was scaled once.
+    order of the plan on every rank, while backward goes on. Slices that tensor-parallel ranks or stages share are
+    summed over those ranks at the end, as their `Shard`s say. Sums, never means: the loss was scaled once.
 
-    Source of the overlap: Li et al. 2020, arXiv:2006.15704, section 3.2.
+    zero=1: the sum of a bucket ends as one slice per rank, and the updated slices are sent back bucket by bucket in the
+    order of the next forward, whose layers (`units`) wait for what they read. zero=2: a bucket's gradients live until
+    they are summed, after every microbatch. Buckets then hold only parameters that are summed over the same
+    tensor-parallel axes, so that slices of ranks whose other parameters have other sizes still coincide.
+
+    Sources: Li et al. 2020, arXiv:2006.15704, section 3.2 (overlap); Rajbhandari et al. 2019, arXiv:1910.02054 (ZeRO).
     """
 
     def __init__(
         self, model: nn.Module, parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *, device: torch.device,
-        gradient_dtype: torch.dtype, bucket_numel: int, overlap: bool, sinks: bool = True,
+        gradient_dtype: torch.dtype, bucket_numel: int, overlap: bool, sinks: bool = True, zero: int = 0,
+        reduce_dtype: torch.dtype | None = None, units: Sequence[nn.Module] = (), watch: bool = False,
     ) -> None:  # fmt: skip
-        self.mesh, self.overlap = mesh, overlap
+        """`reduce_dtype`: what gradients travel in; None: what they are. `units`: modules that forward calls one after
+        the other; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
+        self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
+        self.division = division_of(zero, mesh)
         self.shards = [shard for shard, _, _ in parameters]
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
         number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(parameters)}
-        stacks = {layer: [number_of[id(weight)] for weight in layer.sunk()] for layer in layers}
+        kinds = [_tensor_axes(shard) if self.division.divided else () for shard in self.shards]
+        runs = {layer: _runs([number_of[id(weight)] for weight in layer.sunk()], kinds) for layer in layers}
         self.plan: BucketPlan = plan_buckets(
-            [shard.numel for shard in self.shards], bucket_numel=bucket_numel,
-            together=list({tuple(stack) for stack in stacks.values() if len(stack) > 1}),
+            [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * self.division.slices.size,
+            alone=[n for n, shard in enumerate(self.shards) if self.division.divided and len(shard.stages) > 1],
+            together=list({run for layer in layers for run in runs[layer] if len(run) > 1}), kinds=kinds,
         )  # fmt: skip
         dtype = getattr(parameters[0][1], parameters[0][2]).dtype
         self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
-        self.gradients = torch.zeros(self.plan.numel, dtype=gradient_dtype, device=device)
         self.parameters = _move_into(self.weights, model, parameters, self.plan)
-        self.owned = [
-            Owned(shard, parameter.data, self._view(number))
-            for number, (shard, parameter) in enumerate(zip(self.shards, self.parameters, strict=True))
+        numel = self.plan.numel // (self.division.slices.size if self.division.gradients else 1)
+        self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
+        self.owned = self._owned()
+        self._buffers: list[Tensor | None] = [
+            None if self.division.gradients else self.gradients[bucket.start : bucket.stop]
+            for bucket in self.plan.buckets
         ]
-        self._uses = [0] * len(self.shards)
-        sunk: set[int] = set()
-        for layer, stack in stacks.items():
-            if sinks:
-                layer.sink = FlatSink(stack, self._matrix(stack), self)
-                sunk.update(stack)
-                for number in stack:
-                    self._uses[number] += 1
-        for number, parameter in enumerate(self.parameters):
-            if number not in sunk:
-                parameter.register_post_accumulate_grad_hook(self._hook(number))
-                self._uses[number] = 1
-        self._left = [0] * len(self.shards)
-        self._fresh = [True] * len(self.shards)
-        self._waiting: list[int] = []
-        self._next_bucket = 0
+        self._uses = self._connect({layer: [self._stack(run) for run in runs[layer]] for layer in layers}, sinks)
+        self._begin(0)
+        self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
+        self._arriving: dict[int, Transfer] = {}
+        self._waits_in_forward = self.division.divided and overlap and bool(units)
+        if self._waits_in_forward:
+            self._wait_before(units)
+
+    # --- one step
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
-        self._left = [uses * microbatches for uses in self._uses]
+        self._begin(microbatches)
+
+    def _begin(self, microbatches: int) -> None:
+        self._rounds = microbatches if self.division.gradients else 1
+        each = 1 if self.division.gradients else microbatches
+        self._expected = [uses * each for uses in self._uses]
+        self._left = list(self._expected)
         self._fresh = [True] * len(self.shards)
         self._waiting = [len(bucket.members) for bucket in self.plan.buckets]
-        self._next_bucket = 0
+        self._next = 0  # counts sums: bucket `_next % buckets` in round `_next // buckets`
+        self._norms: list[tuple[int, tuple[Tensor, ...]]] = []
+
+    def total(self, stack: Stack) -> Tensor:
+        """Where the gradient of these weights is added up now: [rows, columns]."""
+        buffer = self._buffer(stack.bucket)
+        return buffer[stack.start : stack.stop].view(-1, stack.columns)
 
     def is_fresh(self, numbers: Sequence[int]) -> bool:
-        """Whether these slots still hold the step before; the caller overwrites them now."""
+        """Whether these slots still hold what was there before; the caller overwrites them now."""
         fresh = self._fresh[numbers[0]]
         for number in numbers:
             self._fresh[number] = False
@@ -130,37 +249,76 @@ class DataParallel:
             self._left[number] -= 1
             if self._left[number] == 0:
                 self._waiting[self.plan.slots[number].bucket] -= 1
-        while self.overlap and self._next_bucket < len(self._waiting) and self._waiting[self._next_bucket] == 0:
+        if not self.overlap and not self.division.gradients:
+            return
+        count = len(self._waiting)
+        while self._next < count * self._rounds and self._waiting[self._next % count] == 0:
             self._start_next()
+            if not self.overlap:
+                self._complete(0)
 
-    def finish(self) -> list[Owned]:
-        """Wait for all sums; every parameter with its slice and its whole gradient.
+    def finish(self) -> Sequence[Owned]:
+        """Wait for all sums; every slice of mine with its whole gradient.
 
         A parameter that had no part in the loss gets zeros, and takes part in the sums like any other.
         """
-        for number, fresh in enumerate(self._fresh):
-            if fresh:
-                self.owned[number].gradient.zero_()
-        while self._next_bucket < len(self.plan.buckets):
+        self.settle()  # a layer that forward left out has not waited, and its weights are about to be overwritten
+        while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
+        self._complete(0)
         for work in self._running:
             work.wait()
         self._running.clear()
         self._sum_shared_slices()
         return self.owned
 
-    def publish(self) -> None:
-        """Updated weights are already where every rank reads them: nothing is sharded over dp."""
-
     def _start_next(self) -> None:
-        bucket = self.plan.buckets[self._next_bucket]
-        work = start_all_reduce_(self.gradients[bucket.start : bucket.stop], self.mesh.dp_cp)
-        if work is not None:
+        """Start the next sum; parameters of its bucket that had no part are zero."""
+        index = self._next % len(self.plan.buckets)
+        buffer, members = self._buffer(index), self.plan.buckets[index].members
+        for number in members:
+            if self._fresh[number]:
+                self._view(number).zero_()
+        if self.watch:
+            self._norms.append((index, torch._foreach_norm([self._view(number) for number in members])))
+        if self.division.divided:
+            started = start_sum(buffer, self.division.slices, tag=2 * self._next, dtype=self.reduce_dtype)
+            self._sums.append((self._next, started))
+            self._renew(index)
+            self._complete(IN_FLIGHT)
+        elif (work := start_all_reduce_(buffer, self.division.replicas)) is not None:
             self._running.append(work)
-        self._next_bucket += 1
+        self._next += 1
+
+    def _renew(self, index: int) -> None:
+        """Expect the next microbatch's contributions to a bucket whose sum has started (ZeRO-2)."""
+        if not self.division.gradients:
+            return
+        self._buffers[index] = None
+        for number in self.plan.buckets[index].members:
+            self._fresh[number] = True
+            self._left[number] += self._expected[number]  # below that if some came early
+        self._waiting[index] = sum(self._left[number] > 0 for number in self.plan.buckets[index].members)
+
+    def _complete(self, most: int) -> None:
+        """Wait for the oldest sums until at most so many are on their way, and hand their slices on to the replicas."""
+        while len(self._sums) > most:
+            number, started = self._sums.popleft()
+            turn, index = divmod(number, len(self.plan.buckets))
+            part = started.wait()
+            if self.division.gradients:
+                first, _ = self._slice(index)
+                kept = self.gradients[first : first + part.numel()]
+                part = kept.copy_(part) if turn == 0 else kept.add_(part)
+            if turn == self._rounds - 1:
+                work = start_all_reduce_(part, self.division.replicas)
+                self._running += [] if work is None else [work]
 
     def _sum_shared_slices(self) -> None:
-        """Sum over the tensor-parallel ranks that hold the same slice, one message per set of axes."""
+        """Sum over the tensor-parallel ranks, then over the stages, that hold the same slices.
+
+        One message per set of tensor-parallel axes. Stages add in their order, so that their copies stay the same.
+        """
         for axes in (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy")):
             group = self.mesh.over(*axes)
             shared = [o.gradient for o in self.owned if _tensor_axes(o.shard) == axes]
@@ -169,21 +327,125 @@ class DataParallel:
             message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
             for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+        for owned in self.owned:
+            sum_over_members_(owned.gradient, self.mesh.pp, _stages(owned.shard))
+
+    def nonfinite(self) -> list[str]:
+        """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
+        bad = [
+            self.plan.buckets[index].members[place]
+            for index, norms in self._norms
+            for place in torch.stack(norms).isfinite().logical_not().nonzero().flatten().tolist()
+        ]
+        return [self.shards[number].name for number in sorted(set(bad))]
+
+    # --- weights
+
+    def publish(self) -> None:
+        """Send my slices of the updated weights to the ranks that compute with them; forward waits where it reads."""
+        self.settle()
+        if not self.division.divided:
+            return  # the weights were updated where they are read
+        for index in reversed(range(len(self.plan.buckets))):  # the last bucket holds the first layers
+            bucket = self.plan.buckets[index]
+            weights = self.weights[bucket.start : bucket.stop]
+            self._arriving[index] = start_gather(weights, self.division.slices, tag=2 * index + 1)
+        if not self._waits_in_forward:
+            self.settle()
+
+    def settle(self) -> None:
+        """Wait until the weights of all slices have arrived."""
+        self._arrive(list(self._arriving))
+
+    def checksum(self) -> tuple[int, Group]:
+        """A sum over the bytes of the weights; ranks that compute other tokens have the same."""
+        self.settle()
+        return int(self.weights.view(torch.uint8).sum(dtype=torch.int64)), self.mesh.dp_cp
+
+    def _arrive(self, buckets: Iterable[int]) -> None:
+        for index in buckets:
+            transfer = self._arriving.pop(index, None)
+            if transfer is not None:
+                transfer.wait()
+
+    def _wait_before(self, units: Sequence[nn.Module]) -> None:
+        """Let every unit wait for its own weights; what belongs to no unit is read after the last one."""
+        number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
+        for unit in units:
+            buckets = {self.plan.slots[number_of[id(p)]].bucket for p in unit.parameters() if id(p) in number_of}
+            unit.register_forward_pre_hook(self._wait_hook(sorted(buckets, reverse=True)))
+        units[-1].register_forward_hook(self._wait_hook(range(len(self.plan.buckets))))
+
+    def _wait_hook(self, buckets: Sequence[int]) -> Callable[..., None]:
+        def wait(*_: object) -> None:
+            if self._arriving:
+                self._arrive(buckets)
+
+        return wait
+
+    # --- where things lie
+
+    def _owned(self) -> list[Owned]:
+        if not self.division.divided:
+            return [
+                Owned(shard, parameter.data, self.gradients[slot.start : slot.stop].view(shard.matrix_shape))
+                for shard, parameter, slot in zip(self.shards, self.parameters, self.plan.slots, strict=True)
+            ]
+        slices = self.division.slices
+        return [self._owned_part(part) for part in owned_parts(self.plan, slices.rank, slices.size)]
+
+    def _owned_part(self, part: Part) -> Owned:
+        shard = self.shards[part.number]
+        mine = replace(shard, flat=part.flat, cut=(*shard.cut, *SHARD_AXES))
+        kept, first = self._slice(part.bucket)
+        start = kept + part.start - first
+        gradient = self.gradients[start : start + part.stop - part.start]
+        return Owned(mine, self.weights[part.start : part.stop], gradient)
+
+    def _slice(self, index: int) -> tuple[int, int]:
+        """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all weights."""
+        slices = self.division.slices
+        start, _ = slice_of(self.plan.buckets[index], slices.rank, slices.size)
+        return (self.plan.buckets[index].start // slices.size if self.division.gradients else start), start
+
+    def _buffer(self, index: int) -> Tensor:
+        """The gradients of a bucket before they are summed; under ZeRO-2 memory that goes when they have been."""
+        buffer = self._buffers[index]
+        if buffer is None:
+            bucket = self.plan.buckets[index]
+            buffer = self.gradients.new_empty(bucket.stop - bucket.start)
+            self._buffers[index] = buffer
+        return buffer
 
     def _view(self, number: int) -> Tensor:
         slot = self.plan.slots[number]
-        return self.gradients[slot.start : slot.stop].view(self.shards[number].matrix_shape)
+        start = self.plan.buckets[slot.bucket].start
+        return self._buffer(slot.bucket)[slot.start - start : slot.stop - start].view(self.shards[number].matrix_shape)
 
-    def _matrix(self, stack: Sequence[int]) -> Tensor:
-        """The gradient slots of a stack of weights as one matrix."""
-        first, last = self.plan.slots[stack[0]], self.plan.slots[stack[-1]]
-        columns = self.shards[stack[0]].matrix_shape[-1]
-        return self.gradients[first.start : last.stop].view(-1, columns)
+    def _stack(self, numbers: Sequence[int]) -> Stack:
+        first, last = self.plan.slots[numbers[0]], self.plan.slots[numbers[-1]]
+        start = self.plan.buckets[first.bucket].start
+        columns = self.shards[numbers[0]].matrix_shape[-1]
+        return Stack(tuple(numbers), first.bucket, first.start - start, last.stop - start, columns)
+
+    def _connect(self, stacks: dict[TensorParallel, list[Stack]], sinks: bool) -> list[int]:
+        """Let gradients come here; returns how often each parameter contributes in one backward pass."""
+        uses = [0] * len(self.shards)
+        for layer, parts in stacks.items():
+            if sinks:
+                layer.sink = FlatSink(parts, self)
+                for number in (number for stack in parts for number in stack.numbers):
+                    uses[number] += 1
+        for number, parameter in enumerate(self.parameters):
+            if uses[number] == 0:
+                parameter.register_post_accumulate_grad_hook(self._hook(number))
+                uses[number] = 1
+        return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
         def add(parameter: Tensor) -> None:
             assert parameter.grad is not None
-            total = self.owned[number].gradient
+            total = self._view(number)
             if self.is_fresh((number,)):
                 total.copy_(parameter.grad)
             else:
@@ -195,7 +457,24 @@ class DataParallel:
 
 
 def _tensor_axes(shard: Shard) -> tuple[str, ...]:
+    """Tensor-parallel axes over which its gradient is summed."""
     return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in summed_over(shard))
+
+
+def _stages(shard: Shard) -> tuple[int, ...]:
+    """Stages over which its gradient is summed."""
+    return shard.stages
+
+
+def _runs(numbers: Sequence[int], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
+    """The weights of one matmul, cut where their kind changes."""
+    runs: list[tuple[int, ...]] = []
+    for number in numbers:
+        if runs and kinds[runs[-1][-1]] == kinds[number]:
+            runs[-1] = (*runs[-1], number)
+        else:
+            runs.append((number,))
+    return runs
 
 
 def _move_into(

@@ -1,6 +1,6 @@
-"""Gradient buckets: where each gradient lies in one flat buffer, and which of them are summed as one piece."""
+"""Gradient buckets: where each gradient lies in one flat buffer, which are summed as one piece, and who owns what."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
@@ -42,6 +42,49 @@ class BucketPlan:
         return self.buckets[-1].stop if self.buckets else 0
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank owns of one parameter, when every bucket is cut into equal slices."""
+
+    number: int
+    """Of the parameter, by registration."""
+
+    bucket: int
+    start: int
+    stop: int
+    """Elements of the flat buffer."""
+
+    flat: tuple[int, int]
+    """The same elements, counted inside the parameter."""
+
+
+def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
+    """Elements of the flat buffer that rank number `rank` of `ranks` owns; every rank has as many.
+
+    >>> slice_of(Bucket(128, 384, (0,)), rank=1, ranks=2)
+    (256, 384)
+    """
+    length = (bucket.stop - bucket.start) // ranks
+    assert length * ranks == bucket.stop - bucket.start, (bucket, ranks)
+    return bucket.start + rank * length, bucket.start + (rank + 1) * length
+
+
+def owned_parts(plan: BucketPlan, rank: int, ranks: int) -> list[Part]:
+    """The parts of parameters in a rank's slices, in the order of registration; a part is never empty.
+
+    All ranks together own every element of every parameter exactly once.
+    """
+    parts = []
+    for index, bucket in enumerate(plan.buckets):
+        first, last = slice_of(bucket, rank, ranks)
+        for number in bucket.members:
+            slot = plan.slots[number]
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start < stop:
+                parts.append(Part(number, index, start, stop, (start - slot.start, stop - slot.start)))
+    return sorted(parts, key=lambda part: part.number)
+
+
 def plan_buckets(
     sizes: Sequence[int],
     *,
@@ -50,6 +93,7 @@ def plan_buckets(
     end_align: int | None = None,
     alone: Collection[int] = (),
     together: Sequence[Sequence[int]] = (),
+    kinds: Sequence[Hashable] | None = None,
 ) -> BucketPlan:
     """Lay out the gradients of parameters with these element counts, given in registration order.
 
@@ -62,38 +106,67 @@ def plan_buckets(
     alone: parameters with a bucket of their own, such as a tied embedding that two stages must place alike.
     together: runs of parameters, ascending, that lie without a gap in one bucket because one matmul writes them all;
     a run is placed where its last parameter would be.
+    kinds: one per parameter; a bucket holds one kind, and lies inside as if there were no other, so that ranks on which
+    the parameters of one kind have the same sizes cut them alike, whatever the others' sizes are. Unset: all are alike.
 
     Raises:
-        PlanError: a size is negative, an alignment is below one, or `alone` and `together` contradict each other.
+        PlanError: a size is negative, an alignment is below one, or `alone`, `together` and `kinds` contradict each
+            other.
     """
-    _check(sizes, bucket_numel, align, end_align, alone, together)
+    kinds = [None] * len(sizes) if kinds is None else kinds
+    _check(sizes, bucket_numel, align, end_align, alone, together, kinds)
     quantum = lcm(align, end_align or align)
+    units = list(enumerate(_units(len(sizes), together)))
+    packed: list[_Packed] = []
+    for kind in dict.fromkeys(kinds):
+        packed += _pack([unit for unit in units if kinds[unit[1][0]] == kind], sizes, bucket_numel, align, alone)
     slots: list[Slot | None] = [None] * len(sizes)
     buckets: list[Bucket] = []
-    start, end, members = 0, 0, list[int]()
-    for unit in _units(len(sizes), together):
-        lonely = unit[0] in alone
-        if lonely and members:
-            end = start = _close(buckets, start, end, members, quantum)
-            members = []
-        end = _round_up(end, align)
-        for number in unit:
-            slots[number] = Slot(len(buckets), end, end + sizes[number])
-            end += sizes[number]
-            members.append(number)
-        if lonely or (bucket_numel is not None and end - start >= bucket_numel):
-            end = start = _close(buckets, start, end, members, quantum)
-            members = []
-    if members:
-        _close(buckets, start, end, members, quantum)
+    start = 0
+    for bucket in sorted(packed, key=lambda bucket: bucket.finished):
+        for number, offset in bucket.offsets.items():
+            slots[number] = Slot(len(buckets), start + offset, start + offset + sizes[number])
+        stop = start + _round_up(bucket.length, quantum)
+        buckets.append(Bucket(start, stop, tuple(bucket.offsets)))
+        start = stop
     return BucketPlan(tuple(slot for slot in slots if slot is not None), tuple(buckets))
 
 
-def _close(buckets: list[Bucket], start: int, end: int, members: Sequence[int], quantum: int) -> int:
-    """Append the bucket of `start` to `end`, its length rounded up to `quantum`; returns where the next starts."""
-    stop = start + _round_up(end - start, quantum)
-    buckets.append(Bucket(start, stop, tuple(members)))
-    return stop
+@dataclass(slots=True)
+class _Packed:
+    """A bucket whose place in the buffer is not known yet."""
+
+    offsets: dict[int, int]
+    """Where each member starts, counted from the start of the bucket, in the order in which they lie."""
+
+    length: int
+    """Elements, without padding at the end."""
+
+    finished: int
+    """When backward finishes its last member: that unit's place in the order of placement."""
+
+
+def _pack(
+    units: Sequence[tuple[int, tuple[int, ...]]],
+    sizes: Sequence[int],
+    bucket_numel: int | None,
+    align: int,
+    alone: Collection[int],
+) -> list[_Packed]:
+    """Fill buckets with the units of one kind, each given with its place in the order of placement."""
+    packed: list[_Packed] = []
+    full = True
+    for place, unit in units:
+        lonely = unit[0] in alone
+        if full or lonely:
+            packed.append(_Packed({}, 0, place))
+        bucket = packed[-1]
+        bucket.length, bucket.finished = _round_up(bucket.length, align), place
+        for number in unit:
+            bucket.offsets[number] = bucket.length
+            bucket.length += sizes[number]
+        full = lonely or (bucket_numel is not None and bucket.length >= bucket_numel)
+    return packed
 
 
 def _units(count: int, together: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
@@ -114,7 +187,10 @@ def _check(
     end_align: int | None,
     alone: Collection[int],
     together: Sequence[Sequence[int]],
+    kinds: Sequence[Hashable],
 ) -> None:
+    if len(kinds) != len(sizes):
+        raise PlanError(f"kinds={list(kinds)}: {len(kinds)} for {len(sizes)} parameters. Pass one per parameter.")
     if bucket_numel is not None and bucket_numel < 1:
         raise PlanError(f"parallel.bucket_numel={bucket_numel} must be at least 1. Use 4000000 if in doubt.")
     if align < 1 or (end_align is not None and end_align < 1):
@@ -131,3 +207,6 @@ def _check(
     both = sorted(set(alone) & {number for run in together if len(run) > 1 for number in run})
     if both:
         raise PlanError(f"parameters {both} are to lie alone and together with others. Choose one of the two.")
+    mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
+    if mixed:
+        raise PlanError(f"parameters {mixed[0]} are to lie together and are of several kinds. Choose one of the two.")

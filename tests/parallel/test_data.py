@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, declared_parameters, initialise
 from megalith.parallel import data as engine
 from megalith.parallel.data import DataParallel
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one
-from megalith.plan.grid import dense_grid
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
@@ -89,13 +89,13 @@ def test_an_unused_parameter_gets_zeros() -> None:
 
 def _starts_before_the_end(rank: int, world: int) -> list[int]:
     """How many buckets had started when backward ended, and how many there are."""
-    mesh = build_mesh(dense_grid(world=world).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1)), rank=rank)
+    mesh = build_mesh(model_grid(ParallelConfig(), CONFIG, world), rank=rank)
     model, data = build(mesh)
     data.begin_step(2)
     loss_of(model, rank).backward()
-    first = data._next_bucket
+    first = data._next
     loss_of(model, rank + 7).backward()
-    last = data._next_bucket
+    last = data._next
     data.finish()
     return [first, last, len(data.plan.buckets)]
 
@@ -118,7 +118,7 @@ class _Loss(nn.Module):
 
 
 def _equals_ddp(rank: int, world: int) -> bool:
-    mesh = build_mesh(dense_grid(world=world).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1)), rank=rank)
+    mesh = build_mesh(model_grid(ParallelConfig(), CONFIG, world), rank=rank)
     model, data = build(mesh)
     data.begin_step(1)
     loss_of(model, rank).backward()
@@ -139,7 +139,7 @@ def test_summed_gradients_equal_torchs_ddp() -> None:
 
 
 def _bitwise(rank: int, world: int) -> bool:
-    mesh = build_mesh(dense_grid(world=world).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1)), rank=rank)
+    mesh = build_mesh(model_grid(ParallelConfig(), CONFIG, world), rank=rank)
     found = []
     for overlap, bucket_numel in ((True, 300), (False, 300), (True, 10**9)):
         model, data = build(mesh, overlap=overlap, bucket_numel=bucket_numel)
