@@ -24,10 +24,10 @@ class PipelineConfig:
     """Stages as a string: E embedding, t layer, L loss, `|` ends a stage, `t*3` and `(tt|)*2` repeat. Unset: even."""
 
     first_layers: int | None = None
-    """Layers of the first stage; unset: its even share."""
+    """Layers of the first pipeline rank, over all its chunks; unset: its even share."""
 
     last_layers: int | None = None
-    """Layers of the last stage; unset: its even share."""
+    """Layers of the last pipeline rank, over all its chunks; unset: its even share."""
 
     count_embedding: bool = False
     """Let the embedding count as one layer, so that the first stage has one less."""

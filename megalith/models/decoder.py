@@ -1,11 +1,14 @@
 """The decoder-only transformer: tokens in, loss or scores out."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache, with_rotary
@@ -13,6 +16,7 @@ from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.nn.norm import RMSNorm
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.recompute import LayerRunner
 from megalith.parallel.tensor import (
     ColumnLinear,
     Declared,
@@ -23,47 +27,101 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
+from megalith.plan.recompute import modules_again
 from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks, whole_model
+
+
+KEEP_ALL, KEEP_HERE = RecomputeConfig(), OffloadConfig()
 
 
 class Decoder(nn.Module):
-    """A Llama-class language model, built without memory: `allocate`, then `initialise` or a checkpoint, fill it.
+    """A Llama-class language model or one pipeline stage of it, built without memory: `allocate`, then `initialise` or
+    a checkpoint, fill it.
 
     ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h] with `sp`.
     """
 
+    embed: VocabEmbedding
+    """Only where the stage has the embedding."""
+
+    norm: RMSNorm
+    """Only where the stage has the loss."""
+
+    head: VocabHead
+    """Only where the stage has the loss."""
+
     def __init__(
-        self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
+        stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
+    ) -> None:  # fmt: skip
+        """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
+        which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
         super().__init__()
         region: Region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
-        self.config, self.dtype = config, dtype
-        self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
+        self.config, self.dtype, self.region = config, dtype, region
+        self.stage = stage or whole_model(config.num_layers)
+        if self.stage.embedding:
+            self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
+            tied = self.embed.weight
         self.layers = nn.ModuleList(
-            Block(f"layers.{index}", config, mesh, region, dtype=dtype) for index in range(config.num_layers)
+            Block(f"layers.{index}", config, mesh, region, dtype=dtype) for index in self.stage.layers
         )
-        self.norm = RMSNorm("norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype)
-        self.head = VocabHead(
-            _table("head.weight", config, mesh), region, vocab_size=config.vocab_size,
-            tied=self.embed.weight if config.tied_embeddings else None, dtype=dtype,
-        )  # fmt: skip
+        if self.stage.loss:
+            self.norm = RMSNorm(
+                "norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype
+            )
+            self.head = VocabHead(
+                _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
+                vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
+            )  # fmt: skip
         self.frequencies = rope_frequencies(config.rope, config.head_size())
+        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.tied_embeddings else None)
 
-    def forward(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None) -> Tensor:
-        """ids [t] -> hidden states after the last norm, as the region has tokens."""
+    def forward(
+        self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
+    ) -> Tensor:
+        """ids [t] -> hidden states after the last norm, as the region has tokens.
+
+        A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
+        own layers.
+        """
         tokens = with_rotary(tokens, *rope_tables(tokens.positions, self.frequencies.to(ids.device), self.dtype))
-        x = self.embed(ids)
+        if self.stage.embedding:
+            x = self.embed(ids)
+        assert x is not None, f"stage {self.stage} begins with hidden states"
         for index, layer in enumerate(self.layers):
             x = layer(x, tokens, None if caches is None else caches[index])
-        return self.norm(x)
+        return self.norm(x) if self.stage.loss else x
 
-    def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens) -> Tensor:
+    def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None) -> Tensor:
         """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
-        return self.head.loss(self(ids, tokens), labels)
+        return self.head.loss(self(ids, tokens, x=x), labels)
 
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
         """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""
         return self.head.logits(self(ids, tokens, caches)[wanted])
+
+
+def build_chunks(
+    config: ModelConfig, mesh: Mesh, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32
+) -> list[Decoder]:
+    """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
+
+    A tied table that two pipeline ranks use is a parameter of the same name on both; one that two chunks of a rank use
+    is one parameter.
+
+    Raises:
+        PlanError: the layers do not divide as asked.
+    """
+    pp, pipeline = mesh.pp.size, parallel.pipeline
+    stages = plan_stages(pipeline, pp=pp, num_layers=config.num_layers)
+    table = table_ranks(stages, pipeline, pp=pp)
+    chunks: list[Decoder] = []
+    for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
+        tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
+        chunks.append(Decoder(config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied))
+    return chunks
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module, str]]:
@@ -104,3 +162,10 @@ def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
     shard = whole(name, (rows, config.hidden_size))
     shard = cut_dim(shard, 0, split_evenly(rows, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
     return Declared(shard, Init(config.init_std, rows=config.vocab_size))
+
+
+def _note_stages(model: Decoder, here: tuple[int, ...], table: tuple[int, ...] | None) -> None:
+    """Write into every parameter's shard which pipeline ranks hold it: `table` the tied one, `here` all others."""
+    for declared, module, name in list(declared_parameters(model)):
+        stages = table if table is not None and declared.shard.name == "embed.weight" else here
+        module.__dict__["declared"][name] = replace(declared, shard=replace(declared.shard, stages=stages))

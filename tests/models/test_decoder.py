@@ -3,13 +3,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.kernels.linear import stacked
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
-from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
@@ -160,3 +161,68 @@ def test_ranks_together_compute_the_loss_and_gradients_of_one(
             whole_already = "tp_kv" in shards[name].invariant
             summed[name][box] += gradient / (tp if whole_already else 1)
     assert_close(summed, gradients, FP64)
+
+
+STAGES = {
+    "even": (ParallelConfig(pp=2), 4),
+    "two chunks each": (ParallelConfig(pp=2, pipeline=PipelineConfig(vpp=2)), 4),
+    "a V": (ParallelConfig(pp=2, pipeline=PipelineConfig(schedule="zb-v", vpp=2)), 4),
+    "standalone and empty stages": (ParallelConfig(pp=5, pipeline=PipelineConfig(layout="E|tt||tt|L")), 4),
+}
+
+
+def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decoder]]:
+    """Every rank's chunks, filled."""
+    grid = model_grid(parallel, config, parallel.pp)
+    ranks = []
+    for rank in range(parallel.pp):
+        chunks = nn.ModuleList(build_chunks(config, mesh_on_paper(grid, rank=rank), parallel, dtype=torch.float64))
+        allocate(chunks, torch.device("cpu"))
+        initialise(chunks, seed=3)
+        ranks.append(list(chunks))
+    return ranks
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
+    name: str, tied: bool, tiny: SimpleNamespace
+) -> None:
+    parallel, num_layers = STAGES[name]
+    config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
+    whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    allocate(whole, torch.device("cpu"))
+    initialise(whole, seed=3)
+    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
+    in_order = sorted((c for rank in chunks_of(config, parallel) for c in rank), key=lambda c: (
+        not c.stage.embedding, c.stage.loss, c.stage.layers.start))  # fmt: skip
+    x = None
+    for chunk in in_order[:-1]:
+        x = chunk(ids, tokens, x=x)
+    assert in_order[-1].stage.loss
+    torch.testing.assert_close(in_order[-1].loss(ids, labels, tokens, x=x), whole.loss(ids, labels, tokens))
+
+
+@pytest.mark.parametrize("name", STAGES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_is_on_the_stages_that_its_shard_names(name: str, tied: bool, tiny: SimpleNamespace) -> None:
+    parallel, num_layers = STAGES[name]
+    config = tiny.config(num_layers=num_layers, tied_embeddings=tied)
+    found: dict[str, list[int]] = {}
+    tensors: dict[str, Tensor] = {}
+    for rank, chunks in enumerate(chunks_of(config, parallel)):
+        for declared, module, attribute in declared_parameters(nn.ModuleList(chunks)):
+            found.setdefault(declared.shard.name, []).append(rank)
+            assert rank in declared.shard.stages
+            value = getattr(module, attribute).detach()
+            assert torch.equal(tensors.setdefault(declared.shard.name, value), value), "copies start bitwise equal"
+    whole = [declared.shard.name for declared, _, _ in declared_parameters(Decoder(config, mesh_of_one()))]
+    assert sorted(found) == sorted(whole)
+    several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
+    assert several == ({"embed.weight"} if tied and name != "a V" else set())
+
+
+def test_two_chunks_of_one_rank_share_a_tied_table(tiny: SimpleNamespace) -> None:
+    parallel, num_layers = STAGES["a V"]
+    first, second = chunks_of(tiny.config(num_layers=num_layers, tied_embeddings=True), parallel)[0]
+    assert first.embed.weight is second.head.weight
