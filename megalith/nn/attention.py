@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
+from megalith.kernels.rebuilt import Input
 from megalith.kernels.rope import apply_rope
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.mesh import Mesh
@@ -23,6 +24,13 @@ class LayerCache(Protocol):
         """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each document [t_kv, g, d]."""
 
 
+class Core(Protocol):
+    """The part without weights."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """q [t, n, d], k and v [t, g, d] -> [t, n, d]."""
+
+
 class Attention(nn.Module):
     """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
 
@@ -31,6 +39,7 @@ class Attention(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype) -> None:
         super().__init__()
+        self.core: Core = attention
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
@@ -49,7 +58,7 @@ class Attention(nn.Module):
             Declared(bias, ZEROS) if config.output_bias else None, region, dtype=dtype,
         )  # fmt: skip
 
-    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
         q, k, v = self.qkv(x).split([n * d, g * d, g * d], dim=-1)
@@ -59,7 +68,7 @@ class Attention(nn.Module):
         v = v.unflatten(-1, (g, d))
         if cache is not None:
             k, v = cache.extend(k, v, tokens)
-        return self.out(attention(q, k, v, tokens).flatten(1))
+        return self.out(self.core(q, k, v, tokens).flatten(1))
 
 
 def _query_shards(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.kernels.rebuilt import Input, Rebuilt
 from megalith.kernels.swiglu import swiglu
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
@@ -15,8 +16,13 @@ from megalith.plan.shards import cut_dim, split_evenly, whole
 class SwiGLU(nn.Module):
     """`down(silu(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020, arXiv:2002.05202."""
 
-    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        act_again: bool = False,
+    ) -> None:  # fmt: skip
+        """`act_again`: backward computes the gated features again instead of keeping them."""
         super().__init__()
+        self.activation = swiglu_again if act_again else swiglu
         h, f = config.hidden_size, config.ffn_hidden_size
         sizes, rank, axes = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
         gate_up = cut_dim(whole(f"{name}.gate_up", (2, f, h)), 1, sizes, rank, axes)
@@ -32,6 +38,11 @@ class SwiGLU(nn.Module):
             Declared(down_bias, ZEROS) if config.mlp_bias else None, region, dtype=dtype,
         )  # fmt: skip
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Input) -> Tensor:
         """x [t, h] -> [t, h]."""
-        return self.down(swiglu(self.gate_up(x)))
+        return self.down(self.activation(self.gate_up(x)))
+
+
+def swiglu_again(gate_up: Tensor) -> Rebuilt:
+    """`swiglu`, of which backward keeps gate_up alone, as it does anyway."""
+    return Rebuilt(swiglu(gate_up), swiglu, (gate_up,))

@@ -1,0 +1,130 @@
+"""Recomputation: regions of the model that keep their inputs for backward and run once more there.
+
+`recompute` is the one primitive; `LayerRunner` applies it to whole layers. What only a single reader keeps is dropped
+more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py.
+Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
+from megalith.kernels.tokens import Tokens
+from megalith.parallel.autograd import gathered_again
+from megalith.parallel.group import Group
+from megalith.plan.recompute import Span, layer_spans
+
+Function = Callable[..., Tensor]
+
+
+def recompute(function: Function, x: Input, *others: Tensor) -> Tensor:
+    """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept for backward.
+
+    Backward runs the function again, with gradients, and goes through the first pass's graph with the second pass's
+    numbers; so a sink is given each product once, and parameters inside get gradients whatever x wants. Collectives
+    inside run again, in the same order. Without gradients nothing is kept anyway, and the function just runs.
+    """
+    if not torch.is_grad_enabled():
+        return function(value_of(x), *others)
+    region, inputs = (_Again(function, x), x.inputs) if isinstance(x, Rebuilt) else (function, (x,))
+    y: Tensor = checkpoint(region, *inputs, *others, use_reentrant=False, preserve_rng_state=False)
+    return y
+
+
+class _Again:
+    """Runs a region on the tensor it is given first, and from then on on what that is rebuilt from."""
+
+    def __init__(self, function: Function, x: Rebuilt) -> None:
+        self.function, self.again, self.num_inputs = function, x.again, len(x.inputs)
+        self.first: Tensor | None = x.value
+        self.like, self.requires_grad = (x.value.shape, x.value.dtype), x.value.requires_grad
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        inputs, others = tensors[: self.num_inputs], tensors[self.num_inputs :]
+        x, self.first = self.first, None
+        if x is None:
+            x = rebuild(self.again, inputs, like=self.like).requires_grad_(self.requires_grad)
+        return self.function(x, *others)
+
+
+class Recomputed(nn.Module):
+    """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for backward."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
+        """The same result; `others` may end with the tokens."""
+        tensors = [other for other in others if isinstance(other, Tensor)]
+        return recompute(partial(_call, self.function, others[len(tensors) :]), x, *tensors)
+
+
+def _call(function: Function, last: Sequence[Tensor | Tokens], *first: Tensor) -> Tensor:
+    return function(*first, *last)
+
+
+class Layer(Protocol):
+    """A transformer layer."""
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h] -> [t, h]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRunner:
+    """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for backward."""
+
+    recompute: RecomputeConfig
+    offload: OffloadConfig
+    group: Group
+    """Tensor-parallel ranks, over which `recompute.shard_inputs` divides the inputs that are kept."""
+
+    def __call__(self, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h], as the layers have tokens -> [t, h]."""
+        if not torch.is_grad_enabled():
+            return _run(layers, tokens, x)
+        for span in layer_spans(self.recompute, self.offload, len(layers)):
+            x = self._run_span(span, layers[span.start : span.stop], x, tokens)
+        return x
+
+    def _run_span(self, span: Span, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
+        if not span.recomputed:
+            return _run(layers, tokens, x)
+        kept = sharded(x, self.group) if self.recompute.shard_inputs else x
+        assert tokens.rotary is not None
+        return recompute(partial(_run, layers, tokens), kept, *tokens.rotary)
+
+
+def _run(layers: Sequence[Layer], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:
+    """One layer after the other, with the rotations given apart where they have to be kept as tensors."""
+    if rotary:
+        tokens = replace(tokens, rotary=(rotary[0], rotary[1]))
+    for layer in layers:
+        x = layer(x, tokens)
+    return x
+
+
+def sharded(x: Tensor, group: Group) -> Rebuilt:
+    """x, the same on every rank of `group`, rebuilt from equal slices of which each rank keeps one.
+
+    The slices are of its elements in order, the last one padded with zeros. One all-gather when it is rebuilt.
+    """
+    with torch.no_grad():
+        length = -(-x.numel() // group.size)
+        flat = x.reshape(-1)
+        mine = x.new_zeros(length)
+        part = flat[group.rank * length : (group.rank + 1) * length]
+        mine[: part.numel()] = part
+    return Rebuilt(x, partial(_join, group=group, shape=x.shape), (mine,))
+
+
+def _join(mine: Tensor, *, group: Group, shape: torch.Size) -> Tensor:
+    return gathered_again(mine, group)[: shape.numel()].view(shape)

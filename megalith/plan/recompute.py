@@ -1,0 +1,135 @@
+"""Which layers of a stage backward computes again, which wait in host memory, and what cannot be combined."""
+
+from typing import NamedTuple
+
+from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
+
+
+def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
+    """The parts of every layer that backward computes again on their own."""
+    return recompute.modules if recompute.granularity == "selective" else ()
+
+
+class Span(NamedTuple):
+    """Layers `start` to `stop` of a stage, which are kept or computed again together."""
+
+    start: int
+    stop: int
+    recomputed: bool
+    """Backward gets the input of `start` and runs them once more; else every layer keeps what it needs."""
+
+    offloaded: bool
+    """What they keep waits in host memory."""
+
+
+def layer_spans(recompute: RecomputeConfig, offload: OffloadConfig, num_layers: int) -> list[Span]:
+    """How a stage, or one model chunk of it, runs its layers; counts beyond its layers mean all of them.
+
+    The last layer never waits in host memory: backward wants it at once. Recomputed layers go there only together.
+
+    >>> uniform = RecomputeConfig(granularity="full", num_layers=2)
+    >>> [(span.start, span.stop) for span in layer_spans(uniform, OffloadConfig(), 5)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    full = recompute.granularity == "full"
+    together = recompute.num_layers if full and recompute.method == "uniform" else 1
+    again = 0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
+    away = min(offload.layers, num_layers - 1)
+    spans = []
+    for start in range(0, num_layers, together):
+        stop = min(start + together, num_layers)
+        spans.append(Span(start, stop, start < again, stop <= away))
+    return spans
+
+
+def recompute_problems(
+    recompute: RecomputeConfig, offload: OffloadConfig, *, tp: int, sp: bool, compiled: bool, stage_layers: int
+) -> list[str]:
+    """Every broken rule of the two, as texts; stage_layers: of the smallest stage, or model chunk of one."""
+    return [
+        *_setting_problems(recompute, compiled=compiled),
+        *_sharding_problems(recompute, tp=tp, sp=sp),
+        *_offload_problems(offload, compiled=compiled, stage_layers=stage_layers),
+    ]
+
+
+def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str]:
+    kind, problems, usual = recompute.granularity, [], RecomputeConfig()
+    if recompute.num_layers < 1:
+        problems.append(
+            f"recompute.num_layers={recompute.num_layers} must be at least 1. Set recompute.num_layers to 1, or "
+            f"recompute.granularity to none to keep everything."
+        )
+    elif kind != "full" and (recompute.method, recompute.num_layers) != (usual.method, usual.num_layers):
+        problems.append(
+            f"recompute.method={recompute.method} and recompute.num_layers={recompute.num_layers} count whole layers, "
+            f"which recompute.granularity={kind} leaves alone. Set recompute.granularity to full, or remove them."
+        )
+    if kind == "selective" and not recompute.modules:
+        problems.append(
+            f"recompute.modules={[]} names nothing to compute again. Set recompute.modules to [core_attention], or "
+            f"recompute.granularity to none."
+        )
+    elif kind != "selective" and recompute.modules != usual.modules:
+        problems.append(
+            f"recompute.modules={list(recompute.modules)} belongs to recompute.granularity=selective, but that is "
+            f"{kind}. Set recompute.granularity to selective, or remove recompute.modules."
+        )
+    if kind == "selective" and compiled:
+        problems.append(
+            f"recompute.granularity={kind} with train.compile=true: a compiled layer decides by itself what it keeps. "
+            f"Set recompute.granularity to full or none, or train.compile to false."
+        )
+    return problems
+
+
+def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list[str]:
+    if not recompute.shard_inputs:
+        return []
+    if recompute.granularity != "full":
+        return [
+            f"recompute.shard_inputs=true divides the inputs of recomputed layers, but recompute.granularity="
+            f"{recompute.granularity}. Set recompute.granularity to full, or recompute.shard_inputs to false."
+        ]
+    if sp:
+        return [
+            f"recompute.shard_inputs=true is redundant: with parallel.sp=true each of the parallel.tp={tp} ranks keeps "
+            f"only its tokens already. Set recompute.shard_inputs to false."
+        ]
+    if tp == 1:
+        return [
+            f"recompute.shard_inputs=true divides inputs over tensor-parallel ranks, but parallel.tp={tp}. Set "
+            f"parallel.tp to 2 or more, or recompute.shard_inputs to false."
+        ]
+    return []
+
+
+def _offload_problems(offload: OffloadConfig, *, compiled: bool, stage_layers: int) -> list[str]:
+    problems = []
+    if not 0 <= offload.layers < max(stage_layers, 1):
+        problems.append(
+            f"offload.layers={offload.layers} must be at least 0 and less than the {stage_layers} layers of a stage, "
+            f"whose last one backward needs at once. Set offload.layers to {max(stage_layers - 1, 0)} or less."
+        )
+    if offload.layers and compiled:
+        problems.append(
+            f"offload.layers={offload.layers} with train.compile=true: a compiled layer decides by itself what it "
+            f"keeps. Set one of them off."
+        )
+    if offload.min_numel < 1:
+        problems.append(f"offload.min_numel={offload.min_numel} must be at least 1. Use 1 to send everything.")
+    return problems
+
+
+def recompute_notes(recompute: RecomputeConfig, *, stage_layers: int) -> list[str]:
+    """What is allowed but worth a word before the run starts."""
+    notes = []
+    if recompute.granularity == "full" and recompute.num_layers > stage_layers:
+        notes.append(
+            f"recompute.num_layers={recompute.num_layers} is more than the {stage_layers} layers of a stage: "
+            f"all of them are recomputed together, as with {stage_layers}"
+            if recompute.method == "uniform"
+            else f"recompute.num_layers={recompute.num_layers} is more than the {stage_layers} layers of a stage: "
+            f"all of them are recomputed, as with {stage_layers}"
+        )
+    return notes
