@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache, with_rotary
@@ -30,7 +30,6 @@ from megalith.parallel.tensor import (
 from megalith.plan.recompute import modules_again
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks, whole_model
-
 
 KEEP_ALL, KEEP_HERE = RecomputeConfig(), OffloadConfig()
 
@@ -54,6 +53,7 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
+        recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
@@ -65,8 +65,10 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             tied = self.embed.weight
         self.layers = nn.ModuleList(
-            Block(f"layers.{index}", config, mesh, region, dtype=dtype) for index in self.stage.layers
+            Block(f"layers.{index}", config, mesh, region, dtype=dtype, again=modules_again(recompute))
+            for index in self.stage.layers
         )
+        self.run_layers = LayerRunner(recompute, offload, mesh.tp)
         if self.stage.loss:
             self.norm = RMSNorm(
                 "norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype
@@ -90,8 +92,11 @@ class Decoder(nn.Module):
         if self.stage.embedding:
             x = self.embed(ids)
         assert x is not None, f"stage {self.stage} begins with hidden states"
-        for index, layer in enumerate(self.layers):
-            x = layer(x, tokens, None if caches is None else caches[index])
+        if caches is None:
+            x = self.run_layers(list(self.layers), x, tokens)
+        else:
+            for layer, cache in zip(self.layers, caches, strict=True):
+                x = layer(x, tokens, cache)
         return self.norm(x) if self.stage.loss else x
 
     def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None) -> Tensor:
@@ -104,8 +109,9 @@ class Decoder(nn.Module):
 
 
 def build_chunks(
-    config: ModelConfig, mesh: Mesh, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32
-) -> list[Decoder]:
+    config: ModelConfig, mesh: Mesh, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32,
+    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+) -> list[Decoder]:  # fmt: skip
     """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
 
     A tied table that two pipeline ranks use is a parameter of the same name on both; one that two chunks of a rank use
@@ -120,7 +126,12 @@ def build_chunks(
     chunks: list[Decoder] = []
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
-        chunks.append(Decoder(config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied))
+        chunks.append(
+            Decoder(
+                config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied, recompute=recompute,
+                offload=offload,
+            )
+        )  # fmt: skip
     return chunks
 
 
