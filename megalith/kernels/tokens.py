@@ -1,10 +1,12 @@
 """`Tokens`: which document each token belongs to and where; the only thing that knows about documents."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +46,67 @@ class Tokens:
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosine and sine [t, d/2] of each token's rotation, filled in once per forward by the model."""
 
+    context: "Context | None" = None
+    """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are
+    here, and keys wherever they are."""
+
     @property
     def num_tokens(self) -> int:
         """t."""
         return int(self.positions.shape[0])
+
+    @property
+    def whole(self) -> "Tokens":
+        """All tokens of the microbatch, when ranks share it; else these."""
+        return self if self.context is None else self.context.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The order of the tokens that some ranks put together."""
+
+    order: Tensor
+    """int64 [n]: where each token, in natural order, lies among the ranks' parts one after the other."""
+
+    back: Tensor
+    """int64 [n]: the way back: which token, in natural order, each of the parts' is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Which tokens of a microbatch one of several ranks has, and what they see of those of the others."""
+
+    slices: Slices
+    rank: int
+
+    whole: Tokens
+    """All of them, padding included."""
+
+    everyone: Join
+    """Of all ranks."""
+
+    neighbours: Join
+    """Of those that exchange heads before a ring goes across them; of me alone where there are none."""
+
+    seen: dict[tuple[int, int | None], tuple[Spans, ...]] = field(default_factory=dict, repr=False)
+    """What has been planned so far, since all layers ask the same."""
+
+    def spans_of_groups(self, near: int, *, window: int | None = None) -> tuple[Spans, ...]:
+        """What the tokens of my group of `near` neighbours see of those of every such group."""
+        if (near, window) not in self.seen:
+            parts = self.slices.joined(near)
+            self.seen[near, window] = tuple(self._spans(parts[self.rank // near], keys, window) for keys in parts)
+        return self.seen[near, window]
+
+    def spans_of_all(self, *, window: int | None = None) -> Spans:
+        """What my tokens see of all tokens in natural order."""
+        if (0, window) not in self.seen:
+            everything = np.arange(self.slices.num_tokens, dtype=np.int64)
+            self.seen[0, window] = (self._spans(self.slices.numbers[self.rank], everything, window),)
+        return self.seen[0, window][0]
+
+    def _spans(self, queries: Numbers, keys: Numbers, window: int | None) -> Spans:
+        return plan_spans(queries, keys, self.slices.starts(), repeats=self.slices.repeats, window=window)
 
 
 def tokens_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Tokens:
@@ -81,3 +140,34 @@ def tokens_of_queries(lengths: list[tuple[int, int]], *, device: torch.device | 
         valid=torch.ones(len(document), dtype=torch.bool, device=device),
         lengths=tuple(lengths),
     )
+
+
+def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device | str = "cpu") -> Tokens:
+    """One rank's tokens of documents that several ranks share; documents and positions count over all of them."""
+    mine, document, starts = slices.numbers[slicing.rank], slices.document(), slices.starts()
+    lengths = [int(length) for length in slices.lengths]
+    queries = np.bincount(document[mine], minlength=len(lengths))
+    cu_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
+    whole = tokens_of_lengths(lengths, device=device)
+    first = slicing.rank // slicing.near * slicing.near
+    context = Context(
+        slices, slicing.rank, whole, _join(slices.numbers, device),
+        _join(slices.numbers[first : first + slicing.near], device),
+    )  # fmt: skip
+    return Tokens(
+        cu_q=torch.from_numpy(cu_q).to(device),
+        cu_kv=whole.cu_kv,
+        max_q=int(queries.max()),
+        max_kv=whole.max_kv,
+        uniform=None,
+        positions=torch.from_numpy(mine - starts[mine]).to(device),
+        document=torch.from_numpy(document[mine]).to(device),
+        valid=torch.from_numpy(slices.as_read(slicing.rank) >= 0).to(device),
+        lengths=tuple(zip(queries.tolist(), lengths)),
+        context=context,
+    )
+
+
+def _join(parts: Numbers, device: torch.device | str) -> Join:
+    order = np.argsort(parts.reshape(-1))
+    return Join(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))

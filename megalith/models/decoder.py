@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -15,6 +16,7 @@ from megalith.nn.attention import LayerCache, with_rotary
 from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.nn.norm import RMSNorm
+from megalith.parallel.context import build_attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner
 from megalith.parallel.tensor import (
@@ -31,7 +33,7 @@ from megalith.plan.recompute import modules_again
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks, whole_model
 
-KEEP_ALL, KEEP_HERE = RecomputeConfig(), OffloadConfig()
+RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
 
 class Decoder(nn.Module):
@@ -53,7 +55,7 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
-        recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+        context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
@@ -65,9 +67,12 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             tied = self.embed.weight
         self.layers = nn.ModuleList(
-            Block(f"layers.{index}", config, mesh, region, dtype=dtype, again=modules_again(recompute))
+            Block(
+                f"layers.{index}", config, mesh, region, dtype=dtype, core=build_attend(context, index, mesh),
+                again=modules_again(recompute),
+            )
             for index in self.stage.layers
-        )
+        )  # fmt: skip
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
         if self.stage.loss:
             self.norm = RMSNorm(
@@ -128,8 +133,8 @@ def build_chunks(
         tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
         chunks.append(
             Decoder(
-                config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied, recompute=recompute,
-                offload=offload,
+                config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
+                context=parallel.context, recompute=recompute, offload=offload,
             )
         )  # fmt: skip
     return chunks

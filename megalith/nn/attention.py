@@ -25,7 +25,7 @@ class LayerCache(Protocol):
 
 
 class Core(Protocol):
-    """The part without weights."""
+    """The part without weights: here, or shared with other ranks (parallel/context.py)."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
         """q [t, n, d], k and v [t, g, d] -> [t, n, d]."""
@@ -37,9 +37,11 @@ class Attention(nn.Module):
     Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
     """
 
-    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, core: Core = attention
+    ) -> None:
         super().__init__()
-        self.core: Core = attention
+        self.core = core
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]

@@ -35,7 +35,10 @@ def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool
     `fill=False` leaves weights at zero, for a checkpoint to fill.
     """
     dtype = DTYPES[run.precision.params]
-    model = Decoder(run.model, mesh, sp=run.parallel.sp, dtype=dtype, recompute=run.recompute, offload=run.offload)
+    model = Decoder(
+        run.model, mesh, sp=run.parallel.sp, dtype=dtype, context=run.parallel.context, recompute=run.recompute,
+        offload=run.offload,
+    )  # fmt: skip
     data = DataParallel(
         model, [(declared.shard, module, name) for declared, module, name in declared_parameters(model)], mesh,
         device=device, gradient_dtype=torch.promote_types(dtype, torch.float32), bucket_numel=run.parallel.bucket_numel,

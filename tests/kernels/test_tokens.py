@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, tokens_of_rows
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, tokens_of_rows, tokens_of_slices
+from megalith.plan.context import Slicing, plan_slices
 
 
 def test_rows_are_documents_of_one_length() -> None:
@@ -55,3 +56,43 @@ def test_tensors_are_made_on_the_device_asked_for(device: str) -> None:
     found = {x.device.type for x in (tokens.cu_q, tokens.cu_kv, tokens.positions, tokens.document, tokens.valid)}
     assert found == {device}
     assert tokens.lengths == ((2, 2), (3, 3))  # still known on the host
+
+
+def test_shared_rows_keep_the_positions_and_documents_they_have_in_the_whole() -> None:
+    slicing = Slicing(ranks=2, rank=1)
+    tokens = tokens_of_slices(plan_slices([5, 3, 8], row=8, slicing=slicing), slicing)
+    assert tokens.positions.tolist() == [2, 3, 4, 0, 2, 3, 4, 5]
+    assert tokens.document.tolist() == [0, 0, 0, 1, 2, 2, 2, 2]
+    assert tokens.cu_q.tolist() == [0, 3, 4, 8] and tokens.cu_kv.tolist() == [0, 5, 8, 16]
+    assert tokens.lengths == ((3, 5), (1, 3), (4, 8)) and (tokens.max_q, tokens.max_kv) == (4, 8)
+    assert tokens.uniform is None and bool(tokens.valid.all()) and tokens.num_tokens == 8
+    assert tokens.whole.lengths == ((5, 5), (3, 3), (8, 8)) and tokens.whole.whole is tokens.whole
+
+
+def test_padding_of_shared_documents_is_not_valid() -> None:
+    slicing = Slicing(ranks=2, rank=0, by="document")
+    tokens = tokens_of_slices(plan_slices([5, 3], row=8, slicing=slicing), slicing)
+    assert tokens.positions.tolist() == [0, 1, 6, 7, 0, 3]
+    assert tokens.valid.tolist() == [True, True, False, False, True, False]
+
+
+def test_parts_joined_are_brought_into_natural_order_and_back() -> None:
+    slicing = Slicing(ranks=4, rank=3, near=2)
+    slices = plan_slices([16], row=16, slicing=slicing)
+    context = tokens_of_slices(slices, slicing).context
+    assert context is not None
+    everyone = torch.from_numpy(slices.numbers).flatten()
+    assert everyone[context.everyone.order].tolist() == list(range(16))
+    assert everyone[context.everyone.order][context.everyone.back].tolist() == everyone.tolist()
+    near = torch.from_numpy(slices.numbers[2:]).flatten()
+    assert near[context.neighbours.order].tolist() == list(range(4, 12))
+
+
+def test_what_tokens_see_is_planned_once_for_all_layers() -> None:
+    slicing = Slicing(ranks=2, rank=0)
+    context = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing).context
+    assert context is not None
+    assert context.spans_of_groups(1) is context.spans_of_groups(1)
+    assert context.spans_of_groups(1)[1].visible.tolist() == [[0, 0], [0, 0], [0, 4], [0, 4]]
+    assert context.spans_of_groups(1, window=3)[1].visible.tolist() == [[0, 0], [0, 0], [2, 4], [3, 4]]
+    assert context.spans_of_all().visible.tolist() == [[0, 1], [0, 2], [0, 7], [0, 8]]

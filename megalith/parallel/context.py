@@ -1,0 +1,296 @@
+"""Context parallelism: attention when the tokens of each row are shared by several ranks.
+
+Each rank has an early and a late chunk of every row (or document), so that causal attention costs all the same; every
+other operation works on its own tokens alone. Four ways to see the keys and values of the others:
+
+- ring: keys and values go round, one rank further with each step, and what a step finds is merged into the rest;
+- gather: every rank gets all keys and values, and its queries see what is theirs to see;
+- a2a: ranks exchange tokens for heads, and each computes all tokens of some heads;
+- a2a+ring: an exchange of heads among neighbours, and a ring across the groups of neighbours.
+
+Sources: ring: Liu et al. 2023, arXiv:2310.01889; a2a: Jacobs et al. 2023, arXiv:2309.14509; both: Fang and Zhao 2024,
+arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalith.config.context import ContextConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels.attention import attention, by_token
+from megalith.kernels.span_attention import (
+    Gradients,
+    attend,
+    attend_backward,
+    nothing_found,
+    output_share,
+    rows_by_head,
+    span_attention,
+    window_attention,
+)
+from megalith.kernels.tokens import Context, Join, Tokens
+from megalith.observe.flight import Entry
+from megalith.parallel.autograd import Moves, all_to_all, gather
+from megalith.parallel.group import Group, finished, note
+from megalith.parallel.mesh import Mesh
+from megalith.plan.context import Slicing, Spans, kind_of_layer
+
+_ops = torch.ops._c10d_functional
+
+
+class Attend(Protocol):
+    """Softmax attention, causal and inside each document, of my tokens to all that they may see, wherever it is."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+        """q [t, n, d], k [t, g, d], v [t, g, d_v], of my tokens -> [t, n, d_v].
+
+        With a `window` a token sees itself and the window - 1 tokens before it.
+        """
+
+
+def build_attend(context: ContextConfig, layer: int, mesh: Mesh) -> Attend:
+    """How a layer of the model, numbered over all stages, attends to the tokens of other ranks."""
+    if mesh.cp.size == 1:
+        return attend_alone
+    match kind_of_layer(context, layer):
+        case "ring":
+            return Ring(mesh.cp)
+        case "gather":
+            return Gathered(mesh.cp)
+        case "a2a":
+            return HeadExchange(mesh.cp)
+        case "a2a+ring":
+            return HeadsThenRing(mesh.over("cp_a2a"), mesh.over("cp_ring"))
+
+
+def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
+    """Which tokens this rank gets."""
+    return Slicing(
+        ranks=mesh.cp.size, rank=mesh.cp.rank, by=parallel.context.slicing,
+        multiple=mesh.tp.size if parallel.sp else 1,
+        near=mesh.over("cp_a2a").size if parallel.context.kind == "a2a+ring" else 1,
+    )  # fmt: skip
+
+
+def attend_alone(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    """All tokens are mine: see `Attend`."""
+    return attention(q, k, v, tokens) if window is None else window_attention(q, k, v, tokens, window)
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Keys and values go round `group`: see `Attend`."""
+
+    group: Group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+        """One step for each rank; the next rank's keys and values travel meanwhile."""
+        return ring_attention(q, k, v, self.group, _context(tokens).spans_of_groups(1, window=window))
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Every rank of `group` gets all keys and values: see `Attend`."""
+
+    group: Group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+        """One all-gather; backward sums what ranks found for the same keys and hands each its own."""
+        context = _context(tokens)
+        everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
+        k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
+        return span_attention(q, k, v, context.spans_of_all(window=window))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadExchange:
+    """Each rank of `group` computes all tokens of some heads: see `Attend`."""
+
+    group: Group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+        """One all-to-all before, one after."""
+        context = _context(tokens)
+        q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
+        out = attend_alone(q, k, v, context.whole, window=window)
+        return tokens_for_heads(out, self.group, context.everyone)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsThenRing:
+    """An exchange of heads inside `near`, where links are fast, and a ring over `ring`: see `Attend`."""
+
+    near: Group
+    ring: Group
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+        """The neighbours' chunks together are the two chunks of a coarser ring."""
+        context = _context(tokens)
+        q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
+        out = ring_attention(q, k, v, self.ring, context.spans_of_groups(self.near.size, window=window))
+        return tokens_for_heads(out, self.near, context.neighbours)
+
+
+def _context(tokens: Tokens) -> Context:
+    assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
+    return tokens.context
+
+
+# --- tokens for heads
+
+
+class Reorder(Function):
+    """Rows in another order; the rows' way back is known, so that backward need not add."""
+
+    reference = staticmethod(lambda x, order, back: x.index_select(0, order))
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.back = back
+        y: Tensor = x.index_select(0, order)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        dx: Tensor = dy.index_select(0, ctx.back)
+        return dx, None, None
+
+
+def reorder(x: Tensor, join: Join) -> Tensor:
+    """The ranks' parts, one after the other, in natural order: x [n, ...] -> [n, ...]."""
+    y: Tensor = Reorder.apply(x, join.order, join.back)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join) -> tuple[Tensor, Tensor, Tensor]:
+    """Give away the heads of others and get their tokens of mine: q [t, n, d] -> [t · ranks, n / ranks, d]; k, v alike.
+
+    Where there are more ranks than key/value heads, or they do not divide, heads are sent to every rank that uses them.
+    """
+    if group.size == 1:
+        return q, k, v
+    copies = math.lcm(k.shape[1], group.size) // k.shape[1]
+    tokens = q.shape[0]
+    parts = [_by_rank(x, group.size) for x in (q, *(x.repeat_interleave(copies, dim=1) for x in (k, v)))]
+    message = torch.cat([part.flatten(2) for part in parts], dim=-1).flatten(0, 1)
+    whole = reorder(all_to_all(message, group, send=[tokens] * group.size, receive=[tokens] * group.size), join)
+    mine = whole.split([part.shape[2] * part.shape[3] for part in parts], dim=-1)
+    q, k, v = (x.unflatten(-1, part.shape[2:]) for x, part in zip(mine, parts, strict=True))
+    return q, k, v
+
+
+def tokens_for_heads(out: Tensor, group: Group, join: Join) -> Tensor:
+    """The way back: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
+    if group.size == 1:
+        return out
+    tokens = out.shape[0] // group.size
+    parts = reorder(out, Join(join.back, join.order))
+    mine = all_to_all(parts, group, send=[tokens] * group.size, receive=[tokens] * group.size)
+    y: Tensor = mine.unflatten(0, (group.size, tokens)).transpose(0, 1).flatten(1, 2)
+    return y
+
+
+def _by_rank(x: Tensor, ranks: int) -> Tensor:
+    """[t, n, d] -> [ranks, t, n / ranks, d]: the heads that each rank gets."""
+    y: Tensor = x.unflatten(1, (ranks, -1)).transpose(0, 1)
+    return y
+
+
+# --- the ring
+
+
+def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans]) -> Tensor:
+    """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
+
+    spans[r]: what my queries see of the keys of rank number r.
+    """
+    if group.size == 1:
+        return span_attention(q, k, v, spans[0])
+    out: Tensor = RingAttention.apply(q, k, v, group, spans)  # type: ignore[no-untyped-call]  # torch's own
+    return out
+
+
+class RingAttention(Function):
+    """Keys and values visit every rank. Keeps q, k, v, the output and its lse: of my own tokens only.
+
+    Beside them at most two chunks of keys and values are alive: one in use, one arriving. Backward sends them round
+    again, and behind them their gradients, which each rank adds to and which so come home to their owner.
+    """
+
+    moves: ClassVar[Moves] = ("V", "V")
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans]) -> Tensor:
+        heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
+        widths = [k.shape[-1], v.shape[-1]]
+        q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
+        result, held = nothing_found(q, widths[1]), own
+        for step in range(group.size):
+            coming = _pass_on(held, group) if step < group.size - 1 else None
+            k, v = held.split(widths, -1)
+            attend(q, k, v, spans[_owner(group, step)], result)
+            held = held if coming is None else _arrived(coming)
+        out = by_token(result.out.to(dtype), heads)
+        ctx.save_for_backward(q, own, out, result.lse)
+        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths = group, spans, heads, widths
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, held, out, lse = ctx.saved_tensors
+        group, spans, heads, widths = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths
+        repeats = spans[0].repeats
+        delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
+        dout = rows_by_head(dout, heads, repeats)
+        dq, travelling = torch.zeros_like(q, dtype=lse.dtype), None
+        for step in range(group.size):
+            coming = _pass_on(held, group) if step < group.size - 1 else None
+            sums = torch.zeros_like(held, dtype=lse.dtype)
+            into = Gradients(dq, *sums.split(widths, -1))
+            k, v = held.split(widths, -1)
+            attend_backward(q, k, v, lse, dout, delta, spans[_owner(group, step)], into)
+            if travelling is not None:
+                sums += _arrived(travelling)  # what the ranks before me found for the same keys
+            travelling = _pass_on(sums, group)
+            held = held if coming is None else _arrived(coming)
+        assert travelling is not None
+        dkv = by_token(_arrived(travelling).to(q.dtype).unsqueeze(1), heads)
+        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None
+
+
+def _owner(group: Group, step: int) -> int:
+    """Whose keys and values I hold in a step."""
+    return (group.rank - step) % group.size
+
+
+class Passing(NamedTuple):
+    """What is on its way to me."""
+
+    x: Tensor
+    """May be read when it has `_arrived`."""
+
+    entry: Entry | None
+    """The note of it, for the report of a hang."""
+
+
+def _pass_on(x: Tensor, group: Group) -> Passing:
+    """Start sending x [heads, ...] to the next rank, and receiving as much from the one before."""
+    send, receive = [0] * group.size, [0] * group.size
+    send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
+    entry = note(group, "all_to_all", x, rows=(send, receive))
+    return Passing(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
+
+
+def _arrived(passing: Passing) -> Tensor:
+    y: Tensor = _ops.wait_tensor(passing.x)
+    finished(passing.entry)
+    return y
