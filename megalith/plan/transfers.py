@@ -19,6 +19,9 @@ Direction = Literal["forward", "backward"]
 SENDS: dict[Direction, Kind] = {"forward": "send_forward", "backward": "send_backward"}
 RECEIVES: dict[Direction, Kind] = {"forward": "recv_forward", "backward": "recv_backward"}
 
+AGAINST: dict[Direction, Direction] = {"forward": "backward", "backward": "forward"}
+"""Where messages of a direction come from: forward ones from the neighbour that lies backward."""
+
 
 class Channel(NamedTuple):
     """A queue of messages from one rank to another."""
