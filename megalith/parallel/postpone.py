@@ -1,0 +1,76 @@
+"""Weight gradients that wait: what zero-bubble schedules put between a layer and where its gradient goes.
+
+Backward towards the input (I) puts aside what each weight gradient is made of, and the weights' part (W) adds it up
+later, when the rank would have nothing else to do. Source: Qi et al. 2024, arXiv:2401.10241, section 2.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Protocol
+
+from torch import Tensor
+
+from megalith.kernels.linear import Sink
+
+
+class Sinking(Protocol):
+    """A layer whose weight gradients go to a sink."""
+
+    sink: Sink | None
+
+
+class Postponed:
+    """The weight gradients of one chunk: added at once, or put aside for their microbatch's W."""
+
+    def __init__(self, layers: Iterable[Sinking]) -> None:
+        self._aside: dict[int, list[Callable[[], None]]] = {}
+        self._now: list[Callable[[], None]] | None = None
+        for layer in layers:
+            if layer.sink is not None:
+                layer.sink = PostponingSink(layer.sink, self)
+
+    @contextmanager
+    def putting_aside(self, microbatch: int) -> Iterator[None]:
+        """Inside, nothing is added; parameters count as ready only when it is."""
+        self._now = self._aside[microbatch] = []
+        try:
+            yield
+        finally:
+            self._now = None
+
+    def add_up(self, microbatch: int) -> None:
+        """Add what was put aside for a microbatch, and let go of it."""
+        for add in self._aside.pop(microbatch):
+            add()
+
+    def do(self, add: Callable[[], None]) -> None:
+        """Add now, or put it aside."""
+        if self._now is None:
+            add()
+        else:
+            self._now.append(add)
+
+    @property
+    def microbatches(self) -> tuple[int, ...]:
+        """Those that still wait for their W."""
+        return tuple(self._aside)
+
+
+class PostponingSink:
+    """Stands before the sink of one layer."""
+
+    def __init__(self, sink: Sink, chunk: Postponed) -> None:
+        self.sink, self.chunk = sink, chunk
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
+        self.chunk.do(partial(self.sink.product, x, dy))
+
+    def gradient(self, dw: Tensor) -> None:
+        """Add a gradient that is ready, now or later: dw [o, i]."""
+        self.chunk.do(partial(self.sink.gradient, dw))
+
+    def rows(self, rows: Tensor, dy: Tensor) -> None:
+        """Add row i of dy [t, i] to row `rows[i]`, now or later."""
+        self.chunk.do(partial(self.sink.rows, rows, dy))

@@ -1,0 +1,88 @@
+"""Messages: every one has its own number, keeps its shape, and may be taken in any order on gloo."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import RankError
+from megalith.parallel.group import alone
+from megalith.parallel.link import Link, Message, Spec, _announced, _announcement, handles_of, specs_of
+from megalith.testing.ranks import everyone, run_ranks
+
+CPU = torch.device("cpu")
+
+
+def test_every_message_of_a_step_has_its_own_tag() -> None:
+    messages = [
+        Message(direction, stage, microbatch)
+        for direction, stage, microbatch in itertools.product(("forward", "backward"), range(6), range(7))
+    ]
+    tags = [message.tag(7) for message in messages]
+    assert len(set(tags)) == len(tags) and min(tags) >= 0
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [(), (torch.zeros(3, 4),), (torch.zeros((), dtype=torch.bfloat16), torch.zeros(2, 0, 5, dtype=torch.bool))],
+    ids=lambda tensors: f"{len(tensors)} tensors",
+)
+def test_an_announcement_says_what_the_tensors_look_like(tensors: tuple[Tensor, ...]) -> None:
+    assert _announced(_announcement(specs_of(tensors))) == specs_of(tensors)
+
+
+def test_a_spec_reads_as_people_write_it() -> None:
+    assert str(Spec((2, 3), torch.bfloat16)) == "bfloat16 [2, 3]"
+
+
+def test_one_rank_needs_no_process_group() -> None:
+    assert handles_of(alone("pp"), tags=True) is None
+
+
+def _any_order(rank: int, world: int, announce: bool) -> list[float]:
+    handles = handles_of(everyone(rank, world, "pp"), tags=True)
+    messages = [Message("forward", 1, microbatch) for microbatch in range(4)]
+    with Link(handles, num_microbatches=4, announce=announce, device=CPU) as link:
+        if rank == 0:
+            for message in messages:
+                link.send(message, (torch.full((3,), float(message.microbatch)), torch.zeros(2)), 1)
+            return []
+        specs = (Spec((3,), torch.float32), Spec((2,), torch.float32))
+        posted = [link.post(message, specs, 0) for message in reversed(messages)]
+        return [float(receive.wait()[0][2]) for receive in posted]
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_messages_may_be_taken_in_another_order_than_they_were_sent_in(announce: bool) -> None:
+    assert run_ranks(_any_order, 2, announce)[1] == [3.0, 2.0, 1.0, 0.0]
+
+
+def _both_at_once(rank: int, world: int) -> bool:
+    """Both ranks send much before either receives, in both directions."""
+    handles = handles_of(everyone(rank, world, "pp"), tags=False)
+    other, data = 1 - rank, torch.full((1 << 20,), float(rank))
+    ways = ("forward", "backward") if rank == 0 else ("backward", "forward")
+    with Link(handles, num_microbatches=1, announce=False, device=CPU) as link:
+        for way in ways:
+            link.send(Message(way, other, 0), (data,), other)
+        found = [link.post(Message(way, rank, 0), specs_of([data]), other).wait() for way in reversed(ways)]
+    return all(bool((x == other).all()) for (x,) in found)
+
+
+def test_two_ranks_that_send_to_each_other_at_once_do_not_block() -> None:
+    assert run_ranks(_both_at_once, 2) == [True, True]
+
+
+def _dies_while_sending(rank: int, world: int) -> None:
+    handles = handles_of(everyone(rank, world, "pp"), tags=True)
+    with Link(handles, num_microbatches=1, announce=False, device=CPU) as link:
+        if rank == 0:
+            link.send(Message("forward", 1, 0), (torch.zeros(1 << 22),), 1)
+        else:
+            raise RuntimeError("rank 1 gives up")
+
+
+def test_a_send_whose_target_died_is_no_silent_success() -> None:
+    with pytest.raises(RankError, match="rank 1 gives up"):
+        run_ranks(_dies_while_sending, 2)
