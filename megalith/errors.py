@@ -31,6 +31,10 @@ class RankError(Exception):
     """A worker process failed; the text starts with that rank's own traceback."""
 
 
+class CollectiveError(Exception):
+    """Ranks of one group are about to do different things, which would make them wait for each other forever."""
+
+
 def raise_all(problems: Sequence[str]) -> None:
     """Raise one ConfigError listing every problem, so that nothing is found out one at a time.
 

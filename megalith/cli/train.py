@@ -75,7 +75,7 @@ def _train(run: TrainRun, name: str | None) -> int:
 
     matching_tokenizer(run)  # before anything is made or anyone waits
     folder = run_folder(run, name)
-    with joined(run, os.environ) as job:
+    with joined(run, os.environ, folder.path) as job:
         outcome = run_training(run, folder, job.mesh, job.device)
         first = job.first
     if first:

@@ -10,6 +10,8 @@ from types import FrameType
 from typing import Any
 from weakref import ReferenceType
 
+from megalith.plan.shards import PARTS
+
 RECORDED = 1024
 """Collectives that are remembered: more than a step of a large model has between two waits (a guess)."""
 
@@ -67,7 +69,7 @@ class Entry:
         return work is None or bool(work.is_completed())
 
     def __str__(self) -> str:
-        return f"{self.op} {self.number} over {'_'.join(self.axes)}"
+        return f"{self.op} {self.number} over {axes_name(self.axes)}"
 
     def describe(self) -> str:
         """What it moves and who asked for it."""
@@ -206,7 +208,7 @@ def _never_ends(event: Event, rank: int, places: Mapping[int, Place], where: Cal
     """All ranks have entered it: either with something else in mind, or something below Python is stuck."""
     for other in event.ranks if event.peer is None else ():
         for theirs in places[other].events:
-            if (theirs.lane, theirs.number) == (event.lane, event.number) and theirs.name != event.name:
+            if (theirs.lane, theirs.number) == (event.lane, event.number) and theirs.text != event.text:
                 return f"rank {where(rank)} is in {event.text}, but rank {where(other)} entered {theirs.text} instead"
     return f"all ranks entered {event.text}, but it does not end: look at the network and the devices"
 
@@ -233,8 +235,19 @@ def _line(place: Place | None) -> str:
         return "does not answer: dead, stopped, or holding Python's lock"
     now = f"; now at {' < '.join(place.doing)}" if place.doing else ""
     if place.waiting is not None:
-        return f"in {place.waiting.text}"
+        return f"in {place.waiting.text}, for {place.waiting.age_seconds:g} s"
     return f"in no collective{f', the last was {place.events[-1].name}' if place.events else ''}{now}"
+
+
+def axes_name(axes: Sequence[str]) -> str:
+    """Axes in the words of the settings: those that were cut into two count as one where both are there.
+
+    >>> axes_name(("pp", "dp_replica", "dp_shard", "cp_ring", "tp_copy"))
+    'pp_dp_cp_ring_tp_copy'
+    """
+    whole = {parts: axis for axis, parts in PARTS.items() if set(parts) <= set(axes)}
+    names = [next((name for parts, name in whole.items() if axis in parts), axis) for axis in axes]
+    return "_".join(dict.fromkeys(names))
 
 
 def call_site() -> tuple[str, int]:

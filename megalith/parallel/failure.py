@@ -18,10 +18,12 @@ from types import MappingProxyType
 
 _CONSEQUENCES = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was likely closed|"
-    r"failed to recv|remote process exited|Timed out waiting|Wait timeout|wait timeout|aborted",
+    r"failed to recv|remote process exited|Timed out waiting|Wait timeout|wait timeout|aborted|stopped in a hang",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the stores say on a rank whose peer is gone."""
+"""What gloo, NCCL and the stores say on a rank whose peer is gone, and we of one that another has reported on."""
+
+STOPPED_IN_A_HANG = "stopped in a hang"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -42,6 +44,9 @@ class Failure:
 
     when_ns: int
     """`time.monotonic_ns()` at the failure: one clock for all processes of a machine."""
+
+    is_report: bool = False
+    """Whether the text speaks for all ranks: then nothing else is told."""
 
     @property
     def is_consequence(self) -> bool:
@@ -85,6 +90,8 @@ def in_order(failures: Iterable[Failure]) -> list[Failure]:
 def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProxyType({})) -> str:
     """The first failure whole, then a line for each other rank; `ended`: ranks that did not fail, and what they did."""
     first, *others = in_order(failures)
+    if first.is_report:
+        return first.text
     lines = [f"rank {first.rank} {first.text}" if first.text == first.summary else _with_traceback(first)]
     lines += ["then:"] if others or ended else []
     lines += [f"  rank {other.rank}: {other.summary[:MAX_SUMMARY]}" for other in others]

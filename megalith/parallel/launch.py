@@ -4,6 +4,7 @@ On several machines `torchrun` does this; the ranks themselves cannot tell the d
 """
 
 import faulthandler
+import hashlib
 import json
 import os
 import signal
@@ -27,8 +28,14 @@ from megalith.parallel.failure import Failure, describe, die_with_parent, explai
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, our launcher and the Slurm and Kubernetes files tell each rank."""
 
+LISTENER = "MEGALITH_LISTENER"
+"""Tells rank 0 which of its open files listens at MASTER_PORT: a port that was only looked up may be taken by then."""
+
 LAUNCHER = "MEGALITH_LAUNCHER"
 """Tells a rank that `run_workers` started it: its process number and the folder for records of failures."""
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Where torchrun looks for what a rank failed of; its folder's folder is shared by the ranks of one machine."""
 
 USER_ERROR, FAULT, STOPPED = 2, 1, 75
 """Exit codes: the user can fix it; our fault; stopped after a save."""
@@ -94,13 +101,19 @@ def run_workers(
 def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> int:
     """Run a command as one rank. If `run_workers` started it, a failure is left for the parent to tell, once for all.
 
-    Under torchrun the failure goes to its error file too, so that its summary shows the first one.
+    Under torchrun the failure goes to its error file too, so that its summary shows the first one, and what all ranks
+    would say alike is said by one of them. Ranks end with the process that started them.
+
+    Raises:
+        RankError: under torchrun, instead of a traceback that only says that another rank is gone.
     """
     launcher = environment.get(LAUNCHER)
     try:
         if launcher is not None:
             die_with_parent(int(launcher.partition(":")[0]))
             faulthandler.enable()  # a crash outside Python shows where it was
+        elif ERROR_FILE in environment:
+            die_with_parent(os.getppid())
         return function()
     except SystemExit:
         raise
@@ -109,19 +122,61 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         if isinstance(error, UserError):
             failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
         if launcher is not None:
-            _leave_record(
-                failure, Path(launcher.partition(":")[2]), USER_ERROR if isinstance(error, UserError) else FAULT
-            )
-        if "TORCHELASTIC_ERROR_FILE" in environment:
-            Path(environment["TORCHELASTIC_ERROR_FILE"]).write_text(_torchrun_record(failure))
+            _leave_record(failure, Path(launcher.partition(":")[2]))
+            _end(USER_ERROR if isinstance(error, UserError) else FAULT)
+        if ERROR_FILE not in environment:
+            raise
+        _tell_torchrun(failure, Path(environment[ERROR_FILE]), error)
         raise
 
 
-def _leave_record(failure: Failure, folder: Path, code: int) -> NoReturn:
-    """Write the failure down and end at once: what Python does at exit could wait for ranks that are gone."""
+def _tell_torchrun(failure: Failure, file: Path, error: BaseException) -> None:
+    """Leave a failure for torchrun's summary; come back when this rank shall print it, too.
+
+    Raises:
+        RankError: a line that says that another rank failed first.
+    """
+    if failure.is_consequence:
+        time.sleep(NOTICE_SECONDS)  # the rank that explains it comes first, and torchrun may end us meanwhile
+    file.write_text(_torchrun_record(failure))
+    if isinstance(error, UserError) and not _speaks_first(failure.text, file.parent.parent):
+        time.sleep(NOTICE_SECONDS)  # torchrun ends the others with the first that ends, even one in mid-sentence
+        raise SystemExit(USER_ERROR)
+    if failure.is_consequence:
+        raise RankError(f"rank {failure.rank} lost another rank, which failed first: {failure.summary[:200]}") from None
+
+
+def _speaks_first(text: str, folder: Path) -> bool:
+    """Whether no other rank of this machine has said the same; `folder`: torchrun's own for this start."""
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        (folder / name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def end_rank(failure: Failure, after_seconds: float, *, environment: Mapping[str, str]) -> NoReturn:
+    """End this rank from any of its threads, with a failure that is left at once and told once for all ranks."""
+    if (launcher := environment.get(LAUNCHER)) is not None:
+        _leave_record(failure, Path(launcher.partition(":")[2]))
+    elif (file := environment.get(ERROR_FILE)) is not None:
+        Path(file).write_text(_torchrun_record(failure))
+    if launcher is None and failure.is_report:
+        sys.stderr.write(f"megalith: {failure.text}\n")
+    time.sleep(after_seconds)
+    _end(FAULT)
+
+
+def _leave_record(failure: Failure, folder: Path) -> None:
+    """Write the failure down for `run_workers`."""
     unfinished = folder / f"rank{failure.rank}.tmp"
     unfinished.write_text(json.dumps(asdict(failure)))
     unfinished.rename(folder / f"rank{failure.rank}.json")  # a record is there whole or not at all
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: what Python does at exit could wait for ranks that are gone."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -153,24 +208,29 @@ class _Crew:
 
     def start(self) -> None:
         """Start every rank."""
-        port = _free_port()
-        for rank in range(self.nproc):
-            with self._output(rank).open("wb") as output:
-                quiet = None if rank == 0 else output
-                process = subprocess.Popen(
-                    self.command, env=self._environment(rank, port), stdin=subprocess.DEVNULL, stdout=quiet,
-                    stderr=quiet, process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
-                )  # fmt: skip
-            self.processes.append(process)
-            for number in self.signals:  # one may come while we are at it
-                process.send_signal(number)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            for rank in range(self.nproc):
+                self._start_rank(rank, server)
 
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
+    def _start_rank(self, rank: int, server: socket.socket) -> None:
+        listener = (server.fileno(),) if rank == 0 else ()
+        with self._output(rank).open("wb") as output:
+            quiet = None if rank == 0 else output
+            process = subprocess.Popen(
+                self.command, env=self._environment(rank, server), stdin=subprocess.DEVNULL, stdout=quiet, stderr=quiet,
+                pass_fds=listener, process_group=0,  # Ctrl-C reaches us alone, and we pass it on once
+            )  # fmt: skip
+        self.processes.append(process)
+        for number in self.signals:  # one may come while we are at it
+            process.send_signal(number)
+
+    def _environment(self, rank: int, server: socket.socket) -> dict[str, str]:
         threads = str(threads_per_rank(available_cores(), self.nproc))
         loopback = "lo0" if sys.platform == "darwin" else "lo"  # a laptop's host name may lead nowhere
         ours = {"OMP_NUM_THREADS": threads, "GLOO_SOCKET_IFNAME": loopback}
-        values = (rank, self.nproc, rank, self.nproc, "127.0.0.1", port)
+        values = (rank, self.nproc, rank, self.nproc, *server.getsockname())
         told = {name: str(value) for name, value in zip(RANK_VARIABLES, values, strict=True)}
+        told |= {LISTENER: str(server.fileno())} if rank == 0 else {}
         return {**ours, **self.environment, **told, LAUNCHER: f"{os.getpid()}:{self.folder}"}
 
     def watch(self) -> bool:
@@ -263,9 +323,3 @@ def _signals_to(crew: _Crew) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port

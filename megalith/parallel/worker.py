@@ -4,21 +4,29 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
+from torch.distributed.rendezvous import rendezvous
 
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, RankError
+from megalith.observe.flight import Flight
 from megalith.observe.limits import available_cores
 from megalith.parallel.group import Group, alone, gather_objects
-from megalith.parallel.launch import RANK_VARIABLES, in_worker, threads_per_rank
+from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
 
 _log = logging.getLogger(__name__)
 
 MAX_DIFFERENCES = 10
 """Settings that are listed when ranks disagree."""
+
+JOIN_GRACE_SECONDS = 10.0
+"""How much longer than rank 0 the others wait for ranks that have not joined: it tells them who."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,8 @@ class Worker:
     """What carries the collectives: gloo for CPU tensors, and nccl beside it where the device is a GPU."""
     threads: int | None
     """CPU threads to use unless the settings say; None: as torch chose, or as OMP_NUM_THREADS asked for."""
+    listener: int | None = None
+    """On rank 0 of our own launcher: the open file that listens at MASTER_PORT."""
 
     @staticmethod
     def from_environment(environment: Mapping[str, str]) -> "Worker":
@@ -55,7 +65,9 @@ class Worker:
         rank, world = _number(environment, "RANK", "WORLD_SIZE")
         local_rank, local_world = _number(environment, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         threads = _threads(environment, local_world, first=rank == 0)
-        return _worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads)
+        worker = _worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, threads=threads)
+        listener = environment.get(LISTENER)
+        return worker if listener is None else replace(worker, listener=int(listener))
 
 
 def _worker(*, rank: int, world: int, local_rank: int, local_world: int, threads: int | None) -> Worker:
@@ -100,22 +112,67 @@ def set_threads(worker: Worker, threads: int | None) -> None:
         torch.set_num_threads(chosen)
 
 
-def connect(worker: Worker, *, timeout_seconds: float) -> Group:
+def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
+    """Open the store through which the ranks find each other, and wait until all are here; None for a job of one.
+
+    Raises:
+        RankError: on every rank, with those that did not come within `timeout_seconds`.
+    """
+    if worker.world == 1:
+        return None
+    store = _open_store(worker, timedelta(seconds=timeout_seconds + JOIN_GRACE_SECONDS))
+    store.set(f"here/{worker.rank}", "")
+    if worker.rank == 0:
+        keys = [f"here/{rank}" for rank in range(worker.world)]
+        with suppress(DistStoreError):  # the list tells
+            store.wait(keys, timedelta(seconds=timeout_seconds))
+        store.set("absent", json.dumps([rank for rank, key in enumerate(keys) if not store.check([key])]))
+    absent = json.loads(store.get("absent"))
+    if absent:
+        raise RankError(
+            f"ranks {absent} of {worker.world} did not join within parallel.timeout_seconds={timeout_seconds:g}. Look "
+            f"at what they printed, and run as many as the launcher was told."
+        )
+    return store
+
+
+def _open_store(worker: Worker, timeout: timedelta) -> Store:
+    if worker.listener is not None:
+        return TCPStore(
+            "127.0.0.1", 0, None, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=worker.listener,
+        )  # fmt: skip
+    store: Store = next(iter(rendezvous("env://", worker.rank, worker.world, timeout=timeout)))[0]
+    return store
+
+
+def another_connection(store: Store) -> Store:
+    """The same store for another thread: a connection that waits answers nobody else."""
+    cloned: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return cloned
+
+
+def connect(
+    worker: Worker, *, timeout_seconds: float, store: Store | None = None, flight: Flight | None = None
+) -> Group:
     """Join the other ranks and return the group of all; a job of one rank joins nobody.
 
-    Collectives that wait longer than `timeout_seconds` fail.
+    Collectives that wait longer than `timeout_seconds` fail. `store`: that of `meet`, which is called without it;
+    `flight` records what this rank enters.
     """
     if worker.device.type != "cpu":
         torch.accelerator.set_device_index(worker.local_rank)
     if worker.world == 1:
         return alone("world")
+    found = store if store is not None else meet(worker, timeout_seconds=timeout_seconds)
+    assert found is not None
     dist.init_process_group(
-        worker.backend, init_method="env://", rank=worker.rank, world_size=worker.world,
+        worker.backend, store=PrefixStore("groups", found), rank=worker.rank, world_size=worker.world,
         timeout=timedelta(seconds=timeout_seconds),
     )  # fmt: skip
     handle = dist.group.WORLD
     assert handle is not None
-    return Group(("world",), tuple(range(worker.world)), worker.rank, handle=handle, name=handle.group_name)
+    return Group(("world",), tuple(range(worker.world)), worker.rank, handle, handle.group_name, flight)
 
 
 def disconnect(worker: Worker, *, failed: bool = False) -> None:

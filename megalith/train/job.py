@@ -3,14 +3,21 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.kernels.memory import keep_freed_memory
+from megalith.observe.flight import Flight
+from megalith.parallel.fingerprints import Fingerprints
+from megalith.parallel.launch import end_rank
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
+from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
+from megalith.parallel.worker import Worker, agree, another_connection, connect, disconnect, meet, set_threads
 from megalith.train.rules import check_run
 
 
@@ -28,12 +35,16 @@ class Job:
 
 
 @contextmanager
-def joined(run: TrainRun, environment: Mapping[str, str]) -> Iterator[Job]:
+def joined(run: TrainRun, environment: Mapping[str, str], folder: Path | None = None) -> Iterator[Job]:
     """Join the job that a launcher described in `environment`, or run alone.
+
+    A collective that waits longer than parallel.timeout_seconds ends this process; where every rank was is then in
+    `folder`.
 
     Raises:
         ConfigError: the run does not fit the number of ranks, all broken rules at once; or other ranks were started
             with other settings.
+        RankError: not all ranks came.
     """
     worker = Worker.from_environment(environment)
     check_run(run, worker.world)
@@ -43,12 +54,24 @@ def joined(run: TrainRun, environment: Mapping[str, str]) -> Iterator[Job]:
     if worker.world == 1:
         yield Job(mesh_of_one(), worker.device)
         return
-    everyone = connect(worker, timeout_seconds=run.parallel.timeout_seconds)
-    try:
-        agree(flatten(run), everyone)
-        grid = model_grid(run.parallel, run.model, worker.world)
-        yield Job(build_mesh(grid, rank=worker.rank, timeout_seconds=run.parallel.timeout_seconds), worker.device)
-    except BaseException:
-        disconnect(worker, failed=True)
-        raise
-    disconnect(worker)
+    grid = model_grid(run.parallel, run.model, worker.world)
+    store = meet(worker, timeout_seconds=run.parallel.timeout_seconds)
+    assert store is not None
+    flight = Flight()
+    if run.parallel.check_collectives:
+        flight.compare = Fingerprints(another_connection(store), worker.rank, partial(name_rank, grid)).compare
+    watch = Watch(
+        flight, PrefixStore("watch", another_connection(store)), worker.rank, worker.world,
+        run.parallel.timeout_seconds, end=partial(end_rank, environment=environment), where=partial(name_rank, grid),
+        folder=folder, device=worker.device,
+    )  # fmt: skip
+    patience = backend_timeout(run.parallel.timeout_seconds)
+    with watching(watch):
+        everyone = connect(worker, timeout_seconds=patience, store=store, flight=flight)
+        try:
+            agree(flatten(run), everyone)
+            yield Job(build_mesh(grid, rank=worker.rank, timeout_seconds=patience, flight=flight), worker.device)
+        except BaseException:
+            disconnect(worker, failed=True)
+            raise
+        disconnect(worker)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, RankError
-from megalith.parallel.group import all_reduce_, alone
-from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
+from megalith.parallel.group import all_reduce_, alone, gather_objects
+from megalith.parallel.launch import LISTENER
+from megalith.parallel.worker import Worker, agree, connect, disconnect, meet, set_threads
 from megalith.testing.ranks import everyone, run_ranks
 
 PLACE = {
@@ -106,12 +107,13 @@ def test_the_setting_decides_then_the_launcher_then_torch() -> None:
     assert run_ranks(_threads_used, 1) == [[1, 2, 3]]
 
 
-def _connects(rank: int, world: int, port: int) -> tuple[bool, float, tuple[int, ...], bool]:
-    dist.destroy_process_group()  # the one that run_ranks made
+def _connects(rank: int, world: int) -> tuple[bool, float, tuple[int, ...], bool]:
+    server = socket.create_server(("127.0.0.1", 0)) if rank == 0 else None  # stays open: nobody else can have the port
+    port = everyone_hears(None if server is None else server.getsockname()[1], rank, world)
     places = (rank, world, rank, world, "127.0.0.1", port)
     told = {name: str(value) for name, value in zip(PLACE, places, strict=True)}
     os.environ.update(told)
-    worker = Worker.from_environment(told)
+    worker = Worker.from_environment(told if server is None else told | {LISTENER: str(server.detach())})
     group = connect(worker, timeout_seconds=30)
     total = all_reduce_(torch.tensor([rank + 1.0]), group).item()
     joined = dist.is_initialized()
@@ -119,10 +121,33 @@ def _connects(rank: int, world: int, port: int) -> tuple[bool, float, tuple[int,
     return joined, total, group.ranks, dist.is_initialized()
 
 
+def everyone_hears(value: object, rank: int, world: int) -> object:
+    """Rank 0's value, on every rank; then the process group that run_ranks made is gone, and all know it."""
+    values = gather_objects(value, everyone(rank, world, "world"))
+    dist.barrier()  # a rank that leaves while another still talks would take it down
+    dist.destroy_process_group()
+    return values[0]
+
+
 def test_ranks_join_and_leave() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert run_ranks(_connects, 2, port) == [(True, 3.0, (0, 1), False)] * 2
+    assert run_ranks(_connects, 2) == [(True, 3.0, (0, 1), False)] * 2
+
+
+def _comes_alone(rank: int, world: int) -> str:
+    server = socket.create_server(("127.0.0.1", 0))
+    port = server.getsockname()[1]
+    places = (0, 3, 0, 3, "127.0.0.1", port)
+    told = {name: str(value) for name, value in zip(PLACE, places, strict=True)} | {LISTENER: str(server.detach())}
+    with pytest.raises(RankError) as caught:
+        meet(Worker.from_environment(told), timeout_seconds=0.3)
+    return str(caught.value)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    assert run_ranks(_comes_alone, 1) == [
+        "ranks [1, 2] of 3 did not join within parallel.timeout_seconds=0.3. Look at what they printed, and run as "
+        "many as the launcher was told."
+    ]
 
 
 def test_a_job_of_one_rank_joins_nobody() -> None:

@@ -1,0 +1,182 @@
+"""The watch: a thread per rank that notices a collective that never ends, asks all ranks where they are, ends the run.
+
+While all goes well a rank writes nothing to the store: its watch looks at the flight recorder and at one key, twenty
+times per timeout. The first rank that waits too long raises the alarm; every watch then publishes where its rank is, be
+it in a collective or not, and the rank that raised the alarm tells who is missing.
+"""
+
+import faulthandler
+import json
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from megalith.observe.flight import Flight, Place, describe_hang
+from megalith.parallel.failure import STOPPED_IN_A_HANG, Failure
+from megalith.plan.grid import Grid
+
+LOOKS = 20
+"""How often a watch looks within one timeout: a hang is reported at most this part of it late."""
+
+MAX_PAUSE_SECONDS = 30.0
+GRACE_SECONDS = 2.0
+"""How long ranks have to answer the alarm beyond the time between two looks, and to read the report."""
+
+AXES = ("tp", "cp", "dp", "pp")
+"""In which order a rank's coordinates are given."""
+
+ALARM, REPORT = "alarm", "report"
+
+
+@dataclass(slots=True)
+class Watch:
+    """Looks after one rank."""
+
+    flight: Flight
+    store: Store
+    """A connection of its own: the main thread may be waiting on its."""
+
+    rank: int
+    world: int
+    timeout_seconds: float
+    end: Callable[[Failure, float], object]
+    """Leaves a failure for whoever started this process and ends it, from this thread, after so many seconds."""
+
+    where: Callable[[int], str] = str
+    """A rank with its coordinates, for people."""
+
+    folder: Path | None = None
+    """Where stacks and the report go; None: a new one for temporary files."""
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def pause_seconds(self) -> float:
+        """Time between two looks."""
+        return min(self.timeout_seconds / LOOKS, MAX_PAUSE_SECONDS)
+
+    def run(self) -> None:
+        """Look until it is over."""
+        while not self.over.wait(self.pause_seconds):
+            late = self.is_late()
+            try:
+                winner = self._alarm(late)
+            except RuntimeError as error:  # the rank that serves the store is gone
+                if late:
+                    self._finish(self._without_store(error), self.rank)
+                continue
+            if winner is not None and not self.over.is_set():
+                self._answer(winner)
+
+    def is_late(self) -> bool:
+        """Whether this rank has been in some operation for longer than the timeout."""
+        before = time.monotonic() - self.timeout_seconds
+        if any(entry.started < before for entry in self.flight.unfinished()):
+            return True
+        last = self.flight.entries[-1] if self.flight.entries else None
+        if last is None or last.started > before or self.device.type != "cuda":
+            return False
+        # The host only starts operations there, and stands still where it reads a number.
+        busy = not torch.cuda.default_stream(self.device).query()
+        last.done = last.done and not busy
+        return busy
+
+    def _alarm(self, late: bool) -> int | None:
+        """The rank that raised the alarm, if any has; `late`: it may be this one."""
+        if late:
+            return int(self.store.compare_set(ALARM, "", str(self.rank)))
+        return int(self.store.get(ALARM)) if self.store.check([ALARM]) else None
+
+    def _answer(self, winner: int) -> None:
+        """Publish where this rank is; make the report, or wait for it; end."""
+        self.store.set(f"place/{self.rank}", json.dumps(asdict(self.flight.place(self.rank))))
+        patience = timedelta(seconds=2 * self.pause_seconds + GRACE_SECONDS)
+        if winner == self.rank:
+            self.store.set(REPORT, self._report(patience))
+        try:
+            self.store.wait([REPORT], 2 * patience)
+            report = self.store.get(REPORT).decode()
+        except RuntimeError:
+            report = f"rank {winner} noticed a hang, but did not say of what"
+        self._finish(report, winner)
+
+    def _report(self, patience: timedelta) -> str:
+        keys = [f"place/{rank}" for rank in range(self.world)]
+        with suppress(RuntimeError):  # the report names those that did not answer
+            self.store.wait(keys, patience)
+        told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
+        places = {place.rank: place for place in map(Place.from_json, told)}
+        return describe_hang(places, self.world, timeout_seconds=self.timeout_seconds, where=self.where)
+
+    def _finish(self, report: str, winner: int) -> None:
+        """Write everything down and end; one rank speaks for all."""
+        folder = self.folder or Path(tempfile.mkdtemp(prefix="megalith-hang-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._write_stacks(folder / f"hang_rank_{self.rank}.txt", report)
+        failure = Failure(self.rank, f"{STOPPED_IN_A_HANG} that rank {winner} reports", report, time.monotonic_ns())
+        if winner == self.rank:
+            text = (
+                f"{report}\nStacks of all threads: {folder}/hang_rank_*.txt. If the ranks are only slow, set "
+                f"parallel.timeout_seconds to more than {self.timeout_seconds:g}."
+            )
+            with (folder / "log.txt").open("a") as log:
+                log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {__name__}: {text}\n")
+            failure = Failure(self.rank, report.splitlines()[0], text, time.monotonic_ns(), is_report=True)
+        # The store that the others still read from may end with the process of rank 0.
+        self.end(failure, GRACE_SECONDS if self.rank == 0 else 0.0)
+
+    def _write_stacks(self, path: Path, report: str) -> None:
+        with path.open("w") as file:
+            file.write(f"{report}\n\nThis is rank {self.where(self.rank)}. What it entered, newest last:\n")
+            for entry in list(self.flight.entries):
+                file.write(f"  {entry.describe()}{'' if entry.finished else ' (not finished)'}\n")
+            file.write("\nStacks of all its threads:\n")
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+
+    def _without_store(self, error: Exception) -> str:
+        waiting = self.flight.place(self.rank).waiting
+        assert waiting is not None, "called when an operation is late"
+        return (
+            f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in {waiting.text}, and nobody can "
+            f"say for whom: the store of the ranks does not answer ({str(error).splitlines()[0]})"
+        )
+
+
+def backend_timeout(timeout_seconds: float) -> float:
+    """How long gloo and NCCL wait: longer than any watch needs, whose report says more than theirs."""
+    return 1.5 * timeout_seconds + MAX_PAUSE_SECONDS
+
+
+def name_rank(grid: Grid, rank: int) -> str:
+    """A rank with its coordinates along the axes that have more than one.
+
+    >>> from megalith.plan.grid import dense_grid
+    >>> name_rank(dense_grid(world=8, tp=2, pp=2), 5)
+    '5 (tp=1 dp=0 pp=1)'
+    """
+    here = grid.coordinates(rank)
+    inner = {part for entry in grid.factored for part in (entry.outer, entry.inner)}
+    shown = [axis for axis in AXES if axis in here and axis not in inner and grid.size(axis) > 1]
+    return f"{rank} ({' '.join(f'{axis}={here[axis]}' for axis in shown)})" if shown else str(rank)
+
+
+@contextmanager
+def watching(watch: Watch) -> Iterator[None]:
+    """Run the watch on a thread of its own while this lasts."""
+    thread = threading.Thread(target=watch.run, name="watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        watch.over.set()
+        thread.join(timeout=GRACE_SECONDS)  # it may be busy ending this process
