@@ -1,35 +1,131 @@
 """The optimizer, its precision and its clipping."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW with fp32 master weights. Source: Loshchilov and Hutter 2017, arXiv:1711.05101."""
+    """The update rule, with fp32 master weights where the weights are shorter, and what happens to gradients before."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """adamw: Loshchilov and Hutter 2017, arXiv:1711.05101; sgd: with momentum, weight decay added to the gradient."""
 
     beta1: float = 0.9
-    """How much of the mean gradient is kept each step."""
+    """adamw: how much of the mean gradient is kept each step."""
 
     beta2: float = 0.95
-    """How much of the mean squared gradient is kept each step; 0.999 remembers a spike for about 1000 steps."""
+    """adamw: how much of the mean squared gradient is kept each step; 0.999 remembers a spike for about 1000 steps."""
 
     eps: float = 1e-8
-    """Added to the root of the mean squared gradient."""
+    """adamw: added to the root of the mean squared gradient."""
 
     decoupled_weight_decay: bool = True
-    """AdamW: decay the weights directly; off: add the decay to the gradient (Adam with L2)."""
+    """adamw: decay the weights directly; off: add the decay to the gradient (Adam with L2)."""
+
+    momentum: float = 0.9
+    """sgd: how much of the last update is kept; 0: nothing."""
+
+    nesterov: bool = False
+    """sgd: step along the gradient plus the new momentum. Source: Sutskever et al. 2013, section 2."""
 
     clip_grad: float = 1.0
     """Scale gradients so that their global L2 norm is at most this; 0 turns clipping off."""
 
     nonfinite_grad: Literal["skip", "raise"] = "skip"
-    """A step whose gradient norm is not finite changes nothing and is counted (`skip`), or ends the run (`raise`)."""
+    """A step whose gradient norm is not finite changes nothing and is counted (`skip`), or ends the run and says which
+    rank and parameter it came from (`raise`; each bucket is looked at before it is summed)."""
+
+    count_zeros: bool = False
+    """Log how many elements of the gradient are zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossScaleConfig:
+    """What the loss is multiplied by under precision.params=fp16, so that small gradients do not vanish.
+
+    Nothing here matters in other formats. Source: Micikevicius et al. 2017, arXiv:1710.03740, section 3.2.
+    """
+
+    constant: float | None = None
+    """The scale of the whole run; unset: it halves when gradients overflow, and doubles after a while without."""
+
+    initial: float = 2.0**32
+    """The first scale."""
+
+    min: float = 1.0
+    """The scale is never lowered below this."""
+
+    window: int = 1000
+    """Steps without overflow, since the last change, after which the scale doubles."""
+
+    hysteresis: int = 2
+    """Overflows until the scale halves; counted anew whenever it doubles."""
+
+    max_overflows: int = 100
+    """Overflows in a row at the lowest scale that end the run: then the scale is not what is wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionConfig:
     """Number formats of one run."""
 
-    params: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """Weights and activations. bf16 keeps fp32 master weights and sums gradients in fp32; fp64 is for proofs."""
+    params: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    """Weights and activations. bf16 and fp16 keep fp32 master weights and sum gradients in fp32; fp16 also scales the
+    loss; fp64 is for proofs."""
+
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """fp16: what the loss is multiplied by."""
+
+
+def optim_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
+    """Settings of the update and of its number formats that cannot work: one text each."""
+    return _momentum_problems(optim) + _loss_scale_problems(optim, precision)
+
+
+def _momentum_problems(optim: OptimConfig) -> list[str]:
+    problems = []
+    if not 0 <= optim.momentum < 1:
+        problems.append(f"optim.momentum={optim.momentum} must be in [0, 1). Use 0.9, or 0 for plain gradient descent.")
+    if optim.nesterov and optim.kind != "sgd":
+        problems.append(
+            f"optim.nesterov={str(optim.nesterov).lower()} is for optim.kind=sgd, and optim.kind={optim.kind}. "
+            f"Set optim.kind=sgd, or remove optim.nesterov."
+        )
+    elif optim.nesterov and optim.momentum == 0:
+        problems.append(
+            f"optim.nesterov=true looks ahead along the momentum, and optim.momentum={optim.momentum} keeps none. "
+            f"Set optim.momentum to 0.9, or remove optim.nesterov."
+        )
+    return problems
+
+
+def _loss_scale_problems(optim: OptimConfig, precision: PrecisionConfig) -> list[str]:
+    scale, problems = precision.loss_scale, []
+    place = "precision.loss_scale"
+    above = {"initial": (scale.initial, 2.0**32), "min": (scale.min, 1.0), "constant": (scale.constant, 1024.0)}
+    for name, (value, usual) in above.items():
+        if value is not None and not 0 < value < float("inf"):
+            problems.append(f"{place}.{name}={value} must be a finite number above 0. Use {usual:g}.")
+    counts = {"window": scale.window, "hysteresis": scale.hysteresis, "max_overflows": scale.max_overflows}
+    problems += [
+        f"{place}.{name}={value} must be at least 1. Set {place}.{name} to 1 or more."
+        for name, value in counts.items()
+        if value < 1
+    ]
+    if not problems and scale.min > scale.initial:
+        problems.append(
+            f"{place}.min={scale.min:g} is above {place}.initial={scale.initial:g}, where the scale starts. "
+            f"Set {place}.min to {scale.initial:g} or less."
+        )
+    if scale.constant is not None and precision.params != "fp16":
+        problems.append(
+            f"{place}.constant={scale.constant:g} with precision.params={precision.params}, whose range needs no loss "
+            f"scale. Set precision.params=fp16, or remove {place}.constant."
+        )
+    if precision.params == "fp16" and optim.nonfinite_grad == "raise":
+        problems.append(
+            f"optim.nonfinite_grad={optim.nonfinite_grad} with precision.params=fp16, where gradients overflow in good "
+            f"runs too and lower the loss scale. Set optim.nonfinite_grad=skip."
+        )
+    return problems

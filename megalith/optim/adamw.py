@@ -1,26 +1,15 @@
 """AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are shorter."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
+from megalith.optim.slots import Slot, build_slot, decayed, round_masters
 from megalith.plan.shards import Shard
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One parameter as the optimizer holds it: weights, their master copy (the same tensor in fp32), two moments."""
-
-    shard: Shard
-    weight: Tensor
-    master: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
 
 
 class AdamW:
@@ -32,46 +21,41 @@ class AdamW:
     def __init__(self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> None:
         self.config = config
         self.updates = 0
-        self.slots = [_slot(shard, weight) for shard, weight in weights]
-        self._steps = [torch.zeros((), dtype=torch.float32, device=slot.master.device) for slot in self.slots]
+        self.slots = [build_slot(shard, weight, ("exp_avg", "exp_avg_sq")) for shard, weight in weights]
+        # One count for all, in the form in which the fused kernel wants it.
+        self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
 
     def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
         """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
         self.updates += 1
-        for decayed in (True, False):
-            numbers = [i for i, slot in enumerate(self.slots) if (slot.shard.inputs > 0) == decayed]
+        self._step += 1
+        matrices, vectors = decayed(self.slots)
+        for numbers, decay in ((matrices, weight_decay), (vectors, 0.0)):
             if numbers:
-                self._update(numbers, [gradients[i] for i in numbers], lr, weight_decay if decayed else 0.0, scale)
-        for slot in self.slots:
-            if slot.master is not slot.weight:
-                slot.weight.copy_(slot.master)
+                self._update([self.slots[i] for i in numbers], [gradients[i] for i in numbers], lr, decay, scale)
+        round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; the moments are loaded elsewhere."""
         self.updates = updates
-        for step in self._steps:
-            step.fill_(updates)
+        self._step.fill_(updates)
 
     def _update(
-        self, numbers: list[int], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+        self, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
     ) -> None:
-        slots, c = [self.slots[i] for i in numbers], self.config
-        steps = [self._steps[i] for i in numbers]
-        masters = [slot.master for slot in slots]
-        first, second = [slot.exp_avg for slot in slots], [slot.exp_avg_sq for slot in slots]
+        c = self.config
         if not HAS_FUSED:
-            for slot, gradient, step in zip(slots, gradients, steps, strict=True):
-                step.add_(1)
+            for slot, gradient in zip(slots, gradients, strict=True):
                 update(slot, gradient, c, updates=self.updates, lr=lr, weight_decay=weight_decay, scale=scale)
             return
-        if scale is not None and masters[0].dtype == torch.float64:  # the fused kernel takes its scale in fp32
+        if scale is not None and gradients[0].dtype == torch.float64:  # the fused kernel takes its scale in fp32
             torch._foreach_mul_(gradients, scale)
             scale = None
-        torch._foreach_add_(steps, 1)
         fused = torch._fused_adamw_ if c.decoupled_weight_decay else torch._fused_adam_
         fused(
-            masters, gradients, first, second, [], steps, lr=lr, beta1=c.beta1, beta2=c.beta2,
-            weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False,
+            [slot.master for slot in slots], gradients, [slot.state["exp_avg"] for slot in slots],
+            [slot.state["exp_avg_sq"] for slot in slots], [], [self._step] * len(slots), lr=lr, beta1=c.beta1,
+            beta2=c.beta2, weight_decay=weight_decay, eps=c.eps, amsgrad=False, maximize=False,
             grad_scale=None if scale is None else scale.float().reciprocal(),
         )  # fmt: skip
 
@@ -81,18 +65,13 @@ def update(
     scale: Tensor | None,
 ) -> None:  # fmt: skip
     """One parameter's update in plain operations; the definition that the fused kernel is tested against."""
+    mean, square = slot.state["exp_avg"], slot.state["exp_avg_sq"]
     gradient = gradient if scale is None else gradient * scale
     if config.decoupled_weight_decay:
         slot.master.mul_(1 - lr * weight_decay)
     else:
         gradient = gradient + weight_decay * slot.master
-    slot.exp_avg.lerp_(gradient, 1 - config.beta1)
-    slot.exp_avg_sq.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
-    root = (slot.exp_avg_sq / (1 - config.beta2**updates)).sqrt_().add_(config.eps)
-    slot.master.addcdiv_(slot.exp_avg, root, value=-lr / (1 - config.beta1**updates))
-
-
-def _slot(shard: Shard, weight: Tensor) -> Slot:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    master = weight if weight.dtype == wide else weight.to(wide)
-    return Slot(shard, weight, master, torch.zeros_like(master), torch.zeros_like(master))
+    mean.lerp_(gradient, 1 - config.beta1)
+    square.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
+    root = (square / (1 - config.beta2**updates)).sqrt_().add_(config.eps)
+    slot.master.addcdiv_(mean, root, value=-lr / (1 - config.beta1**updates))

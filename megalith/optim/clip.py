@@ -7,24 +7,44 @@ from torch import Tensor
 
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.plan.shards import Shard, copies
+from megalith.plan.shards import Shard, is_first_holder
+
+ROW = 64
+"""Elements whose squares are added in fp32; rows are added in float64. ZeRO's slices start at multiples, so the sum
+depends on the gradients alone. A whole matrix in fp32 is off by 8e-5 (4M normal numbers, torch 2.13)."""
+
+
+def counted(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Tensor]:
+    """The gradients that this rank counts: those of which no rank before it holds the same slice."""
+    here = mesh.coordinates
+    return [gradient for shard, gradient in gradients if is_first_holder(shard, here)]
+
+
+def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Of all elements together: a float64 scalar."""
+    flat = [gradient.reshape(-1) for gradient in gradients]
+    heads = [x[: x.numel() // ROW * ROW].view(-1, ROW) for x in flat if x.numel() >= ROW]
+    tails = [x[x.numel() // ROW * ROW :] for x in flat if x.numel() % ROW]
+    norms = [torch.linalg.vector_norm(rows, dim=1) for rows in heads]
+    norms += [torch.stack(torch._foreach_norm(tails))] if tails else []
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return torch.cat(norms).double().square_().sum()
+
+
+def num_zeros(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Elements that are exactly zero: a float64 scalar."""
+    counts = [gradient.numel() - torch.count_nonzero(gradient) for gradient in gradients]
+    return torch.stack(counts).sum().double() if counts else torch.zeros((), dtype=torch.float64, device=device)
 
 
 def global_norm(gradients: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> Tensor:
-    """L2 norm over all gradients of the model: a float64 scalar, the same on every rank.
+    """L2 norm over all gradients of the model: a float64 scalar, the same on every rank. Collective over the mesh.
 
-    Gradients are whole sums already, so a slice that several tensor-parallel ranks hold counts on the first of them,
-    and data-parallel ranks, which all hold the same, need no message.
+    `train_step` sends the sum of squares together with its other news instead.
     """
-    mine = mesh.coordinates
-    squares = [
-        torch.linalg.vector_norm(gradient).double().square()
-        for shard, gradient in gradients
-        if all(mine[axis] == 0 for axis in ("tp_kv", "tp_copy") if axis in copies(shard))
-    ]
-    device = gradients[0][1].device
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    return all_reduce_(total, mesh.tp).sqrt_()
+    device = gradients[0][1].device if gradients else torch.device("cpu")
+    return all_reduce_(sum_of_squares(counted(gradients, mesh), device), mesh.world).sqrt_()
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor | None:

@@ -5,7 +5,7 @@ them to the others while the next forward runs.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -170,7 +170,7 @@ class DataParallel:
     summed over those ranks at the end, as their `Shard`s say. Sums, never means: the loss was scaled once.
 
     zero=1: the sum of a bucket ends as one slice per rank, and the updated slices are sent back bucket by bucket in the
-    order of the next forward, whose layers (`units`) wait for what they read. zero=2: a bucket's gradients live until
+    order of the next forward, whose layers wait for what they read. zero=2: a bucket's gradients live until
     they are summed, after every microbatch. Buckets then hold only parameters that are summed over the same
     tensor-parallel axes, so that slices of ranks whose other parameters have other sizes still coincide.
 
@@ -180,10 +180,10 @@ class DataParallel:
     def __init__(
         self, model: nn.Module, parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *, device: torch.device,
         gradient_dtype: torch.dtype, bucket_numel: int, overlap: bool, sinks: bool = True, zero: int = 0,
-        reduce_dtype: torch.dtype | None = None, units: Sequence[nn.Module] = (), watch: bool = False,
+        reduce_dtype: torch.dtype | None = None, chunks: Sequence[nn.Module] = (), watch: bool = False,
     ) -> None:  # fmt: skip
-        """`reduce_dtype`: what gradients travel in; None: what they are. `units`: modules that forward calls one after
-        the other; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
+        """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of the model whose forward
+        is called; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         self.division = division_of(zero, mesh)
         self.shards = [shard for shard, _, _ in parameters]
@@ -211,9 +211,10 @@ class DataParallel:
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
         self._arriving: dict[int, Transfer] = {}
-        self._waits_in_forward = self.division.divided and overlap and bool(units)
+        self._waits_in_forward = self.division.divided and overlap and bool(chunks)
         if self._waits_in_forward:
-            self._wait_before(units)
+            for chunk in chunks:
+                self._wait_in(chunk)
 
     # --- one step
 
@@ -368,13 +369,20 @@ class DataParallel:
             if transfer is not None:
                 transfer.wait()
 
-    def _wait_before(self, units: Sequence[nn.Module]) -> None:
-        """Let every unit wait for its own weights; what belongs to no unit is read after the last one."""
+    def _wait_in(self, chunk: nn.Module) -> None:
+        """Let every layer of a chunk wait for its own weights, and what comes after the chunk's forward for the rest.
+
+        A head is not called as a module but asked for a loss or for logits, of what forward has given.
+        """
         number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        for unit in units:
-            buckets = {self.plan.slots[number_of[id(p)]].bucket for p in unit.parameters() if id(p) in number_of}
-            unit.register_forward_pre_hook(self._wait_hook(sorted(buckets, reverse=True)))
-        units[-1].register_forward_hook(self._wait_hook(range(len(self.plan.buckets))))
+        for module in _layers(chunk):
+            module.register_forward_pre_hook(self._wait_hook(self._buckets_of(module, number_of)))
+        chunk.register_forward_hook(self._wait_hook(self._buckets_of(chunk, number_of)))
+
+    def _buckets_of(self, module: nn.Module, number_of: Mapping[int, int]) -> list[int]:
+        """Buckets with weights of a module, in the order in which they arrive."""
+        numbers = {number_of[id(parameter)] for parameter in module.parameters()}
+        return sorted({self.plan.slots[number].bucket for number in numbers}, reverse=True)
 
     def _wait_hook(self, buckets: Sequence[int]) -> Callable[..., None]:
         def wait(*_: object) -> None:
@@ -454,6 +462,11 @@ class DataParallel:
             self.contributed((number,))
 
         return add
+
+
+def _layers(chunk: nn.Module) -> list[nn.Module]:
+    """What forward calls: the modules right below a chunk, and those in its lists."""
+    return [layer for child in chunk.children() for layer in (child if isinstance(child, nn.ModuleList) else [child])]
 
 
 def _tensor_axes(shard: Shard) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ Initial weights, gradient sums, clipping, the optimizer, checkpoints and convers
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -94,6 +95,11 @@ def copies(shard: Shard) -> tuple[str, ...]:
 def summed_over(shard: Shard) -> tuple[str, ...]:
     """The gradient rule: a gradient is summed over all ranks that hold the same box, except where it is Invariant."""
     return tuple(axis for axis in copies(shard) if axis not in shard.invariant)
+
+
+def is_first_holder(shard: Shard, here: Mapping[str, int]) -> bool:
+    """Whether no rank before the one at these coordinates holds the same slice: it counts and writes the slice."""
+    return here["pp"] == shard.stages[0] and all(here[axis] == 0 for axis in copies(shard))
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:

@@ -4,17 +4,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import Entry
 from megalith.config.train import TrainRun
 from megalith.models.decoder import Decoder, declared_parameters, initialise
-from megalith.optim.adamw import AdamW
-from megalith.parallel.data import DataParallel
+from megalith.optim.build import build_optimizer
+from megalith.optim.loss_scale import LossScale, build_loss_scale
+from megalith.optim.slots import Optimizer
+from megalith.parallel.data import DataParallel, Engine
 from megalith.parallel.mesh import Mesh
-from megalith.plan.shards import Shard, copies
+from megalith.plan.shards import Shard, is_first_holder
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +27,10 @@ class Trainer:
     mesh: Mesh
     device: torch.device
     model: Decoder
-    data: DataParallel
-    optimizer: AdamW
+    data: Engine
+    optimizer: Optimizer
+    loss_scale: LossScale | None
+    """Set for fp16."""
 
 
 def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True) -> Trainer:
@@ -49,28 +53,43 @@ def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool
     if run.train.compile:
         for layer in model.layers:
             layer.compile()
-    optimizer = AdamW([(owned.shard, owned.weight) for owned in data.owned], run.optim)
-    return Trainer(run, mesh, device, model, data, optimizer)
+    optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim)
+    return Trainer(run, mesh, device, model, data, optimizer, build_loss_scale(run.precision))
+
+
+def build_engine(run: TrainRun, model: nn.Module, mesh: Mesh, device: torch.device) -> Engine:
+    """Give the model's parameters memory, and a way for their gradients to be summed over ranks."""
+    p, dtype = run.parallel, DTYPES[run.precision.params]
+    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    return DataParallel(
+        model, parameters, mesh, device=device, gradient_dtype=torch.promote_types(dtype, torch.float32),
+        bucket_numel=p.bucket_numel, overlap=p.overlap, sinks=not run.train.compile, zero=p.zero,
+        reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
+        chunks=[] if run.train.compile else [model],  # a graph cannot wait
+        watch=run.optim.nonfinite_grad == "raise",
+    )  # fmt: skip
+
+
+def publish_loaded(trainer: Trainer) -> None:
+    """After tensors of `checkpoint_entries` were filled: let every rank compute with the weights that its peers own."""
+    trainer.data.publish()
+    trainer.data.settle()
 
 
 def checkpoint_entries(trainer: Trainer) -> list[Entry]:
     """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is written once."""
+    here = trainer.mesh.coordinates
     entries = []
     for slot in trainer.optimizer.slots:
-        tensors: dict[str, Tensor] = {"param": slot.weight, "exp_avg": slot.exp_avg, "exp_avg_sq": slot.exp_avg_sq}
+        tensors: dict[str, Tensor] = {"param": slot.weight, **slot.state}
         if slot.master is not slot.weight:
             tensors["master"] = slot.master
-        mine = is_first_holder(slot.shard, trainer.mesh)
+        mine = is_first_holder(slot.shard, here)
         entries += [Entry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()]
     return entries
 
 
 def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Entry]:
     """Weights alone, for reading into a model that is not trained."""
-    return [Entry(shard, "param", tensor, is_first_holder(shard, mesh)) for shard, tensor in parameters]
-
-
-def is_first_holder(shard: Shard, mesh: Mesh) -> bool:
-    """Whether no rank before me holds the same slice."""
     here = mesh.coordinates
-    return all(here[axis] == 0 for axis in copies(shard))
+    return [Entry(shard, "param", tensor, is_first_holder(shard, here)) for shard, tensor in parameters]

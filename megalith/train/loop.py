@@ -29,11 +29,11 @@ from megalith.optim.schedule import learning_rate, schedule_lengths, weight_deca
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
-from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries
+from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.evaluate import evaluate
 from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
 from megalith.train.state import TrainState
-from megalith.train.step import StepResult, nonfinite_names, train_step
+from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
 
 _log = logging.getLogger(__name__)
@@ -169,11 +169,22 @@ class _Loop:
             DataError: so many that waiting for a better batch makes no sense.
         """
         self.skipped_in_a_row += 1
-        self.progress.say(f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no update")
-        if self.skipped_in_a_row >= MOST_SKIPPED:
+        scale = self.trainer.loss_scale
+        lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
+        self.progress.say(
+            f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no update{lowered}"
+        )
+        if scale is not None and scale.dynamic:
+            if scale.exhausted:
+                raise DataError(
+                    f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: gradients are not "
+                    f"finite whatever the scale (in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
+                    f"data and the settings of the model, or set precision.params=bf16."
+                )
+        elif self.skipped_in_a_row >= MOST_SKIPPED:
             raise DataError(
                 f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} and gradient norm "
-                f"{result.grad_norm} (not finite in {nonfinite_names(self.trainer)}). Reduce schedule.lr, check the "
+                f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
                 f"data and the settings of the model, and run it again: it goes on from the newest checkpoint."
             )
 
@@ -193,6 +204,10 @@ class _Loop:
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
+        if self.trainer.loss_scale is not None:
+            row["loss_scale"] = self.trainer.loss_scale.scale
+        if result.num_zeros is not None:
+            row["grad_zeros"] = result.num_zeros
         self.flops, self.seconds = 0, 0.0
         self._write(row)
         self.progress.step(
@@ -251,7 +266,8 @@ class _Loop:
 
     def _state_json(self) -> dict[str, Any]:  # Any: JSON
         assert self.data.splits.train is not None
-        return {
+        scale = self.trainer.loss_scale
+        return ({} if scale is None else {"loss_scale": scale.as_json()}) | {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
             "data": self.data.splits.train.fingerprint, "order_samples": self.data.order_samples,
             "tokenizer": self.tokenizer.fingerprint,
@@ -274,12 +290,16 @@ class _Loop:
                 )
             saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
             self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
+            if self.trainer.loss_scale is not None and "loss_scale" in saved.state:
+                self.trainer.loss_scale.load(saved.state["loss_scale"])
+            publish_loaded(self.trainer)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
         elif self.run_config.checkpoint.load is not None:
             weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
             source = self.run_config.checkpoint.load
             for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model):
                 self.progress.say(f"{source}: {line}")
+            publish_loaded(self.trainer)
             self.progress.say(f"starting from {source}")
 
     def _open_data(self, saved: Checkpoint | None) -> "_RunData":
@@ -350,9 +370,8 @@ def _compare_replicas(trainer: Trainer) -> None:
     Raises:
         CheckpointError: on every rank, naming those that differ.
     """
-    group = trainer.mesh.dp
-    bits = trainer.data.weights.view(torch.uint8)
-    sums = gather_objects(int(bits.sum(dtype=torch.int64)), group)
+    mine, group = trainer.data.checksum()
+    sums = gather_objects(mine, group)
     if len(set(sums)) > 1:
         odd = [rank for rank, value in zip(group.ranks, sums, strict=True) if value != sums[0]]
         raise CheckpointError(

@@ -1,14 +1,17 @@
 """One optimizer update: microbatches forward and backward, gradients summed, clipped, applied."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
-from megalith.optim.clip import clip_factor, global_norm
-from megalith.parallel.group import all_reduce_
+from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
+from megalith.parallel.data import Owned
+from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.train.build import Trainer
 from megalith.train.loss import share_of_mean
 
@@ -21,13 +24,16 @@ class StepResult:
     """Mean of -log p(label) over the global batch, before the update."""
 
     grad_norm: float
-    """Global L2 norm of the gradients before clipping."""
+    """Global L2 norm of the gradients before clipping, without the loss scale."""
 
     updated: bool
     """False when the norm was not finite: nothing changed."""
 
     stop: bool
     """Some rank was asked to stop."""
+
+    num_zeros: int | None = None
+    """Elements of the gradient that were zero; None unless optim.count_zeros."""
 
 
 def train_step(
@@ -39,34 +45,67 @@ def train_step(
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
     """
     data, mesh = trainer.data, trainer.mesh
+    scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
     total = torch.zeros((), dtype=torch.float64, device=trainer.device)
     for batch in batches.microbatches:
         loss = trainer.model.loss(batch.ids, batch.labels, batch.tokens)
-        share_of_mean(loss, num_labels=batches.num_labels, mesh=mesh).backward()
+        share_of_mean(loss, num_labels=batches.num_labels, mesh=mesh, scale=scale).backward()
         total += loss.detach()
     owned = data.finish()
-    norm = global_norm([(o.shard, o.gradient) for o in owned], mesh)
-    # The loss is the same on every tensor-parallel rank, so the first of them speaks for all.
-    news = torch.stack([total if mesh.tp.rank == 0 else torch.zeros_like(total), total.new_tensor(float(stop)), norm])
-    all_reduce_(news[:2], mesh.world)
-    loss_sum, stopping, grad_norm = news.tolist()
+    news = _share_news(trainer, owned, total, stop)
+    loss_sum, stopping, squares, zeros = news.tolist()
+    grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
+    if trainer.loss_scale is not None:
+        trainer.loss_scale.update(overflow=not finite)
     if finite:
         trainer.optimizer.step(
             [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,
-            scale=clip_factor(norm, trainer.run.optim.clip_grad),
+            scale=_multiplier(news[2].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
         data.publish()
     elif trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
-            f"gradient norm {grad_norm}: not finite in {nonfinite_names(trainer)} on rank {mesh.rank}. Reduce "
-            f"schedule.lr, check the data, or set optim.nonfinite_grad=skip."
+            f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce schedule.lr, check the "
+            f"data, or set optim.nonfinite_grad=skip."
         )
-    return StepResult(loss_sum / max(1, batches.num_labels), grad_norm, finite, stopping > 0)
+    return StepResult(
+        loss_sum / max(1, batches.num_labels), grad_norm, finite, stopping > 0,
+        int(zeros) if trainer.run.optim.count_zeros else None,
+    )  # fmt: skip
 
 
-def nonfinite_names(trainer: Trainer) -> str:
-    """The first few parameters of this rank whose gradient is not finite."""
-    bad = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
-    return ", ".join(bad[:5]) or "another rank's slices, none"
+def _share_news(trainer: Trainer, owned: Sequence[Owned], loss: Tensor, stop: bool) -> Tensor:
+    """What all ranks must know, in one message: loss, ranks that stop, sum of squares and zeros of the gradient."""
+    mesh = trainer.mesh
+    mine = counted([(o.shard, o.gradient) for o in owned], mesh)
+    zeros = num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else loss.new_zeros(())
+    # The loss is the same on every tensor-parallel rank, so the first of them speaks for all.
+    part = loss if mesh.tp.rank == 0 else torch.zeros_like(loss)
+    news = torch.stack([part, loss.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
+    return all_reduce_(news, mesh.world)
+
+
+def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:
+    """What gradients are multiplied by: it clips them and takes the loss scale out; None when they stay."""
+    factor = clip_factor(norm, limit)
+    if scale == 1.0:
+        return factor
+    return (torch.ones_like(norm) if factor is None else factor) / scale
+
+
+def where_not_finite(trainer: Trainer) -> str:
+    """The first few parameters whose gradient is not finite, and the ranks: the same text on every rank, collective.
+
+    Where the engine watched, those that were not finite before any other rank's gradient was added to them.
+    """
+    after = [o.shard.name for o in trainer.data.owned if not bool(torch.isfinite(o.gradient).all())]
+    ranks = trainer.mesh.world.ranks
+    before = gather_objects(trainer.data.nonfinite(), trainer.mesh.world)
+    blamed = {rank: names for rank, names in zip(ranks, before, strict=True) if isinstance(names, list) and names}
+    if not blamed:
+        found = gather_objects(after, trainer.mesh.world)
+        blamed = {rank: names for rank, names in zip(ranks, found, strict=True) if isinstance(names, list) and names}
+    texts = [f"{', '.join(names[:5])} on rank {rank}" for rank, names in list(blamed.items())[:5]]
+    return "; ".join(texts) or "no single gradient, only their sum of squares"

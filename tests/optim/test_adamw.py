@@ -76,8 +76,8 @@ def test_moments_and_the_count_continue_a_run() -> None:
         first.step(gradients(step, torch.float32), lr=1e-2, weight_decay=0.1)
     second = AdamW([(slot.shard, slot.weight.clone()) for slot in first.slots], OptimConfig())
     for mine, saved in zip(second.slots, copy.deepcopy(first.slots), strict=True):
-        mine.exp_avg.copy_(saved.exp_avg)
-        mine.exp_avg_sq.copy_(saved.exp_avg_sq)
+        mine.state["exp_avg"].copy_(saved.state["exp_avg"])
+        mine.state["exp_avg_sq"].copy_(saved.state["exp_avg_sq"])
     second.set_updates(3)
     for optimizer in (first, second):
         optimizer.step(gradients(9, torch.float32), lr=1e-2, weight_decay=0.1)

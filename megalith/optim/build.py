@@ -1,0 +1,16 @@
+"""From a config to an optimizer."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from megalith.config.optim import OptimConfig
+from megalith.optim.adamw import AdamW
+from megalith.optim.sgd import SGD
+from megalith.optim.slots import Optimizer
+from megalith.plan.shards import Shard
+
+
+def build_optimizer(weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> Optimizer:
+    """The update rule of `optim.kind`, over these slices."""
+    return SGD(weights, config) if config.kind == "sgd" else AdamW(weights, config)

@@ -1,0 +1,55 @@
+"""Stochastic gradient descent with momentum over (Shard, weight) pairs."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.config.optim import OptimConfig
+from megalith.optim.slots import Slot, build_slot, decayed, round_masters
+from megalith.plan.shards import Shard
+
+
+class SGD:
+    """`m = momentum * m + g; w -= lr * m`, where g includes the weight decay; vectors (norms, biases) are not decayed.
+
+    With `nesterov` the step is along `g + momentum * m`. The bits are those of torch.optim.SGD.
+    Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
+    """
+
+    def __init__(self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> None:
+        self.config = config
+        self.updates = 0
+        roles = ("momentum",) if config.momentum else ()
+        self.slots = [build_slot(shard, weight, roles) for shard, weight in weights]
+
+    def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
+        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
+        self.updates += 1
+        matrices, vectors = decayed(self.slots)
+        for numbers, decay in ((matrices, weight_decay), (vectors, 0.0)):
+            if numbers:
+                self._update([self.slots[i] for i in numbers], [gradients[i] for i in numbers], lr, decay, scale)
+        round_masters(self.slots)
+
+    def set_updates(self, updates: int) -> None:
+        """Continue as after this many updates; the momentum is loaded elsewhere."""
+        self.updates = updates
+
+    def _update(
+        self, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
+    ) -> None:
+        momentum, masters = self.config.momentum, [slot.master for slot in slots]
+        if scale is not None:
+            torch._foreach_mul_(gradients, scale)
+        if weight_decay:
+            torch._foreach_add_(gradients, masters, alpha=weight_decay)
+        if not momentum:
+            torch._foreach_add_(masters, gradients, alpha=-lr)
+            return
+        kept = [slot.state["momentum"] for slot in slots]
+        torch._foreach_mul_(kept, momentum)
+        torch._foreach_add_(kept, gradients)
+        if self.config.nesterov:
+            torch._foreach_add_(gradients, kept, alpha=momentum)
+        torch._foreach_add_(masters, gradients if self.config.nesterov else kept, alpha=-lr)

@@ -1,0 +1,61 @@
+"""What every optimizer holds of one parameter's slice: weights, a wide copy of them, and the rule's own tensors."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.plan.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One slice as the optimizer holds it."""
+
+    shard: Shard
+    weight: Tensor
+    """What forward reads, or is sent to those that do."""
+
+    master: Tensor
+    """The same in fp32 or float64: the weights themselves where they are as wide."""
+
+    state: Mapping[str, Tensor]
+    """The rule's tensors by role, like the master."""
+
+
+class Optimizer(Protocol):
+    """An update rule over slices of parameters; every rank holds the slots of what it owns."""
+
+    slots: list[Slot]
+    updates: int
+    """Steps so far."""
+
+    def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
+        """Update every weight once, from one gradient per slot. `scale` multiplies the gradients first, which may be
+        overwritten; None leaves them."""
+
+    def set_updates(self, updates: int) -> None:
+        """Continue as after this many updates; tensors are loaded elsewhere."""
+
+
+def build_slot(shard: Shard, weight: Tensor, roles: Sequence[str]) -> Slot:
+    """A slot whose state is zero."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    master = weight if weight.dtype == wide else weight.to(wide)
+    return Slot(shard, weight, master, {role: torch.zeros_like(master) for role in roles})
+
+
+def round_masters(slots: Sequence[Slot]) -> None:
+    """Write the weights anew from their masters, where they are apart."""
+    apart = [slot for slot in slots if slot.master is not slot.weight]
+    if apart:
+        torch._foreach_copy_([slot.weight for slot in apart], [slot.master for slot in apart])
+
+
+def decayed(slots: Sequence[Slot]) -> tuple[list[int], list[int]]:
+    """Numbers of the slots whose weights decay, and of the others: vectors (norms, biases) do not."""
+    matrices = [number for number, slot in enumerate(slots) if slot.shard.inputs > 0]
+    vectors = [number for number, slot in enumerate(slots) if slot.shard.inputs == 0]
+    return matrices, vectors
