@@ -10,15 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.data.sample import Dataset, Sample
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.parallel.group import Group, start_all_reduce_
 from megalith.plan.batches import sample_ids
+from megalith.plan.context import WHOLE, Slicing, plan_slices
 from megalith.plan.packing import documents_from_eod, labels_inside_documents
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One microbatch: t = rows * seq_len tokens, row after row."""
+    """One microbatch: t = rows * seq_len tokens, row after row; or my share of them, where ranks share rows."""
 
     ids: Tensor
     """int64 [t]."""
@@ -30,7 +31,7 @@ class Batch:
     """Which document each token belongs to."""
 
     num_labels: int
-    """Labels that count, in this microbatch."""
+    """Labels that count, in this microbatch, over all ranks that share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +65,9 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
-        consumed: int, steps: int, device: torch.device,
+        consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE,
     ) -> None:  # fmt: skip
-        self.dataset, self.masks, self.dp, self.device = dataset, masks, dp, device
+        self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self._position = consumed
         self._left = steps
@@ -91,13 +92,18 @@ class Loader:
             dp=self.dp.size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
         )  # fmt: skip
         self._position += self.global_batch_size
-        batches = [build_batch([self.dataset.sample(k) for k in ids], self.masks, device=self.device) for ids in rows]
+        batches = [
+            build_batch(
+                [self.dataset.sample(k) for k in ids], self.masks, device=self.device, slicing=self.slicing
+            )
+            for ids in rows
+        ]  # fmt: skip
         count = torch.tensor(sum(batch.num_labels for batch in batches), device=self.device)
         return batches, count, start_all_reduce_(count, self.dp)
 
 
-def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device) -> Batch:
-    """Rows of one microbatch as packed tokens."""
+def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE) -> Batch:
+    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere else."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])
     inputs, labels, counted = ids[:, :-1], ids[:, 1:].copy(), valid[:, 1:]
@@ -105,12 +111,27 @@ def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device
         counted = counted & (inputs != masks.eod)
     if masks.eod is not None and masks.documents:
         counted = counted & labels_inside_documents(inputs, masks.eod)
-        lengths = documents_from_eod(inputs, masks.eod).lengths
-        tokens = tokens_of_lengths([int(n) for n in lengths], device=device)
+        lengths = documents_from_eod(inputs, masks.eod).lengths.tolist()
     else:
-        tokens = tokens_of_rows(*inputs.shape, device=device)
+        lengths = [inputs.shape[1]] * len(inputs)
     labels[~counted] = -1
-    return Batch(_flat(inputs, device), _flat(labels, device), tokens, int(counted.sum()))
+    ids, labels, tokens = _share(inputs, labels, lengths, slicing, device)
+    return Batch(_flat(ids, device), _flat(labels, device), tokens, int(counted.sum()))
+
+
+def _share(
+    ids: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int], slicing: Slicing, device: torch.device
+) -> tuple[NDArray[np.int64], NDArray[np.int64], Tokens]:
+    """One rank's ids, labels and tokens of rows with documents of these lengths; padding is token 0, without a label.
+
+    Labels are the next tokens of the text already, so that no token needs its neighbour.
+    """
+    if slicing.ranks == 1:
+        return ids, labels, tokens_of_lengths(lengths, device=device)
+    slices = plan_slices(lengths, row=ids.shape[1], slicing=slicing)
+    mine = slices.as_read(slicing.rank)
+    ids, labels = (np.where(mine >= 0, x.reshape(-1)[mine], pad) for x, pad in ((ids, 0), (labels, -1)))
+    return ids, labels, tokens_of_slices(slices, slicing, device=device)
 
 
 def _flat(array: NDArray[np.int64], device: torch.device) -> Tensor:

@@ -15,8 +15,10 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
+from megalith.parallel.context import my_slicing
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
+from megalith.plan.context import WHOLE, Slicing
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
 
@@ -42,19 +44,21 @@ class Evaluation:
 
 def evaluate(
     model: Decoder, dataset: Dataset, masks: Masks, mesh: Mesh, *, samples: int, rows: int, tokenizer: Tokenizer,
-    device: torch.device,
+    device: torch.device, slicing: Slicing = WHOLE,
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
-    Samples are dealt out over the data-parallel ranks, some of which may have one less.
+    Samples are dealt out over the data-parallel ranks, some of which may have one less; context-parallel ranks share
+    theirs as `slicing` says.
     """
     total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
     with torch.no_grad():
-        for batch in _batches(dataset, masks, mesh, samples, rows, device):
+        for batch in _batches(dataset, masks, mesh, samples, rows, device, slicing):
+            mine = batch.labels[batch.labels >= 0].tolist()
             total[0] += model.loss(batch.ids, batch.labels, batch.tokens)
-            total[1] += batch.num_labels
-            total[2] += tokenizer.num_bytes(batch.labels[batch.labels >= 0].tolist())
-    loss_sum, labels, num_bytes = all_reduce_(total, mesh.dp).tolist()
+            total[1] += len(mine)
+            total[2] += tokenizer.num_bytes(mine)
+    loss_sum, labels, num_bytes = all_reduce_(total, mesh.dp_cp).tolist()
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
     return Evaluation(loss_sum / max(1.0, labels), bits, int(labels))
 
@@ -80,23 +84,25 @@ def run_evaluation(
         raise ConfigError(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
         )
-    model = Decoder(run.model, mesh, sp=run.parallel.sp, dtype=DTYPES[run.precision.params])
+    parallel = run.parallel
+    model = Decoder(run.model, mesh, sp=parallel.sp, dtype=DTYPES[run.precision.params], context=parallel.context)
     allocate(model, device)
     parameters = [(declared.shard, getattr(module, name).data) for declared, module, name in declared_parameters(model)]
     load_pretrained(weight_entries(parameters, mesh), str(folder.path), mesh.world, model=run.model)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     return evaluate(
-        model, dataset, masks, mesh, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer, device=device
-    )
+        model, dataset, masks, mesh, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer, device=device,
+        slicing=my_slicing(parallel, mesh),
+    )  # fmt: skip
 
 
 def _batches(
-    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device
+    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device, slicing: Slicing
 ) -> Iterator[Batch]:
     mine = range(mesh.dp.rank, samples, mesh.dp.size)
     for start in range(0, len(mine), rows):
         found = [dataset.sample(k) for k in mine[start : start + rows]]
         # Rows without labels fill up the last batch: its tokens must still divide over sequence-parallel ranks.
         empty = Sample(np.zeros_like(found[0].ids), num_valid=0)
-        yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device)
+        yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing)

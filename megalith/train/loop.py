@@ -26,6 +26,7 @@ from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
 from megalith.observe.plots import plot_run
 from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
+from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
@@ -147,7 +148,7 @@ class _Loop:
         result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
-        squares = sum(n * n for batch in batches.microbatches for n, _ in batch.tokens.lengths)
+        squares = sum(n * n for batch in batches.microbatches for n, _ in batch.tokens.whole.lengths)
         self.flops += step_flops(
             run.model, tokens=rows * run.train.seq_len, squared_lengths=squares * self.mesh.dp.size
         )
@@ -237,7 +238,7 @@ class _Loop:
         found = evaluate(
             self.trainer.model, self.data.splits.valid, self._masks(), self.mesh,
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
-            device=self.trainer.device,
+            device=self.trainer.device, slicing=my_slicing(self.run_config.parallel, self.mesh),
         )  # fmt: skip
         self._write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
@@ -338,6 +339,7 @@ class _Loop:
             self.data.splits.train, self._masks(), self.mesh.dp, global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size, consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step, device=self.trainer.device,
+            slicing=my_slicing(self.run_config.parallel, self.mesh),
         )  # fmt: skip
 
     def _open_metrics(self) -> MetricsFile:

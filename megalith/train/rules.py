@@ -9,6 +9,7 @@ from megalith.config.train import TrainRun
 from megalith.errors import raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
+from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems
 
 Rule = Callable[[TrainRun, int], str | None]
@@ -32,9 +33,10 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
     counts = _count_problems(run)
     problems = counts + number_problems(run)
     if not counts:
-        problems += dense_problems(world=world, tp=p.tp, dp=p.dp, order=p.order)
-        if world % p.tp == 0:
-            dp = p.dp or world // p.tp
+        problems += dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order)
+        problems += context_problems(p, run.model, seq_len=t.seq_len)
+        if world % (p.tp * p.cp * p.pp) == 0:
+            dp = p.dp or world // (p.tp * p.cp * p.pp)
             problems += batch_problems(
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
@@ -70,7 +72,8 @@ def _count_problems(run: TrainRun) -> list[str]:
         "model.num_kv_heads": run.model.num_kv_heads, "model.ffn_hidden_size": run.model.ffn_hidden_size,
         "model.max_seq_len": run.model.max_seq_len, "model.vocab_multiple": run.model.vocab_multiple,
         "model.rope.original_max_position": run.model.rope.original_max_position,
-        "parallel.tp": run.parallel.tp, "parallel.bucket_numel": run.parallel.bucket_numel,
+        "parallel.tp": run.parallel.tp, "parallel.cp": run.parallel.cp, "parallel.pp": run.parallel.pp,
+        "parallel.bucket_numel": run.parallel.bucket_numel,
         "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
         "train.micro_batch_size": run.train.micro_batch_size, "train.seq_len": run.train.seq_len,
         "train.log_every": run.train.log_every, "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
@@ -154,9 +157,9 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
 
 
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
-    """Each tensor-parallel rank gets equally many tokens of a microbatch."""
+    """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees to it with cp."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
-    if not run.parallel.sp or rows * length % tp == 0:
+    if not run.parallel.sp or run.parallel.cp > 1 or rows * length % tp == 0:
         return None
     return (
         f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do not divide over "
@@ -175,10 +178,11 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
 
 def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     """Collectives stay outside compiled graphs."""
-    if not run.train.compile or run.parallel.tp == 1:
+    axes = [f"parallel.{axis}={size}" for axis in ("tp", "cp") if (size := getattr(run.parallel, axis)) > 1]
+    if not run.train.compile or not axes:
         return None
     return (
-        f"train.compile=true with parallel.tp={run.parallel.tp}: only layers that no axis cuts are compiled. "
+        f"train.compile=true with {' and '.join(axes)}: only layers that no axis cuts are compiled. "
         f"Set one of them off."
     )
 

@@ -23,6 +23,7 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
+from megalith.parallel.context import my_slicing
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.plan.keys import key
@@ -47,10 +48,13 @@ class RaggedRows:
     masked: tuple[int, ...]
     """Samples without any label."""
 
+    eod: int | None = None
+    """This token, about every fifth, ends a document; None: rows are documents."""
+
     @property
     def fingerprint(self) -> str:
         """What it is made of."""
-        return f"ragged rows {self.seq_len} {self.vocab_size} {self.num_samples} {self.masked}"
+        return f"ragged rows {self.seq_len} {self.vocab_size} {self.num_samples} {self.masked} {self.eod}"
 
     def __len__(self) -> int:
         return self.num_samples
@@ -60,6 +64,8 @@ class RaggedRows:
         draw = np.random.default_rng(key(0, "verify", "rows", k))
         ids = draw.integers(0, self.vocab_size, self.seq_len + 1)
         kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
+        if self.eod is not None:
+            ids[draw.random(len(ids)) < 0.2] = self.eod
         return Sample(ids, kept)
 
 
@@ -109,11 +115,15 @@ class Difference:
 
 def layout_case(
     model: ModelConfig, parallel: ParallelConfig, world: int, *, micro_batch_size: int = 1, seq_len: int = 12,
-    fault: str | None = None,
+    documents: bool = False, fault: str | None = None,
 ) -> LayoutCase:  # fmt: skip
-    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4 divide."""
+    """A tiny run of `model` in float64 under `parallel`: 12 rows a step, which dp 1, 2, 3 and 4 divide.
+
+    With `documents` rows are packed with documents of a few tokens each, and attention stays inside them.
+    """
     run = TrainRun(
-        name="verify", model=model, data=DataConfig(mock=True), parallel=replace(parallel, bucket_numel=2000),
+        name="verify", model=model, data=DataConfig(mock=True, documents=documents),
+        parallel=replace(parallel, bucket_numel=2000),
         train=LoopConfig(steps=STEPS + 1, global_batch_size=12, micro_batch_size=micro_batch_size, seq_len=seq_len),
         schedule=ScheduleConfig(lr=1e-2, style="constant"), optim=OptimConfig(eps=1e-3),
         precision=PrecisionConfig(params="fp64"),
@@ -212,10 +222,12 @@ def _tensors(
 def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
-    dataset = RaggedRows(train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17))
+    eod = 7 if run.data.documents else None
+    dataset = RaggedRows(train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17), eod=eod)
     return Loader(
-        dataset, Masks(), mesh.dp, global_batch_size=train.global_batch_size, micro_batch_size=train.micro_batch_size,
-        consumed=consumed, steps=steps, device=torch.device("cpu"),
+        dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),
+        slicing=my_slicing(run.parallel, mesh),
     )  # fmt: skip
 
 

@@ -1,16 +1,21 @@
 """The loader: every layout sees the same global batch, labels that do not count are dropped, counts are global."""
 
+from typing import Literal
+
 import numpy as np
 import torch
 
-from megalith.data.loader import Loader, Masks, build_batch
+from megalith.config.parallel import ParallelConfig
+from megalith.data.loader import Batch, Loader, Masks, build_batch
 from megalith.data.sample import Sample
 from megalith.parallel.group import Group, alone
-from megalith.parallel.mesh import build_mesh
-from megalith.plan.grid import dense_grid
+from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.plan.context import Slicing
 from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
 
 CPU = torch.device("cpu")
+PLAIN = Masks()
 
 
 class Counting:
@@ -52,8 +57,7 @@ def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:
 
 def _rows_read(rank: int, world: int) -> tuple[list[int], int]:
     """First token of every row that one rank reads, and the count of labels it was told."""
-    grid = dense_grid(world=world).factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 1))
-    step = loader(build_mesh(grid, rank=rank).dp).next()
+    step = loader(build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp).next()
     return [int(i) for batch in step.microbatches for i in batch.ids[::4]], step.num_labels
 
 
@@ -85,3 +89,47 @@ def test_end_of_document_labels_can_be_masked_without_documents() -> None:
     batch = build_batch([sample], Masks(eod=9, eod_mask_loss=True), device=CPU)
     assert batch.labels.tolist() == [9, -1, 8]
     assert batch.tokens.uniform == 3
+
+
+def shares(by: Literal["row", "document"], masks: Masks = PLAIN, *, ranks: int = 2) -> list[Batch]:
+    """What each rank gets of two rows of 12 tokens."""
+    draw = np.random.default_rng(0)
+    samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
+    samples[0].ids[[4, 5]] = 0
+    return [
+        build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=ranks, rank=rank, by=by)) for rank in range(ranks)
+    ]
+
+
+def test_ranks_that_share_rows_get_the_ids_labels_and_positions_of_the_same_tokens() -> None:
+    draw = np.random.default_rng(0)
+    text = [draw.integers(1, 9, 13) for _ in range(2)]
+    text[0][[4, 5]] = 0
+    for rank, batch in enumerate(shares("row")):
+        places = [0, 1, 2, 9, 10, 11] if rank == 0 else [3, 4, 5, 6, 7, 8]
+        assert batch.tokens.positions.tolist() == places * 2
+        assert batch.ids.tolist() == [int(row[i]) for row in text for i in places]
+        labels = [int(row[i + 1]) if i + 1 < 11 else -1 for row in text for i in places]
+        assert batch.labels.tolist() == labels  # the next token of the text, also where a slice ends
+        assert batch.num_labels == 20  # of both ranks
+
+
+def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
+    masks = Masks(eod=0, documents=True)
+    whole = shares("row", masks, ranks=1)[0]
+    for by in ("row", "document"):
+        parts = shares(by, masks)
+        assert sorted(x for part in parts for x in part.labels.tolist() if x >= 0) == sorted(
+            x for x in whole.labels.tolist() if x >= 0
+        )
+        assert {part.num_labels for part in parts} == {whole.num_labels}
+        assert len({len(part.ids) for part in parts}) == 1
+
+
+def test_padding_of_documents_has_no_label_and_is_marked() -> None:
+    parts = shares("document", Masks(eod=0, documents=True))
+    padded = [int((~part.tokens.valid).sum()) for part in parts]
+    # Documents of 5, 1, 6 and 12 tokens become 8, 4, 8 and 12.
+    assert sum(len(part.ids) for part in parts) == 32 and sum(padded) == 8
+    assert all((part.labels[~part.tokens.valid] == -1).all() for part in parts)
+    assert all((part.ids[~part.tokens.valid] == 0).all() for part in parts)
