@@ -4,14 +4,17 @@ What is left after this is a question of time: whether ranks wait for each other
 """
 
 from collections.abc import Sequence
-from itertools import zip_longest
 from typing import NamedTuple
 
 from megalith.plan.schedule import Action, Kind, Schedule
-from megalith.plan.transfers import AGAINST, RECEIVES, SENDS, Channel, Direction, neighbour
+from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Channel, Direction, channels, neighbour
 
 # What has happened to a microbatch in a chunk, as bits of one number.
 FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (1 << bit for bit in range(7))
+
+DONE: dict[Direction, int] = {"forward": FORWARD, "backward": INPUT}
+CAME: dict[Direction, int] = {"forward": CAME_FORWARD, "backward": CAME_BACKWARD}
+SENT: dict[Direction, int] = {"forward": SENT_FORWARD, "backward": SENT_BACKWARD}
 
 WORDS = {
     FORWARD: "its F",
@@ -31,6 +34,10 @@ class _Rule(NamedTuple):
     before: int
     adds: int
     peer: int = -1
+    queue: list[int] | None = None
+    """Transfers: the messages so far at this end of the channel, each as microbatch · stages + stage it is for."""
+
+    stage: int = 0
 
 
 NOT_HERE = _Rule(0, 0, 0, peer=-2)  # equals no peer
@@ -58,24 +65,32 @@ def matching_problems(schedule: Schedule) -> list[str]:
     """
     if len(schedule.ranks) != schedule.num_ranks:
         return [f"there are lists for {len(schedule.ranks)} ranks, expected {schedule.num_ranks}"]
-    linked, trained = has_transfers(schedule), has_backward(schedule)
+    trained = has_backward(schedule)
+    ends = _ends(schedule) if has_transfers(schedule) else None
     problems = []
     for rank in range(schedule.num_ranks):
-        problems += _rank_problems(schedule, rank, linked, trained)
-    if linked and not problems:
-        problems = _channel_problems(schedule)
-    return problems
+        problems += _rank_problems(schedule, rank, _rules(schedule, rank, trained, ends))
+    if ends is None or problems:
+        return problems
+    return [_crossed(schedule, channel, *ends[channel]) for channel in ends if ends[channel][0] != ends[channel][1]]
 
 
-def _rank_problems(schedule: Schedule, rank: int, linked: bool, trained: bool) -> list[str]:
-    """One rank's list by itself."""
-    rules = _rules(schedule, rank, linked, trained)
+Ends = dict[Channel, tuple[list[int], list[int]]]
+"""By channel: the messages as sent, and as received."""
+
+
+def _ends(schedule: Schedule) -> Ends:
+    return {channel: ([], []) for channel in channels(schedule)}
+
+
+def _rank_problems(schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule]) -> list[str]:
+    """One rank's list by itself; its messages are put into their queues."""
     state = [bytearray(schedule.num_microbatches) for _ in range(schedule.num_chunks)]
     problems = []
-    known = set(range(schedule.num_microbatches))
+    known, stages = set(range(schedule.num_microbatches)), schedule.num_stages
     for index, (kind, chunk, microbatch, peer) in enumerate(schedule.ranks[rank]):
         rule = rules.get((kind, chunk), NOT_HERE)
-        after, before, adds, expected = rule
+        after, before, adds, expected, queue, stage = rule
         if peer != expected or microbatch not in known:
             problems.append(f"{action_text(schedule, rank, index)}: {_misplaced(rule, peer)}")
             continue
@@ -84,37 +99,45 @@ def _rank_problems(schedule: Schedule, rank: int, linked: bool, trained: bool) -
         if done & after != after or done & before:
             problems.append(f"{action_text(schedule, rank, index)}: {_untimely(done, rule)}")
         row[microbatch] = done | adds
+        if queue is not None:
+            queue.append(microbatch * stages + stage)
     return problems + _missing(schedule, rank, rules, state)
 
 
-def _rules(schedule: Schedule, rank: int, linked: bool, trained: bool) -> dict[tuple[Kind, int], _Rule]:
+def _rules(schedule: Schedule, rank: int, trained: bool, ends: Ends | None) -> dict[tuple[Kind, int], _Rule]:
     """By (kind, chunk): what one rank may do, and when."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     for chunk in range(schedule.num_chunks):
-        came = _peer(schedule, rank, chunk, "backward") if linked else -1  # who sends activations gets gradients
-        follows = _peer(schedule, rank, chunk, "forward") if linked else -1
-        rules["F", chunk] = _Rule(CAME_FORWARD if came >= 0 else 0, FORWARD, FORWARD)
-        if came >= 0:
-            rules["recv_forward", chunk] = _Rule(0, CAME_FORWARD, CAME_FORWARD, came)
-        if follows >= 0:
-            rules["send_forward", chunk] = _Rule(FORWARD, SENT_FORWARD, SENT_FORWARD, follows)
-        if not trained:
-            continue
-        ready = FORWARD | (CAME_BACKWARD if follows >= 0 else 0)
-        rules["B", chunk] = _Rule(ready, INPUT | WEIGHT, INPUT | WEIGHT)
-        rules["I", chunk] = _Rule(ready, INPUT, INPUT)
-        rules["W", chunk] = _Rule(INPUT, WEIGHT, WEIGHT)
-        if follows >= 0:
-            rules["recv_backward", chunk] = _Rule(0, CAME_BACKWARD, CAME_BACKWARD, follows)
-        if came >= 0:
-            rules["send_backward", chunk] = _Rule(INPUT, SENT_BACKWARD, SENT_BACKWARD, came)
+        rules["F", chunk] = _Rule(0, FORWARD, FORWARD)
+        if trained:
+            rules["B", chunk] = _Rule(FORWARD, INPUT | WEIGHT, INPUT | WEIGHT)
+            rules["I", chunk] = _Rule(FORWARD, INPUT, INPUT)
+            rules["W", chunk] = _Rule(INPUT, WEIGHT, WEIGHT)
+        for direction in COMPUTES:
+            if ends is not None and (trained or direction == "forward"):
+                rules |= _transfer_rules(schedule, rank, chunk, direction, ends)
+                if (RECEIVES[direction], chunk) in rules:
+                    waiting = {(kind, chunk): rules[kind, chunk] for kind in COMPUTES[direction]}
+                    rules |= {key: rule._replace(after=rule.after | CAME[direction]) for key, rule in waiting.items()}
     return rules
 
 
-def _peer(schedule: Schedule, rank: int, chunk: int, direction: Direction) -> int:
-    """The rank at the other end of a chunk's messages; -1 where there are none."""
-    place = neighbour(schedule, rank, chunk, direction)
-    return -1 if place is None or place[0] == rank else place[0]
+def _transfer_rules(
+    schedule: Schedule, rank: int, chunk: int, direction: Direction, ends: Ends
+) -> dict[tuple[Kind, int], _Rule]:
+    """What one chunk sends and receives in one direction."""
+    rules: dict[tuple[Kind, int], _Rule] = {}
+    target = neighbour(schedule, rank, chunk, direction)
+    if target is not None and target[0] != rank:
+        sent, _ = ends[Channel(rank, target[0], direction)]
+        bits = DONE[direction], SENT[direction], SENT[direction]
+        rules[SENDS[direction], chunk] = _Rule(*bits, target[0], sent, schedule.stage_of(*target))
+    source = neighbour(schedule, rank, chunk, AGAINST[direction])
+    if source is not None and source[0] != rank:
+        _, received = ends[Channel(source[0], rank, direction)]
+        bits = 0, CAME[direction], CAME[direction]
+        rules[RECEIVES[direction], chunk] = _Rule(*bits, source[0], received, schedule.stage_of(rank, chunk))
+    return rules
 
 
 def _misplaced(rule: _Rule, peer: int) -> str:
@@ -151,54 +174,20 @@ def _missing(
     return problems
 
 
-def _channel_problems(schedule: Schedule) -> list[str]:
-    """Where the k-th send of a channel is not what the k-th receive expects."""
-    problems = []
-    sent, received = _queues(schedule, SENDS), _queues(schedule, RECEIVES)
-    for channel in sorted(sent.keys() | received.keys()):
-        sends, receives = sent.get(channel, []), received.get(channel, [])
-        if [message for message, _ in sends] != [message for message, _ in receives]:
-            problems.append(_first_difference(schedule, channel, sends, receives))
-    return problems
+def _crossed(schedule: Schedule, channel: Channel, sent: Sequence[int], received: Sequence[int]) -> str:
+    """The first send of a channel that would be taken by another receive; both ends list the same messages."""
+    place = next(place for place, (one, other) in enumerate(zip(sent, received, strict=True)) if one != other)
+    send = _nth(schedule.ranks[channel.source], SENDS[channel.direction], channel.target, place)
+    receive = _nth(schedule.ranks[channel.target], RECEIVES[channel.direction], channel.source, place)
+    return (
+        f"{action_text(schedule, channel.source, send)} would be taken by "
+        f"{action_text(schedule, channel.target, receive)}: both must list the messages in one order"
+    )
 
 
-Queue = list[tuple[int, int]]
-"""(message, index of the action) in the order of a list; a message is microbatch · stages + stage it is for."""
-
-
-def _queues(schedule: Schedule, kinds: dict[Direction, Kind]) -> dict[Channel, Queue]:
-    """The sends, or the receives, of every channel."""
-    queues: dict[Channel, Queue] = {}
-    sending = kinds is SENDS
-    for rank, actions in enumerate(schedule.ranks):
-        entries: dict[tuple[Kind, int], tuple[Queue, int]] = {}
-        for direction, kind in kinds.items():
-            for chunk in range(schedule.num_chunks):
-                peer = _peer(schedule, rank, chunk, direction if sending else AGAINST[direction])
-                if peer >= 0:
-                    channel = Channel(rank, peer, direction) if sending else Channel(peer, rank, direction)
-                    step = (1 if direction == "forward" else -1) if sending else 0
-                    stage = schedule.stage_of(rank, chunk) + step
-                    entries[kind, chunk] = queues.setdefault(channel, []), stage
-        for index, (kind, chunk, microbatch, _) in enumerate(actions):
-            entry = entries.get((kind, chunk))
-            if entry is not None:
-                entry[0].append((microbatch * schedule.num_stages + entry[1], index))
-    return queues
-
-
-def _first_difference(schedule: Schedule, channel: Channel, sends: Queue, receives: Queue) -> str:
-    for send, receive in zip_longest(sends, receives):
-        if send is None:
-            return f"{action_text(schedule, channel.target, receive[1])}: rank {channel.source} never sends this"
-        if receive is None:
-            return f"{action_text(schedule, channel.source, send[1])}: rank {channel.target} never receives this"
-        if send[0] != receive[0]:
-            return (
-                f"{action_text(schedule, channel.source, send[1])} would be taken by "
-                f"{action_text(schedule, channel.target, receive[1])}: both must list the messages in one order"
-            )
-    raise AssertionError("these queues are equal")
+def _nth(actions: Sequence[Action], kind: Kind, peer: int, place: int) -> int:
+    """The index of the n-th action of a kind with a peer, counted from 0."""
+    return [index for index, action in enumerate(actions) if action.kind == kind and action.peer == peer][place]
 
 
 def _what(schedule: Schedule, action: Action) -> str:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megalith.errors import PlanError
 from megalith.plan.matching import action_text, has_transfers, matching_problems
 from megalith.plan.schedule import Kind, Schedule
-from megalith.plan.transfers import AGAINST, RECEIVES, SENDS, Channel, Direction, channels, neighbour
+from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Channel, Direction, channels, neighbour
 
 Number = int | float | Fraction
 
@@ -247,10 +247,9 @@ class _Run:
         for chunk in range(self.schedule.num_chunks):
             stage = self.schedule.stage_of(rank, chunk)
             steps["W", chunk] = _Computing(ready, self.costs.of("W", stage), None, 0, -1)
-            kinds: dict[Kind, Direction] = {"F": "forward", "B": "backward", "I": "backward"}
-            for kind, direction in kinds.items():
-                inputs, cost = self.arrived[direction][stage], self.costs.of(kind, stage)
-                steps[kind, chunk] = _Computing(inputs, cost, *self._handed_on(rank, chunk, direction))
+            for direction, kinds in COMPUTES.items():
+                inputs, passed = self.arrived[direction][stage], self._handed_on(rank, chunk, direction)
+                steps |= {(kind, chunk): _Computing(inputs, self.costs.of(kind, stage), *passed) for kind in kinds}
         return steps
 
     def _handed_on(self, rank: int, chunk: int, direction: Direction) -> tuple[Row | None, Number, int]:
@@ -291,10 +290,10 @@ class _Run:
     def _awaited(self, rank: int) -> tuple[int, int]:
         """(rank, index of the action) that computes what a blocked rank waits for."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
-        place = neighbour(self.schedule, rank, chunk, "backward" if kind == "F" else "forward")
+        direction: Direction = "forward" if kind == "F" else "backward"
+        place = neighbour(self.schedule, rank, chunk, AGAINST[direction])
         assert place is not None  # the first stage's F and the last one's B wait for nobody
-        kinds = ("F",) if kind == "F" else ("B", "I")
-        keys = [(its_kind, place[1], microbatch) for its_kind in kinds]
+        keys = [(its_kind, place[1], microbatch) for its_kind in COMPUTES[direction]]
         found = (index for index, action in enumerate(self.schedule.ranks[place[0]]) if action[:3] in keys)
         return place[0], next(found)
 
@@ -308,8 +307,7 @@ class _Run:
 
 
 def _refusal(schedule: Schedule, problems: Sequence[str]) -> str:
-    lines = "\n".join(f"  {problem}" for problem in problems)
     return (
-        f"The lists of schedule {schedule.name} on {schedule.num_ranks} ranks cannot be run. "
-        f"Use lists made by build_schedule and with_transfers:\n{lines}"
+        f"The lists of schedule {schedule.name} on {schedule.num_ranks} ranks cannot be run: {'; '.join(problems)}. "
+        "Use lists made by build_schedule and with_transfers."
     )

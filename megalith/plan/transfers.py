@@ -19,6 +19,9 @@ Direction = Literal["forward", "backward"]
 SENDS: dict[Direction, Kind] = {"forward": "send_forward", "backward": "send_backward"}
 RECEIVES: dict[Direction, Kind] = {"forward": "recv_forward", "backward": "recv_backward"}
 
+COMPUTES: dict[Direction, tuple[Kind, ...]] = {"forward": ("F",), "backward": ("B", "I")}
+"""The computing that takes what comes in a direction and gives what goes on in it."""
+
 AGAINST: dict[Direction, Direction] = {"forward": "backward", "backward": "forward"}
 """Where messages of a direction come from: forward ones from the neighbour that lies backward."""
 
@@ -87,8 +90,7 @@ class _Link(NamedTuple):
 def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
     """By (kind, chunk) of one rank's computing; what is not listed sends nothing."""
     links: dict[tuple[Kind, int], _Link] = {}
-    kinds: dict[Direction, tuple[Kind, ...]] = {"forward": ("F",), "backward": ("B", "I")}
-    for direction, producers in kinds.items():
+    for direction, producers in COMPUTES.items():
         for chunk in range(schedule.num_chunks):
             place = neighbour(schedule, rank, chunk, direction)
             if place is not None and place[0] != rank:
@@ -114,17 +116,13 @@ def _receives(schedule: Schedule, overlap: bool) -> list[list[list[Action]]]:
 
 def _needed_at(schedule: Schedule, rank: int) -> dict[tuple[Direction, int], list[int]]:
     """By (direction, chunk): for each microbatch the index of the computing action that takes what comes this way."""
-    directions: list[Direction] = ["forward", "backward"]
-    rows = {
-        (direction, chunk): [-1] * schedule.num_microbatches
-        for direction in directions
-        for chunk in range(schedule.num_chunks)
-    }
+    chunks = range(schedule.num_chunks)
+    rows = {(direction, chunk): [-1] * schedule.num_microbatches for direction in COMPUTES for chunk in chunks}
+    by_kind = {(kind, key[1]): row for key, row in rows.items() for kind in COMPUTES[key[0]]}
     for index, (kind, chunk, microbatch, _) in enumerate(schedule.ranks[rank]):
-        if kind == "F":
-            rows["forward", chunk][microbatch] = index
-        elif kind != "W":
-            rows["backward", chunk][microbatch] = index
+        row = by_kind.get((kind, chunk))
+        if row is not None:
+            row[microbatch] = index
     return rows
 
 

@@ -1,0 +1,185 @@
+"""Tests of megalith/plan/simulate.py."""
+
+import random
+import time
+from dataclasses import replace
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+
+from megalith.config.pipeline import ScheduleName
+from megalith.errors import PlanError
+from megalith.plan.live import peak_live
+from megalith.plan.schedule import Action, Schedule, build_schedule
+from megalith.plan.simulate import Costs, Simulation, even_costs, find_problems, simulate
+from megalith.plan.transfers import with_transfers
+
+
+def test_1f1b_of_four_ranks_and_eight_microbatches_has_the_published_bubble() -> None:
+    result = simulate(with_transfers(build_schedule("1f1b", num_ranks=4, num_microbatches=8)))
+    assert result.bubble == Fraction(3, 8) and result.bubble_of_total == Fraction(3, 11)
+    assert result.makespan == (8 + 3) * 3 and result.idle == (9,) * 4
+    assert [result.waits(rank) for rank in range(4)] == [(0, 9, 0), (1, 6, 2), (2, 3, 4), (3, 0, 6)]
+
+
+def test_1f1b_of_eight_ranks_and_64_microbatches() -> None:
+    result = simulate(build_schedule("1f1b", num_ranks=8, num_microbatches=64))
+    assert result.bubble == Fraction(7, 64) and result.bubble_of_total == Fraction(7, 71)
+
+
+def random_costs(rng: random.Random, num_stages: int) -> Costs:
+    parts = [tuple(Fraction(rng.randint(1, 9), rng.randint(1, 4)) for _ in range(num_stages)) for _ in range(3)]
+    return Costs(
+        forward=parts[0], backward_input=parts[1], backward_weight=parts[2], transfer=Fraction(rng.randint(0, 4), 3)
+    )
+
+
+def random_schedule(rng: random.Random) -> Schedule:
+    name: ScheduleName = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
+    p = rng.randint(1, 8)
+    m = rng.randint(p if name == "interleaved" else 1, 32)
+    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
+    group = None
+    if name == "interleaved":
+        group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
+    return build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_in_any_schedule_with_any_costs_nothing_starts_before_what_it_needs(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = with_transfers(random_schedule(rng), overlap=rng.random() < 0.5)
+    costs = random_costs(rng, schedule.num_stages)
+    result = simulate(schedule, costs)
+    ends = ends_by_stage(result)
+    last = schedule.num_stages - 1
+    for rank, row in enumerate(schedule.ranks):
+        free: Fraction | float = Fraction(0)
+        for index, action in enumerate(row):
+            start = result.starts[rank][index]
+            assert start >= free
+            stage = schedule.stage_of(rank, action.chunk)
+            needs = []
+            if action.kind == "F" and stage > 0:
+                needs.append(("F", stage - 1))
+            if action.kind in ("B", "I"):
+                needs.append(("F", stage) if stage == last else ("I", stage + 1))
+            for kind, other in needs:
+                hop = costs.transfer if schedule.place_of(other)[0] != rank else 0
+                assert start >= ends[kind, other, action.microbatch] + hop
+            free = result.end(rank, index) if action.peer < 0 else free
+        assert result.busy[rank] + sum(result.waits(rank)) == result.makespan
+    kinds = 3 if any(kind == "W" for kind, _, _ in ends) else 2
+    assert len(ends) <= kinds * schedule.num_microbatches * schedule.num_stages
+
+
+def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | float]:
+    """When each part of each microbatch ended on each stage; a B is its I here."""
+    ends = {}
+    for rank, row in enumerate(result.schedule.ranks):
+        for index, action in enumerate(row):
+            if action.peer < 0:
+                kind = "I" if action.kind == "B" else action.kind
+                stage = result.schedule.stage_of(rank, action.chunk)
+                ends[kind, stage, action.microbatch] = result.end(rank, index)
+    return ends
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_there(seed: int) -> None:
+    rng = random.Random(seed)
+    schedule = with_transfers(random_schedule(rng))
+    result = simulate(schedule, random_costs(rng, schedule.num_stages))
+    messages = sorted(result.messages(), key=lambda message: (message.channel, message.end))
+    for before, after in pairwise(messages):
+        assert before.channel != after.channel or after.start >= before.end
+    posted = {
+        (schedule.stage_of(rank, action.chunk), action.kind, action.microbatch): result.starts[rank][index]
+        for rank, row in enumerate(schedule.ranks)
+        for index, action in enumerate(row)
+    }
+    for message in messages:
+        assert message.start >= posted[message.stage, f"recv_{message.channel.direction}", message.microbatch]
+    sends = sum(action.kind.startswith("send") for row in schedule.ranks for action in row)
+    assert len(messages) == sends
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_overlap_hides_messages_behind_computing_on_two_ranks_too(p: int) -> None:
+    schedule = build_schedule("interleaved", num_ranks=p, num_chunks=2, num_microbatches=8 * p)
+    costs = even_costs(schedule.num_stages, forward=4, backward_input=4, backward_weight=4, transfer=1)
+    free, hidden, exposed = (
+        simulate(linked, each).makespan
+        for linked, each in (
+            (with_transfers(schedule), replace(costs, transfer=0)),
+            (with_transfers(schedule), costs),
+            (with_transfers(schedule, overlap=False), costs),
+        )
+    )
+    assert free < hidden < exposed
+    assert exposed - hidden > (exposed - free) / 2
+
+
+def test_uneven_stages_wait_for_the_slowest() -> None:
+    costs = Costs(forward=(1, 3), backward_input=(1, 3), backward_weight=(1, 3))
+    result = simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=10), costs)
+    assert result.makespan == 1 + 10 * 9 + 2 and result.busy == (30, 90)
+
+
+def test_float_costs_work_too() -> None:
+    result = simulate(build_schedule("1f1b", num_ranks=2, num_microbatches=2), even_costs(2, forward=0.5))
+    assert result.makespan == pytest.approx(7.5)
+
+
+def circle() -> Schedule:
+    """Each rank wants the other's next result before it gives its own."""
+    schedule = build_schedule("1f1b", num_ranks=2, num_microbatches=2)
+    f0, f1, b0, b1 = Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)
+    return replace(schedule, ranks=((f0, b0, f1, b1), (f0, f1, b0, b1)))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_deadlock_names_the_ranks_their_actions_and_what_they_wait_for(overlap: bool) -> None:
+    [problem] = find_problems(with_transfers(circle(), overlap=overlap))
+    waits = problem.removeprefix("deadlock: ").split("; ")
+    assert len(waits) == 2
+    assert "rank 0, action" in waits[0] and "(B of microbatch 0) waits for rank 1, action" in waits[0]
+    assert "(F of microbatch 1) waits for rank 0, action" in waits[1] and "but rank 0 stands at action" in waits[1]
+
+
+def test_a_deadlock_without_messages_is_found_too() -> None:
+    assert find_problems(circle()) == [
+        "deadlock: rank 0, action 1 (B of microbatch 0) waits for rank 1, action 2 (B of microbatch 0), "
+        "but rank 1 stands at action 1; rank 1, action 1 (F of microbatch 1) waits for rank 0, action 2 "
+        "(F of microbatch 1), but rank 0 stands at action 1"
+    ]
+
+
+def test_simulating_lists_that_block_or_do_not_match_raises_with_their_problems() -> None:
+    with pytest.raises(
+        PlanError, match="The lists of schedule 1f1b on 2 ranks cannot be run: deadlock: .*Use lists made by"
+    ) as caught:
+        simulate(circle())
+    assert "rank 0, action 1" in str(caught.value)
+    whole = with_transfers(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
+    with pytest.raises(PlanError, match="rank 1: microbatch 1 lacks send_backward"):
+        simulate(replace(whole, ranks=(whole.ranks[0], whole.ranks[1][:-1])))
+
+
+def test_waiting_on_a_channel_queue_counts_the_messages_before() -> None:
+    schedule = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=3, forward_only=True))
+    result = simulate(schedule, even_costs(2, forward=1, transfer=5))
+    assert [(message.start, message.end) for message in result.messages()] == [(1, 6), (6, 11), (11, 16)]
+    assert result.makespan == 17
+
+
+def test_64_stages_and_1024_microbatches_of_three_schedules_are_built_and_checked_in_five_seconds() -> None:
+    started = time.process_time()
+    for name, ranks, chunks in (("1f1b", 64, 1), ("interleaved", 32, 2), ("zb-h1", 64, 1)):
+        schedule = with_transfers(build_schedule(name, num_ranks=ranks, num_chunks=chunks, num_microbatches=1024))
+        result = simulate(schedule)
+        hops = ranks - 1
+        assert result.idle == (hops if name == "zb-h1" else 3 * hops,) * ranks
+        assert max(map(max, peak_live(schedule))) <= ranks * 2
+    assert time.process_time() - started < 5
