@@ -63,7 +63,8 @@ class Recomputed(nn.Module):
 
     def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
         """The same result; `others` may end with the tokens."""
-        tensors = [other for other in others if isinstance(other, Tensor)]
+        # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys and values).
+        tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
         return recompute(partial(_call, self.function, others[len(tensors) :]), x, *tensors)
 
 

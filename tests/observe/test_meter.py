@@ -1,0 +1,82 @@
+"""The meter: memory counts once, parameters do not, and what is let go no longer counts."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.observe.meter import metered
+from megalith.parallel.recompute import Recomputed
+
+
+class Twice(nn.Module):
+    """Two linear layers around a square; fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7, bias=False), nn.Linear(7, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).square())  # type: ignore[no-any-return]  # torch's own
+
+
+def test_each_region_reports_what_it_keeps_first_and_parameters_are_free() -> None:
+    model, x = Twice(), torch.randn(11, 5)
+    with metered(model) as meter:
+        y = model(x)
+    assert meter.kept == {"first": 11 * 5 * 4, "": 11 * 7 * 4, "second": 11 * 7 * 4}
+    assert meter.live == meter.peak == sum(meter.kept.values())
+    y.sum().backward()
+    del y
+    assert meter.live == 0 and meter.peak == sum(meter.kept.values())
+
+
+def test_memory_that_several_operations_keep_counts_once_and_whole() -> None:
+    whole = torch.randn(10, 6, requires_grad=True) * 1
+    part = whole[:, :2]
+    with metered() as meter:
+        y = part.square() + part.exp() * part
+    assert (
+        meter.kept[""] == 10 * 6 * 4 + 2 * 10 * 2 * 4 - 10 * 2 * 4
+    )  # the whole, and exp's result, which `*` keeps too
+    del y
+    assert meter.live == 0
+
+
+def test_the_peak_is_what_was_alive_together() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with metered() as meter:
+        for _ in range(3):
+            x.square().sum().backward()
+            x.exp().sum().backward()
+    assert meter.live == 0 and meter.peak == 400
+
+
+def test_what_a_recomputed_region_drops_is_not_counted_and_the_path_survives_its_second_run() -> None:
+    model, x = Twice(), torch.randn(11, 5)
+    region = Recomputed(model)
+    with metered(region) as meter:
+        y = region(x)
+        assert meter.kept == {"": 11 * 5 * 4}
+        y.sum().backward()
+        assert meter.path == [""]
+    del y
+    assert meter.live == 0
+
+
+def test_layers_sum_their_parts() -> None:
+    model = nn.ModuleDict({"layers": nn.ModuleList([Twice(), Twice()])})
+    layers = model["layers"]
+    assert isinstance(layers, nn.ModuleList)
+    with metered(model) as meter:
+        for layer in layers:
+            layer(torch.randn(2, 5))
+    assert meter.layers() == {f"layers.{index}": 2 * (5 + 7 + 7) * 4 for index in range(2)}
+
+
+def test_hooks_are_gone_afterwards() -> None:
+    model = Twice()
+    with pytest.raises(RuntimeError, match="shapes"), metered(model) as meter:
+        model(torch.randn(3, 4))
+    before = dict(meter.kept)
+    model(torch.randn(3, 5))
+    assert meter.path == [""] and meter.kept == before

@@ -1,0 +1,165 @@
+"""The ledger of activation memory equals what a meter finds on the running model, to the byte."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+from typing import Literal
+
+import pytest
+import torch
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
+from megalith.kernels import attention
+from megalith.kernels.tokens import tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.observe.meter import metered
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.plan import activations
+from megalith.plan.activations import Setting, layer_rows, stage_kept, total
+from megalith.testing.ranks import run_ranks
+from megalith.train.build import DTYPES
+
+MODEL = ModelConfig(
+    vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
+    ffn_hidden_size=20, max_seq_len=1024,
+)  # fmt: skip
+MODULES: tuple[RecomputedModule, ...] = ("core_attention", "norm", "mlp", "mlp_act")
+SELECTIVE = [
+    RecomputeConfig(granularity="selective", modules=chosen)
+    for count in range(1, 5)
+    for chosen in combinations(MODULES, count)
+]
+FULL = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
+BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)]
+DOCUMENTS = {
+    "rows": (12, 12), "tiled rows": (70, 70), "packed": (33, 20, 17), "short, packed": (5, 3, 2), "one": (130,),
+    "too long to keep probabilities": (520,),
+}  # fmt: skip
+
+
+def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
+    """Bytes kept after one forward pass, and by region; all of it must go with backward."""
+    parallel = ParallelConfig(tp=setting.tp, sp=setting.sp)
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
+    model = Decoder(
+        setting.model, mesh, sp=setting.sp, dtype=DTYPES[setting.dtype], recompute=setting.recompute,
+        offload=setting.offload,
+    )  # fmt: skip
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    ids = torch.arange(sum(setting.lengths)) % 61
+    with metered(model) as meter:
+        loss = model.loss(ids, ids, tokens_of_lengths(list(setting.lengths)))
+    live = meter.live
+    loss.backward()
+    del loss
+    assert meter.live == 0
+    return live, meter.kept
+
+
+def expected(setting: Setting) -> Counter[str]:
+    """The ledger by region, as the meter names them."""
+    kept = stage_kept(setting, num_layers=setting.model.num_layers)
+    found: Counter[str] = Counter()
+    for index, rows in enumerate(kept.layers):
+        for row in rows:
+            input_of_span = row.what == "input of recomputed layers"
+            found["" if input_of_span else f"layers.{index}.{row.region}".rstrip(".")] += row.nbytes
+    for row in kept.ends:
+        if row.region != "rotary":  # whichever layer turns first
+            found[row.region] += row.nbytes
+    return found
+
+
+def agrees(setting: Setting, rank: int = 0, world: int = 1) -> None:
+    live, kept = measure(setting, rank, world)
+    ledger = stage_kept(setting, num_layers=setting.model.num_layers)
+    assert live == ledger.nbytes, (setting, kept, expected(setting))
+    rotary = sum(row.nbytes for row in ledger.ends if row.region == "rotary")
+    differ = {name: kept[name] - expected(setting)[name] for name in {*kept, *expected(setting)}}
+    assert {name: nbytes for name, nbytes in differ.items() if nbytes} in ({"": rotary}, {"layers.0.attention": rotary})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_a_layer_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16", "fp64"], lengths: tuple[int, ...]) -> None:
+    agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths))
+    agrees(Setting(model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True), dtype=dtype, lengths=lengths))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("recompute", FULL + BLOCK + SELECTIVE, ids=str)
+def test_recomputation_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig) -> None:
+    for lengths in ((12, 12), (70,)):
+        agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
+
+
+def on_a_rank(rank: int, world: int, setting: Setting) -> None:
+    agrees(replace(setting, tp_rank=rank), rank, world)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["whole", "sp"])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> None:
+    plain = Setting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
+    for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[1], SELECTIVE[-1]):
+        run_ranks(on_a_rank, tp, replace(plain, recompute=recompute))
+
+
+def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
+    recompute = RecomputeConfig(granularity="full", num_layers=2, shard_inputs=True)
+    odd = replace(MODEL, hidden_size=25)
+    setting = Setting(model=odd, dtype="fp32", lengths=(5, 4, 4), tp=2, recompute=recompute)
+    assert 25 * 13 % 2 == 1
+    run_ranks(on_a_rank, 2, setting)
+    whole = stage_kept(replace(setting, recompute=replace(recompute, shard_inputs=False)), num_layers=3)
+    assert whole.nbytes - stage_kept(setting, num_layers=3).nbytes == 2 * (25 * 13 - 163) * 4
+
+
+def test_under_sp_a_rank_keeps_its_part_of_everything() -> None:
+    one = Setting(model=MODEL, dtype="bf16", lengths=(64, 64))
+    both = replace(one, tp=2, sp=True)
+    assert 2 * total(layer_rows(both, ())) == total(layer_rows(one, ()))
+
+
+def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
+    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    middle = stage_kept(setting, num_layers=1, embedding=False, loss=False)
+    assert middle.nbytes == total(layer_rows(setting, ())) + 24 * 6 * 4
+    assert stage_kept(setting, num_layers=0, embedding=False, loss=False).nbytes == 0
+
+
+def test_what_runs_again_appears_for_a_while() -> None:
+    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12))
+    layer = total(layer_rows(setting, ()))
+    chunk = stage_kept(replace(setting, recompute=FULL[1]), num_layers=3)
+    assert chunk.transient == 2 * layer - 24 * 24 * 4
+    act = stage_kept(
+        replace(setting, recompute=RecomputeConfig(granularity="selective", modules=("mlp_act",))), num_layers=3
+    )
+    assert act.transient == 24 * 20 * 4 and stage_kept(setting, num_layers=3).transient == 0
+
+
+def test_the_kernels_constants_are_the_ledgers() -> None:
+    for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
+        assert getattr(activations, name) == getattr(attention, name)
+
+
+def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
+    """Korthikanti et al. 2022, section 5: where scores are kept whole they are most of a layer's memory."""
+    wide = replace(MODEL, num_kv_heads=4)
+    setting = Setting(model=wide, dtype="bf16", lengths=(512,))
+    saved = total(layer_rows(setting, ())) - total(layer_rows(setting, ("core_attention",)))
+    pairs = sum(64 * (64 * tile + 64) for tile in range(8))
+    assert saved == 2 * 4 * pairs
+
+
+def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() -> None:
+    setting = Setting(model=MODEL, dtype="fp32", lengths=(12, 12), offload=OffloadConfig(layers=2, min_numel=100))
+    kept = stage_kept(setting, num_layers=3)
+    assert [len(rows) > 0 for rows in kept.host] == [True, True, False]
+    assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
+    here = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=3)
+    assert kept.nbytes + kept.host_bytes == here.nbytes

@@ -1,0 +1,108 @@
+"""Which layers run again and which wait in host memory; and every combination that is refused, with its text."""
+
+import pytest
+
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.plan.recompute import Span, layer_spans, modules_again, recompute_notes, recompute_problems
+
+HERE = OffloadConfig()
+
+
+def full(num_layers: int, method: str = "uniform") -> RecomputeConfig:
+    return RecomputeConfig(granularity="full", method=method, num_layers=num_layers)  # type: ignore[arg-type]
+
+
+def test_uniform_chunks_cover_every_layer_once_and_the_last_may_be_shorter() -> None:
+    for num_layers in range(12):
+        for size in (1, 2, 3, 5, 20):
+            spans = layer_spans(full(size), HERE, num_layers)
+            assert [layer for span in spans for layer in range(span.start, span.stop)] == list(range(num_layers))
+            assert all(span.recomputed and span.stop - span.start == size for span in spans[:-1])
+    assert [span[:2] for span in layer_spans(full(9), HERE, 4)] == [(0, 4)]
+
+
+def test_block_recomputes_the_first_layers_one_by_one_and_at_most_all() -> None:
+    assert [span.recomputed for span in layer_spans(full(2, "block"), HERE, 4)] == [True, True, False, False]
+    assert [span.recomputed for span in layer_spans(full(9, "block"), HERE, 3)] == [True, True, True]
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), RecomputeConfig(granularity="selective")])
+def test_without_full_recomputation_every_layer_keeps_for_itself(recompute: RecomputeConfig) -> None:
+    assert layer_spans(recompute, HERE, 2) == [Span(0, 1, False, False), Span(1, 2, False, False)]
+
+
+def test_the_last_layer_never_waits_in_host_memory_and_a_span_goes_there_whole() -> None:
+    away = OffloadConfig(layers=9)
+    assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 4)] == [True, True, True, False]
+    assert [span.offloaded for span in layer_spans(full(2), OffloadConfig(layers=3), 6)] == [True, False, False]
+    assert [span.offloaded for span in layer_spans(RecomputeConfig(), away, 1)] == [False]
+
+
+def test_only_selective_recomputation_has_modules() -> None:
+    assert modules_again(RecomputeConfig(granularity="selective", modules=("norm", "mlp"))) == ("norm", "mlp")
+    assert modules_again(full(1)) == modules_again(RecomputeConfig()) == ()
+
+
+def problems(
+    recompute: RecomputeConfig, offload: OffloadConfig = HERE, *, tp: int = 1, sp: bool = False, compiled: bool = False
+) -> str:
+    return "\n".join(recompute_problems(recompute, offload, tp=tp, sp=sp, compiled=compiled, stage_layers=4))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (problems(full(0)), "recompute.num_layers=0 must be at least 1. Set recompute.num_layers to 1, or "
+         "recompute.granularity to none"),
+        (problems(RecomputeConfig(method="block")), "recompute.method=block and recompute.num_layers=1 count whole "
+         "layers, which recompute.granularity=none leaves alone. Set recompute.granularity to full"),
+        (problems(RecomputeConfig(granularity="selective", num_layers=2)), "recompute.num_layers=2 count whole layers, "
+         "which recompute.granularity=selective leaves alone"),
+        (problems(RecomputeConfig(granularity="selective", modules=())), "recompute.modules=[] names nothing to "
+         "compute again. Set recompute.modules to [core_attention], or recompute.granularity to none"),
+        (problems(RecomputeConfig(modules=("mlp",))), "recompute.modules=['mlp'] belongs to recompute.granularity="
+         "selective, but that is none. Set recompute.granularity to selective"),
+        (problems(RecomputeConfig(granularity="selective"), compiled=True), "recompute.granularity=selective with "
+         "train.compile=true"),
+        (problems(RecomputeConfig(shard_inputs=True), tp=2), "recompute.shard_inputs=true divides the inputs of "
+         "recomputed layers, but recompute.granularity=none. Set recompute.granularity to full"),
+        (problems(RecomputeConfig(granularity="full", shard_inputs=True)), "but parallel.tp=1. Set parallel.tp to 2"),
+        (problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2, sp=True), "recompute.shard_inputs=true "
+         "is redundant: with parallel.sp=true each of the parallel.tp=2 ranks keeps only its tokens already"),
+        (problems(RecomputeConfig(), OffloadConfig(layers=4)), "offload.layers=4 must be at least 0 and less than the "
+         "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 or less"),
+        (problems(RecomputeConfig(), OffloadConfig(layers=-1)), "offload.layers=-1 must be at least 0"),
+        (problems(RecomputeConfig(), OffloadConfig(layers=1), compiled=True), "offload.layers=1 with "
+         "train.compile=true"),
+        (problems(RecomputeConfig(), OffloadConfig(min_numel=0)), "offload.min_numel=0 must be at least 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_with_its_value_and_a_way_out(text: str, expected: str) -> None:
+    assert expected in text
+
+
+def test_all_conflicts_come_together() -> None:
+    bad = RecomputeConfig(modules=(), method="block", shard_inputs=True)
+    found = recompute_problems(
+        bad, OffloadConfig(layers=7, min_numel=0), tp=1, sp=False, compiled=False, stage_layers=2
+    )
+    assert len(found) == 5
+    assert all(any(word in text for word in ("Set ", "Use ")) for text in found)
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [RecomputeConfig(), full(1), full(99), full(99, "block"), RecomputeConfig(granularity="selective"),
+     RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act"))],
+)  # fmt: skip
+def test_what_works_is_not_refused(recompute: RecomputeConfig) -> None:
+    assert problems(recompute) == problems(recompute, OffloadConfig(layers=3), tp=2, sp=True) == ""
+    assert problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2) == ""
+
+
+def test_a_count_beyond_the_layers_is_taken_as_all_of_them_with_a_word() -> None:
+    (note,) = recompute_notes(full(9), stage_layers=4)
+    assert "recompute.num_layers=9 is more than the 4 layers of a stage: all of them are recomputed together" in note
+    (note,) = recompute_notes(full(9, "block"), stage_layers=4)
+    assert "all of them are recomputed, as with 4" in note
+    assert recompute_notes(full(4), stage_layers=4) == recompute_notes(RecomputeConfig(), stage_layers=1) == []
