@@ -1,0 +1,112 @@
+"""The pipeline lists of all ranks, run on paper: the part of the proof that no rank waits for ever.
+
+It sees the order of actions and messages and what is alive when; it sees no values.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from megalith.config.pipeline import PipelineConfig, ScheduleName
+from megalith.plan.live import peak_held
+from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
+from megalith.plan.simulate import Costs, find_problems, simulate
+from megalith.plan.transfers import with_transfers
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleReport:
+    """What a pipeline does in one step, and whether it can."""
+
+    name: ScheduleName
+    num_ranks: int
+    num_chunks: int
+    num_microbatches: int
+    problems: tuple[str, ...]
+    """Rules that are broken, or rank and action where the lists cannot be run; empty: proved."""
+
+    num_actions: int = 0
+    """Of all ranks, messages included."""
+
+    num_messages: int = 0
+
+    bubble: Fraction | None = None
+    """Idle time over computing time; None: the lists cannot be run."""
+
+    bubble_of_total: Fraction | None = None
+    """Idle time over all time."""
+
+    peak_live: tuple[Fraction, ...] = ()
+    """By rank: the most microbatches whose activations are held at once; one chunk of v counts 1/v."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the lists run to their end."""
+        return not self.problems
+
+    def summary(self) -> str:
+        """One line for people."""
+        where = f"{self.name} on {self.num_ranks} ranks, {self.num_microbatches} microbatches"
+        if self.bubble_of_total is None:
+            return f"{where}: cannot be run"
+        live = [float(peak) for peak in self.peak_live]
+        span = f"{max(live):g}" if max(live) == min(live) else f"{min(live):g} to {max(live):g}"
+        return (
+            f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock; bubble "
+            f"{float(self.bubble_of_total):.1%} of the step; at most {span} microbatches alive per rank"
+        )
+
+
+def check_schedule(
+    pipeline: PipelineConfig,
+    *,
+    pp: int,
+    num_microbatches: int,
+    rows: int | None = None,
+    overlap: bool = True,
+    costs: Costs | None = None,
+) -> ScheduleReport:
+    """Build the lists a run would obey, for training and for evaluation, and run them on paper.
+
+    rows: see `plan/schedule.schedule_problems`. overlap: parallel.overlap, which decides where receives are posted.
+    costs: of the stages; unset: F, I and W take equally long and messages no time.
+    """
+    name = schedule_name(pipeline)
+    problems = schedule_problems(pipeline, pp=pp, num_microbatches=num_microbatches, rows=rows)
+    if problems:
+        return ScheduleReport(name, pp, pipeline.vpp, num_microbatches, tuple(problems))
+    report, evaluation = (
+        check_lists(
+            with_transfers(
+                build_schedule(
+                    name,
+                    num_ranks=pp,
+                    num_chunks=pipeline.vpp,
+                    num_microbatches=num_microbatches,
+                    group=pipeline.group,
+                    forward_only=forward_only,
+                ),
+                overlap=overlap,
+            ),
+            costs,
+        )
+        for forward_only in (False, True)
+    )
+    return report if evaluation.ok else evaluation
+
+
+def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
+    """Run given lists on paper; they must contain their messages."""
+    sizes = schedule.name, schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches
+    problems = find_problems(schedule)
+    if problems:
+        return ScheduleReport(*sizes, tuple(problems))
+    result = simulate(schedule, costs)
+    return ScheduleReport(
+        *sizes,
+        problems=(),
+        num_actions=sum(map(len, schedule.ranks)),
+        num_messages=len(result.messages()),
+        bubble=result.bubble,
+        bubble_of_total=result.bubble_of_total,
+        peak_live=tuple(Fraction(peak) / schedule.num_chunks for peak in peak_held(schedule)),
+    )

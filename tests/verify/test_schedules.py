@@ -1,0 +1,137 @@
+"""Tests of megalith/verify/schedules.py."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+
+from megalith.config.pipeline import PipelineConfig
+from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
+from megalith.plan.simulate import even_costs
+from megalith.plan.transfers import with_transfers
+from megalith.verify.schedules import check_lists, check_schedule
+
+
+def test_1f1b_is_reported_with_its_bubble_and_memory() -> None:
+    report = check_schedule(PipelineConfig(), pp=4, num_microbatches=8)
+    assert report.ok and report.name == "1f1b"
+    assert report.bubble == Fraction(3, 8) and report.bubble_of_total == Fraction(3, 11)
+    assert list(report.peak_live) == [4, 3, 2, 1]
+    assert report.num_messages == 2 * 3 * 8 and report.num_actions == 4 * 8 * 2 + 2 * report.num_messages
+    assert report.summary() == (
+        "1f1b on 4 ranks, 8 microbatches: 160 actions, 48 messages, no deadlock; bubble 27.3% of the step; "
+        "at most 1 to 4 microbatches alive per rank"
+    )
+
+
+def test_chunks_count_as_parts_of_a_microbatch() -> None:
+    report = check_schedule(PipelineConfig(vpp=2), pp=4, num_microbatches=8)
+    assert report.name == "interleaved" and report.bubble == Fraction(3, 16)
+    assert report.peak_live[0] == Fraction(11, 2)
+    v = check_schedule(PipelineConfig(schedule="zb-v", vpp=2), pp=4, num_microbatches=8)
+    assert list(v.peak_live) == [4] * 4 and "at most 4 microbatches alive" in v.summary()
+
+
+def test_a_pipeline_of_one_rank_has_no_bubble_and_no_messages() -> None:
+    report = check_schedule(PipelineConfig(), pp=1, num_microbatches=3, overlap=False)
+    assert report.ok and report.bubble == 0 and report.num_messages == 0
+
+
+def test_costs_of_the_stages_count() -> None:
+    costs = even_costs(2, forward=2, backward_input=1, backward_weight=1)
+    assert check_schedule(PipelineConfig(), pp=2, num_microbatches=4, costs=costs).bubble == Fraction(1, 4)
+
+
+def test_a_broken_rule_is_a_problem_and_nothing_is_run() -> None:
+    report = check_schedule(PipelineConfig(vpp=2), pp=4, num_microbatches=6, rows=3)
+    assert not report.ok and report.bubble is None
+    assert "Set train.global_batch_size to 12 or 24" in report.problems[0]
+    assert report.summary() == "interleaved on 4 ranks, 6 microbatches: cannot be run"
+
+
+Row = list[Action]
+
+
+def index_of(row: Row, kind: Kind, chunk: int, microbatch: int) -> int:
+    return next(index for index, action in enumerate(row) if action[:3] == (kind, chunk, microbatch))
+
+
+def send_the_wrong_chunk(row: Row) -> None:
+    place = index_of(row, "send_forward", 1, 0)
+    row[place] = row[place]._replace(chunk=0)
+
+
+def receive_the_wrong_chunk(row: Row) -> None:
+    place = index_of(row, "recv_backward", 1, 1)
+    row[place] = row[place]._replace(chunk=0)
+
+
+def forget_a_receive(row: Row) -> None:
+    del row[index_of(row, "recv_forward", 1, 2)]
+
+
+def forget_a_send(row: Row) -> None:
+    del row[index_of(row, "send_backward", 1, 3)]
+
+
+def swap_two_sends(row: Row) -> None:
+    one, other = index_of(row, "send_forward", 0, 2), index_of(row, "send_forward", 0, 3)
+    row[one], row[other] = row[other], row[one]
+
+
+def backward_too_early(row: Row) -> None:
+    row.insert(0, row.pop(index_of(row, "B", 1, 0)))
+
+
+def weights_of_the_wrong_microbatch(row: Row) -> None:
+    place = index_of(row, "B", 0, 3)
+    row[place] = row[place]._replace(microbatch=2)
+
+
+FAULTS = [
+    (send_the_wrong_chunk, 1, "send_forward of microbatch 0, chunk 0 to rank 2"),
+    (receive_the_wrong_chunk, 1, "recv_backward of microbatch 1, chunk 0 from rank 2"),
+    (forget_a_receive, 1, "F of microbatch 2, chunk 1"),
+    (forget_a_send, 1, "rank 1: microbatch 3 of chunk 1 lacks send_backward"),
+    (swap_two_sends, 1, "send_forward of microbatch 3, chunk 0 to rank 2"),
+    (backward_too_early, 1, "B of microbatch 0, chunk 1"),
+    (weights_of_the_wrong_microbatch, 1, "B of microbatch 2, chunk 0"),
+]
+
+
+@pytest.mark.parametrize(("fault", "rank", "text"), FAULTS)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_planted_fault_is_refused_with_its_rank_and_action(
+    fault: Callable[[Row], None], rank: int, text: str, overlap: bool
+) -> None:
+    whole = with_transfers(
+        build_schedule("interleaved", num_ranks=3, num_chunks=2, num_microbatches=6), overlap=overlap
+    )
+    assert check_lists(whole).ok
+    row = list(whole.ranks[rank])
+    fault(row)
+    report = check_lists(changed(whole, rank, row))
+    assert not report.ok and report.bubble is None
+    assert any(text in problem for problem in report.problems), report.problems
+    assert all(problem.startswith(f"rank {rank}") for problem in report.problems)
+
+
+def changed(schedule: Schedule, rank: int, row: Row) -> Schedule:
+    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(row), *schedule.ranks[rank + 1 :]))
+
+
+def test_a_circle_of_waiting_ranks_is_refused() -> None:
+    good = with_transfers(build_schedule("1f1b", num_ranks=2, num_microbatches=2))
+    row = list(good.ranks[0])
+    for microbatch in (0, 1):  # sent only after the backward that waits for it
+        row.append(row.pop(index_of(row, "send_forward", 0, microbatch)))
+    [problem] = check_lists(changed(good, 0, row)).problems
+    assert problem.startswith("deadlock: ") and "rank 0, action" in problem and "rank 1, action" in problem
+
+
+def test_two_messages_that_cross_are_refused() -> None:
+    good = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=2, forward_only=True))
+    f0, s0, f1, s1 = good.ranks[0]
+    [problem] = check_lists(changed(good, 0, [f0, f1, s1, s0])).problems
+    assert problem.startswith("rank 0, action 2") and "would be taken by rank 1, action 0" in problem
