@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.checkpoint.boxes import Entry, pieces
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
@@ -30,7 +31,7 @@ from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, compare
-from megalith.train.build import Trainer, build_trainer, checkpoint_entries
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.step import train_step
 from megalith.verify.faults import planted
 
@@ -176,6 +177,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     again = build_trainer(case.run, mesh, device, fill=False)
     checkpoint.load_into(checkpoint_entries(again), mesh.world)
     again.optimizer.set_updates(STEPS)
+    publish_loaded(again)
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
     losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=0.1).loss)
@@ -231,21 +233,26 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     )  # fmt: skip
 
 
-def _weights(trainer: Trainer) -> dict[str, tuple[Shard, Tensor]]:
+def _weights(trainer: Trainer) -> Gathered:
     return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
 
 
-def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> dict[str, tuple[Shard, Tensor]]:
-    return {shard.name: (shard, tensor.detach().clone().view(shard.box_shape)) for shard, tensor in pairs}
+def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
+    """My slices as boxes; a flat one is several."""
+    found: Gathered = {}
+    for shard, tensor in pairs:
+        parts = [(piece.box, piece.values.clone()) for piece in pieces(Entry(shard, "param", tensor))]
+        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(parts)
+    return found
 
 
-def _gather(mine: dict[str, tuple[Shard, Tensor]], mesh: Mesh) -> Gathered:
+def _gather(mine: Gathered, mesh: Mesh) -> Gathered:
     """Every rank's slices, by name; small models only."""
     joined: Gathered = {}
     for part in gather_objects(mine, mesh.world):
         assert isinstance(part, dict)
-        for name, (shard, tensor) in part.items():
-            joined.setdefault(name, Boxes(shard.shape, [])).parts.append((shard.box, tensor))
+        for name, boxes in part.items():
+            joined.setdefault(name, Boxes(boxes.shape, [])).parts.extend(boxes.parts)
     return joined
 
 

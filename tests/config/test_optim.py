@@ -75,6 +75,6 @@ def test_a_loss_scale_serves_fp16_only() -> None:
 
 def test_overflows_of_fp16_may_not_end_the_run() -> None:
     assert optim_problems(OptimConfig(nonfinite_grad="raise"), FP16) == [
-        "optim.nonfinite_grad=raise with precision.params=fp16, where gradients overflow in good runs too and lower the "
-        "loss scale. Set optim.nonfinite_grad=skip."
+        "optim.nonfinite_grad=raise with precision.params=fp16, where gradients overflow in good runs too and lower "
+        "the loss scale. Set optim.nonfinite_grad=skip."
     ]

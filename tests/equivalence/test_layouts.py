@@ -57,3 +57,30 @@ def test_layout_equals_one_process(name: str) -> None:
 def test_layout_equals_one_process_at_every_microbatch_size(rows: int) -> None:
     differences = prove_layout(layout_case(tiny(), ParallelConfig(tp=2, dp=2, sp=True), 4, micro_batch_size=rows))
     assert {found.what for found in differences if not found.holds} == set(), differences
+
+
+# --- optimizer state (zero 1) and gradients (zero 2) divided over the ranks of dp
+
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # tp 4: the two ranks of a key/value head have two query heads and one
+ZERO = {
+    "zero 1 dp2": (tiny(), ParallelConfig(dp=2, zero=1), 2),
+    "zero 2 dp2 tied, without overlap": (tiny(tied=True), ParallelConfig(dp=2, zero=2, overlap=False), 2),
+    "zero 1 dp3 tied": (tiny(tied=True), ParallelConfig(dp=3, zero=1), 3),
+    "zero 2 dp4": (tiny(bias=True), ParallelConfig(dp=4, zero=2), 4),
+    "zero 1 dp4 in two replicas": (tiny(), ParallelConfig(dp=4, zero=1, replicas=2), 4),
+    "zero 2 dp4 in two replicas": (tiny(tied=True), ParallelConfig(dp=4, zero=2, replicas=2), 4),
+    "zero 1 tp2 dp2 sp": (tiny(bias=True), ParallelConfig(tp=2, dp=2, sp=True, zero=1), 4),
+    "zero 2 tp2 dp2": (tiny(tied=True), ParallelConfig(tp=2, dp=2, zero=2), 4),
+    "zero 1 tp3 dp2 sp": (tiny(bias=True), ParallelConfig(tp=3, dp=2, sp=True, zero=1), 6),
+    "zero 1 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=1), 8),
+    "zero 2 tp4 dp2, 2 key/value heads, 6 heads": (UNEVEN, ParallelConfig(tp=4, dp=2, zero=2), 8),
+}
+LARGE_ZERO = {name for name, (_, _, world) in ZERO.items() if world > 4}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE_ZERO else []) for name in ZERO]
+)
+def test_divided_state_equals_one_process(name: str) -> None:
+    differences = prove_layout(layout_case(*ZERO[name]))
+    assert {found.what for found in differences if not found.holds} == set(), differences
