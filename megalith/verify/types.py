@@ -35,13 +35,17 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.kernels.tokens import Join, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.models.decoder import Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
+from megalith.parallel.context import RingAttention, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.plan.context import WHOLE, Slicing, plan_slices
 from megalith.plan.grid import Grid
+from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank
 from megalith.train.loss import share_of_mean
 from megalith.verify.faults import fault_named, planted
 
@@ -144,7 +148,8 @@ def type_check(
 ) -> TypeReport:
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
-    Every second place reads documents of uneven lengths instead of rows.
+    In a pipeline, every kind of stage there is checked at each of them. Every second place reads documents of uneven
+    lengths instead of rows.
     Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
     threads: use `type_check_in_child` there.
 
@@ -153,20 +158,23 @@ def type_check(
     """
     started = time.perf_counter()
     grid = model_grid(parallel, model, world)
-    chosen = tuple(ranks or places(grid))
+    chosen = spots(grid, parallel, model) if ranks is None else spots_of(grid, parallel, model, ranks)
     found: dict[tuple[str, str], Problem] = {}
-    counts: Counter[str] = Counter()
-    for number, rank in enumerate(chosen):
-        place = _build(model, parallel, grid, rank, documents=number % 2 == 1)
-        counts = Counter()
+    calls: dict[Kind, Counter[str]] = {}
+    names: set[str] = set()
+    for number, (rank, chunk) in enumerate(chosen):
+        place = _build(model, parallel, grid, rank, chunk, documents=number % 2 == 1)
+        names |= place.shards.keys()
+        counts = calls[kind_of(place.model.stage)] = Counter[str]()
         for problem in [*_shard_problems(place, model, parallel), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
+    counts = sum(calls.values(), Counter[str]())
     return TypeReport(
         world=world,
         axes=_sizes(grid),
-        ranks=chosen,
-        parameters=len(place.shards),
+        ranks=tuple(dict.fromkeys(rank for rank, _ in chosen)),
+        parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
         seconds=time.perf_counter() - started,
@@ -180,8 +188,43 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
+Kind = tuple[bool, bool, bool]
+"""Kinds of stages that differ in what they compute: with the embedding, with layers, with the loss."""
+
+
+def kind_of(stage: Stage) -> Kind:
+    """Which kind a stage is of."""
+    return stage.embedding, len(stage.layers) > 0, stage.loss
+
+
+def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tuple[int, int]]:
+    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all other axes."""
+    placement = placement_of(schedule_name(parallel.pipeline))
+    stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
+    first_of_kind: dict[Kind, int] = {}
+    for number, stage in enumerate(stages):
+        first_of_kind.setdefault(kind_of(stage), number)
+    found = []
+    for rank in places(grid):
+        for number in first_of_kind.values():
+            pipeline_rank, chunk = place_of(number, num_ranks=parallel.pp, placement=placement)
+            found.append((grid.rank_at(grid.coordinates(rank) | {"pp": pipeline_rank}), chunk))
+    return list(dict.fromkeys(found))
+
+
+def spots_of(grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    """(rank, chunk) of every kind of stage that these ranks hold."""
+    stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
+    found = []
+    for rank in ranks:
+        held = stages_of_rank(stages, grid.coordinates(rank)["pp"], parallel.pipeline, pp=parallel.pp)
+        chunk_of_kind = {kind_of(stage): chunk for chunk, stage in reversed(list(enumerate(held)))}
+        found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
+    return found
+
+
 def _sizes(grid: Grid) -> dict[str, int]:
-    sizes = {axis: grid.size(axis) for axis in PARTS}
+    sizes = {axis: grid.size(axis) for axis in (*PARTS, *(["pp"] if grid.size("pp") > 1 else []))}
     divided = [parts for parts in PARTS.values() if min(map(grid.size, parts)) > 1]
     return sizes | {part: grid.size(part) for parts in divided for part in parts}
 
@@ -210,13 +253,29 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank of the layout: its groups without processes, its model without memory."""
+    """One rank of the layout: its groups without processes, one chunk of its model without memory."""
 
     mesh: Mesh
-    model: Decoder
+    chunks: nn.ModuleList
+    """Every chunk of the rank: the one that is checked may use a table of another."""
+
+    chunk: int
     batch: Batch
     hidden: Mapping[str, Type]
-    """What hidden states have to be between layers."""
+    """What hidden states have to be between layers and between stages."""
+
+    received: Tensor | None
+    """Hidden states from the stage before; None where the embedding makes them."""
+
+    gradient: Tensor | None
+    """What the next stage sends back; None where the loss is."""
+
+    @property
+    def model(self) -> Decoder:
+        """The chunk that is checked."""
+        chunk = self.chunks[self.chunk]
+        assert isinstance(chunk, Decoder)
+        return chunk
 
     @property
     def shards(self) -> dict[str, Shard]:
@@ -224,23 +283,32 @@ class Place:
         return _shards_of(self.model)
 
 
-def _build(model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, *, documents: bool) -> Place:
+def _build(
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, documents: bool
+) -> Place:
     """Build one rank, outside of the check: an operation on a tensor without types would be refused in it."""
     mesh = mesh_on_paper(grid, rank=rank)
-    built = Decoder(model, mesh, sp=parallel.sp, dtype=torch.bfloat16)
-    between = V if parallel.sp and mesh.tp.size > 1 else I
-    hidden = {axis: V if axis in DATA_AXES else between for axis in DENSE_AXES}
-    return Place(mesh, built, paper_batch(parts=mesh.tp.size, documents=documents), hidden)
+    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16)
+    stage = chunks[chunk].stage
+    split = parallel.sp and mesh.tp.size > 1
+    hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
+    batch = paper_batch(parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh))
+    count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
+    x, dy = (torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    received, gradient = None if stage.embedding else x.requires_grad_(), None if stage.loss else dy
+    return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradient)
 
 
-def paper_batch(*, parts: int, documents: bool) -> Batch:
-    """Eight tokens for each of `parts` ranks: two rows, or documents of uneven lengths."""
-    count = 8 * parts
-    if documents:
-        tokens = tokens_of_lengths([3, 1, count - 4], device="meta")
+def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE) -> Batch:
+    """Eight tokens, or a few more, for each of `parts` ranks and each that shares rows: two rows, or uneven documents."""
+    count = 8 * parts * slicing.ranks
+    lengths = [3, 1, count - 4] if documents else [count // 2] * 2
+    if slicing.ranks > 1:
+        slices = plan_slices(lengths, row=count if documents else count // 2, slicing=slicing)
+        tokens = tokens_of_slices(slices, slicing, device="meta")
     else:
-        tokens = tokens_of_rows(2, count // 2, device="meta")
-    ids, labels = (torch.empty(count, dtype=torch.int64, device="meta") for _ in range(2))
+        tokens = tokens_of_lengths(lengths, device="meta")
+    ids, labels = (torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(2))
     return Batch(ids, labels, tokens)
 
 
@@ -286,6 +354,23 @@ def vocabulary_loss(
             _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
     scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
     types: dict[Any, Type] = {**checker.get_local_type(scores), **dict.fromkeys(axes, after)}  # keys: as it has them
+    checker.assert_type(out, types)
+
+
+def shared_attention(
+    out: Tensor, inputs: Mapping[str, Tensor], group: Group, *, before: Type, after: Type, function: str
+) -> None:
+    """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before` and out is `after`.
+
+    What other ranks find about my keys and values comes back to me, so their gradients are my own, not parts of a sum.
+    Along all other axes it is an ordinary product.
+    """
+    axes = _axes_of(group)
+    for axis in axes:
+        for name, tensor in inputs.items():
+            _demand(_types_here(tensor).get(axis), before, tensor, axis, f"{function}, {name}")
+    product = rules.einsum("tnd,tgd,tge->tne", *inputs.values())
+    types: dict[Any, Type] = {**checker.get_local_type(product), **dict.fromkeys(axes, after)}  # keys: as it has them
     checker.assert_type(out, types)
 
 
@@ -335,6 +420,23 @@ class VocabularyRule(Rule):
         vocabulary_loss(out, x, weight, labels, group, before=self.before, after=self.after, function=self.function)
 
 
+class ContextRule(Rule):
+    """`shared_attention`, for the ring of parallel/context.py."""
+
+    def __call__(self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object) -> None:
+        """After `cls.apply` has returned `out`."""
+        self.count(group)
+        shared_attention(
+            out, {"q": q, "k": k, "v": v}, group, before=self.before, after=self.after, function=self.function
+        )
+
+
+RULES: Mapping[type[Function], type[VocabularyRule | ContextRule]] = {
+    LossSumFunction: VocabularyRule, TokenLossesFunction: VocabularyRule, RingAttention: ContextRule,
+}  # fmt: skip
+"""Of the functions that have a rule of their own; the others move one tensor."""
+
+
 def our_functions() -> list[type[Function]]:
     """Every autograd function of this package that has been imported."""
     return [cls for cls in Function.__subclasses__() if cls.__module__.startswith("megalith.")]
@@ -349,8 +451,8 @@ def installed_rules(counts: Counter[str]) -> Iterator[None]:
     with ExitStack() as undo:
         for cls in our_functions():
             if hasattr(cls, "moves"):
-                rule = VocabularyRule if cls in (LossSumFunction, TokenLossesFunction) else MoveRule
-                setattr(cls, "spmd_typecheck", rule(cls, counts))  # noqa: B010  # a name that mypy does not know there
+                rule = RULES.get(cls, MoveRule)(cls, counts)
+                setattr(cls, "spmd_typecheck", rule)  # noqa: B010  # a name that mypy does not know there
                 undo.callback(delattr, cls, "spmd_typecheck")
             elif hasattr(cls, "reference"):
                 typed_by(cls.reference)(cls)
@@ -407,11 +509,22 @@ def declare(model: nn.Module) -> None:
 
 
 def declare_inputs(batch: Batch) -> None:
-    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for different work."""
+    """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for different work.
+
+    The order of all tokens that cp ranks share is known to each of them, and the same.
+    """
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
-    for value in (batch.ids, batch.labels, *tensors):
+    context = batch.tokens.context
+    near, everyone = ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
+    for value in (batch.ids, batch.labels, *tensors, *near):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
+    for value in everyone:
+        checker.assert_type(value, _by_axis(lambda axis: V if axis in PARTS["dp"] else R))
+
+
+def _orders(join: Join) -> tuple[Tensor, Tensor]:
+    return join.order, join.back
 
 
 def _by_axis(type_along: Callable[[str], Type]) -> dict[MeshAxis, Type]:
@@ -438,7 +551,7 @@ def _shard_problems(place: Place, model: ModelConfig, parallel: ParallelConfig) 
     for axis in (axis for axis in DENSE_AXES if grid.size(axis) > 1):
         step = (here[axis] + 1) % grid.size(axis) - here[axis]
         neighbour = rank + step * grid.strides(axis)[1]
-        theirs = _shards_of(Decoder(model, mesh_on_paper(grid, rank=neighbour), sp=parallel.sp))
+        theirs = _shards_of(build_chunks(model, mesh_on_paper(grid, rank=neighbour), parallel)[place.chunk])
         for name, mine in place.shards.items():
             same, cut = mine.box == theirs[name].box, axis in mine.cut
             if same == cut and mine.numel > 0:
@@ -459,7 +572,9 @@ class Watch:
     def __init__(self, place: Place) -> None:
         self.path: list[str] = []
         self.hidden = place.hidden
-        for name, module in place.model.named_modules():
+        first = place.model.stage.layers.start
+        for local_name, module in place.model.named_modules():
+            name = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) + first), local_name)
             if name:
                 module.register_forward_pre_hook(functools.partial(self._enters, name))
                 module.register_forward_hook(functools.partial(self._leaves, name))
@@ -500,12 +615,14 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
             typecheck(),
             checker.set_current_mesh(axes),
         ):
-            declare(place.model)
+            declare(place.chunks)
             declare_inputs(place.batch)
-            loss = place.model.loss(place.batch.ids, place.batch.labels, place.batch.tokens)
-            expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
+            for x in (place.received, place.gradient):
+                if x is not None:
+                    checker.assert_type(x, _by_axis(place.hidden.__getitem__))
+            end = _forward(place)
             phase = "backward"
-            share_of_mean(loss, num_labels=1000, mesh=place.mesh).backward()
+            end.backward(place.gradient)
     except SpmdTypeError as error:
         what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
         yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
@@ -517,7 +634,22 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         yield from _without_gradient(place)
 
 
+def _forward(place: Place) -> Tensor:
+    """What backward starts from: this rank's part of the mean loss; before the last stage, what the next one gets."""
+    batch, stage = place.batch, place.model.stage
+    if not stage.loss:
+        x = place.model(batch.ids, batch.tokens, x=place.received)
+        expect("hidden states for the next stage", x, place.hidden)
+        return x
+    loss = place.model.loss(batch.ids, batch.labels, batch.tokens, x=place.received)
+    expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
+    return share_of_mean(loss, num_labels=1000, mesh=place.mesh)
+
+
 def _without_gradient(place: Place) -> Iterator[Problem]:
+    if place.received is not None and place.received.grad is None:
+        what = "no gradient reached the hidden states of the stage before. Use them in the stage."
+        yield Problem(where="hidden states", what=what, ranks=(place.mesh.rank,))
     for declared, module, name in declared_parameters(place.model):
         if getattr(module, name).grad is None:
             yield Problem(

@@ -18,6 +18,7 @@ from torch.autograd import Function
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.cross_entropy import token_losses
@@ -40,6 +41,7 @@ from megalith.verify.types import (
     mesh_axes,
     our_functions,
     places,
+    spots,
     type_check,
     type_check_in_child,
     types_of,
@@ -72,6 +74,72 @@ def test_a_right_layout_has_no_problem(model: ModelConfig, parallel: ParallelCon
     report = type_check(model, parallel, world=world)
     assert report.problems == () and report.ok
     assert report.world == world and report.parameters == len(_shards_of(built(model, parallel, world)))
+
+
+STAGED = replace(BIASED, num_layers=4)
+PIPELINES = [
+    (STAGED, ParallelConfig(pp=2), 2),
+    (STAGED, ParallelConfig(pp=4, tp=2), 16),
+    (STAGED, ParallelConfig(pp=2, tp=2, sp=True, pipeline=PipelineConfig(vpp=2)), 8),
+    (STAGED, ParallelConfig(pp=2, tp=2, sp=True, pipeline=PipelineConfig(schedule="zb-v", vpp=2)), 8),
+    (STAGED, ParallelConfig(pp=5, tp=4, sp=True, pipeline=PipelineConfig(layout="E|tt||tt|L")), 40),
+    (STAGED, ParallelConfig(pp=3, tp=2, order="pp-dp-tp", pipeline=PipelineConfig(layout="Et|ttt|L")), 6),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "world"), PIPELINES)
+def test_a_right_pipeline_has_no_problem_on_any_kind_of_stage(
+    model: ModelConfig, parallel: ParallelConfig, world: int
+) -> None:
+    report = type_check(model, parallel, world=world)
+    assert report.problems == () and report.axes["pp"] == parallel.pp
+
+
+def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
+    parallel = ParallelConfig(pp=4, tp=2, pipeline=PipelineConfig(vpp=2))
+    grid = model_grid(parallel, replace(MODEL, num_layers=16), 64)
+    found = spots(grid, parallel, replace(MODEL, num_layers=16))
+    places_of = {(grid.coordinates(rank)["pp"], chunk): set() for rank, chunk in found}
+    for rank, chunk in found:
+        here = grid.coordinates(rank)
+        places_of[here["pp"], chunk].add((here["dp"], here["tp"]))
+    # The first stage has the embedding, the second stands for all in the middle, the last has the loss.
+    assert places_of == {(0, 0): {(0, 0), (4, 1), (7, 1)}, (1, 0): {(0, 0), (4, 1), (7, 1)},
+                         (3, 1): {(0, 0), (4, 1), (7, 1)}}  # fmt: skip
+
+
+def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -> None:
+    def no_sum(model: Decoder, mesh: Mesh) -> None:
+        if model.stage.layers.start == 2:
+            layer(model, 0).mlp.down.region = WithoutSum(mesh)
+
+    with changed_model(no_sum):
+        (problem,) = type_check(STAGED, ParallelConfig(pp=4, tp=2), world=8, ranks=(4,)).problems
+    assert problem.where == "layers.2.mlp.down" and "layers.2" not in problem.what
+
+
+class WithoutSum:
+    """A region that leaves divided work without the sum."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.group, self.invariant = mesh.tp, frozenset(mesh.tp.axes)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
+    right = Decoder.forward
+
+    def forgets(self: Decoder, ids: Tensor, tokens: Tokens, caches: None = None, *, x: Tensor | None = None) -> Tensor:
+        return right(self, ids, tokens, x=None if x is None else x.detach())
+
+    with replaced(Decoder, "forward", forgets):
+        (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
+    assert str(problem).startswith("hidden states (rank 2): no gradient reached the hidden states of the stage before.")
 
 
 def layer(model: Decoder, number: int) -> Any:
@@ -201,7 +269,7 @@ def test_a_sum_that_nobody_declared_pending_is_refused() -> None:
 def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() -> None:
     right = Block.forward
 
-    def wrong(self: Block, x: Tensor, tokens: Tokens, cache: None) -> Tensor:
+    def wrong(self: Block, x: Tensor, tokens: Tokens, cache: None = None) -> Tensor:
         return autograd.enter(right(self, x, tokens, cache), self.mlp.down.region.group)
 
     with replaced(Block, "forward", wrong):
