@@ -11,6 +11,8 @@ from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
 from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems
+from megalith.plan.recompute import recompute_problems
+from megalith.plan.stages import plan_stages, stages_problems
 
 Rule = Callable[[TrainRun, int], str | None]
 
@@ -41,12 +43,24 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
+        problems += recompute_problems(
+            run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
+        )
     return (
         problems
         + schedule_problems(run.schedule, _steps_to_plan_with(run))
         + data_problems(run.data)
         + tokenizer_problems(run.tokenizer)
     )
+
+
+def smallest_stage(run: TrainRun) -> int:
+    """Layers of the smallest pipeline stage, or model chunk, that has any; of the model where stages are wrong."""
+    pipeline, pp, layers = run.parallel.pipeline, run.parallel.pp, run.model.num_layers
+    if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers):
+        return layers
+    counts = [len(stage.layers) for stage in plan_stages(pipeline, pp=pp, num_layers=layers)]
+    return min(count for count in counts if count)
 
 
 def model_problems(run: TrainRun) -> list[str]:

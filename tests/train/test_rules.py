@@ -50,6 +50,19 @@ CASES = [
         {"train__compile": "true", "parallel__tp": "2"}, 2, "train.compile=true with parallel.tp=2",
         "Set one of them off",
     ),
+    (
+        {"recompute__granularity": "selective", "recompute__modules": "[]"}, 1,
+        "recompute.modules=[] names nothing to compute again", "Set recompute.modules to [core_attention]",
+    ),
+    (
+        {"recompute__granularity": "full", "recompute__shard_inputs": "true"}, 1,
+        "recompute.shard_inputs=true divides inputs over tensor-parallel ranks", "Set parallel.tp to 2 or more",
+    ),
+    ({"offload__layers": "2"}, 1, "offload.layers=2 must be at least 0 and less than the 2 layers of a stage", "to 1"),
+    (
+        {"offload__layers": "1", "parallel__pp": "2"}, 2, "offload.layers=1 must be at least 0 and less than the 1",
+        "to 0 or less",
+    ),
     ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
     ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
     ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "Use 1e-08"),
