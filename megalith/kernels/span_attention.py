@@ -99,8 +99,8 @@ def attend_backward(
 
 
 def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
-    """Every tile, for as many heads at a time as keep its scores in a cache."""
-    for tile in spans.tiles:
+    """Every tile, for as many heads at a time as keep its scores in a cache; none where there are no numbers."""
+    for tile in () if q.is_meta else spans.tiles:
         scores = q.shape[1] * (tile.stop - tile.start) * (tile.last - tile.first)
         together = max(1, TILE_SCORES // scores)
         for head in range(0, q.shape[0], together):

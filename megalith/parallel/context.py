@@ -251,16 +251,15 @@ class RingAttention(Function):
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dout = rows_by_head(dout, heads, repeats)
-        dq, travelling = torch.zeros_like(q, dtype=lse.dtype), None
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        travelling: Passing | None = None
         for step in range(group.size):
             coming = _pass_on(held, group) if step < group.size - 1 else None
             sums = torch.zeros_like(held, dtype=lse.dtype)
             into = Gradients(dq, *sums.split(widths, -1))
             k, v = held.split(widths, -1)
             attend_backward(q, k, v, lse, dout, delta, spans[_owner(group, step)], into)
-            if travelling is not None:
-                sums += _arrived(travelling)  # what the ranks before me found for the same keys
-            travelling = _pass_on(sums, group)
+            travelling = _send_home(sums, travelling, group)
             held = held if coming is None else _arrived(coming)
         assert travelling is not None
         dkv = by_token(_arrived(travelling).to(q.dtype).unsqueeze(1), heads)
@@ -288,6 +287,11 @@ def _pass_on(x: Tensor, group: Group) -> Passing:
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     entry = note(group, "all_to_all", x, rows=(send, receive))
     return Passing(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
+
+
+def _send_home(sums: Tensor, travelling: Passing | None, group: Group) -> Passing:
+    """Add what the ranks before me found for the same keys, and send it on; the last step ends at the keys' owner."""
+    return _pass_on(sums if travelling is None else sums.add_(_arrived(travelling)), group)
 
 
 def _arrived(passing: Passing) -> Tensor:

@@ -37,7 +37,7 @@ class Verdict:
 def judge(fault: Fault) -> Verdict:
     """Plant a fault into the smallest layout in which it matters, and ask both parts of the proof."""
     model, parallel = smallest_layout(fault)
-    world = parallel.tp * (parallel.dp or 1)
+    world = parallel.tp * parallel.cp * (parallel.dp or 1)
     with planted(fault.name):
         problems = type_check(model, parallel, world=world, ranks=(world - 1,)).problems
     where = problems[0].where if problems else None
@@ -56,7 +56,8 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=1, num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
     )  # fmt: skip
-    return model, ParallelConfig(tp=2 if "tp" in needs else 1, dp=2 if "dp" in needs else 1, sp="sp" in needs)
+    tp, cp, dp = (2 if axis in needs else 1 for axis in ("tp", "cp", "dp"))
+    return model, ParallelConfig(tp=tp, cp=cp, dp=dp, sp="sp" in needs)
 
 
 def fault_table() -> list[Verdict]:

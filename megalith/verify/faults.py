@@ -9,15 +9,19 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from megalith.config.suggest import did_you_mean
+from megalith.data import loader
 from megalith.errors import ConfigError
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input
+from megalith.kernels.tokens import Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn.norm import RMSNorm
-from megalith.parallel import data
+from megalith.parallel import context, data
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh
@@ -30,13 +34,14 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
+from megalith.plan.context import Numbers, Slices
 from megalith.plan.shards import Shard
 from megalith.train import loss
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
-Need = Literal["tp", "sp", "whole tokens", "dp", "shared heads", "bias", "uneven masks"]
+Need = Literal["tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +207,30 @@ def _averaged() -> AbstractContextManager[None]:
     return replaced(data.DataParallel, "finish", wrong)
 
 
+# --- faults in sharing tokens over context-parallel ranks
+
+
+def _own_keys_for_all(x: Tensor, group: Group) -> context.Passing:
+    return context.Passing(x.clone(), None)
+
+
+def _gradients_stay(sums: Tensor, travelling: context.Passing | None, group: Group) -> context.Passing:
+    return context.Passing(sums if travelling is None else sums + travelling.x, None)
+
+
+def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
+    tokens = ORIGINAL_SLICES(*arguments, **others)
+    return replace(tokens, positions=torch.arange(tokens.num_tokens, device=tokens.positions.device))
+
+
+def _late_chunk_first(self: Slices, rank: int) -> Numbers:
+    read = ORIGINAL_AS_READ(self, rank)
+    return np.concatenate([np.roll(row, len(row) // 2) for row in np.split(read, self.repeats)])
+
+
+ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
+
+
 def _is_norm(shard: Shard) -> bool:
     return shard.name.endswith("norm.weight")
 
@@ -262,6 +291,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "loss_scaled_per_rank", "Every rank divides its loss by its own number of labels.",
         "numbers", ("dp", "uneven masks"), lambda: replaced(Decoder, "loss", _local_mean),
+    ),
+    Fault(
+        "ring_never_turned", "Context-parallel ranks never exchange keys and values, and use their own for all.",
+        "numbers", ("cp",), lambda: replaced(context, "_pass_on", _own_keys_for_all),
+    ),
+    Fault(
+        "ring_gradients_kept", "Gradients of keys and values stay with the rank that computed them.",
+        "numbers", ("cp",), lambda: replaced(context, "_send_home", _gradients_stay),
+    ),
+    Fault(
+        "cp_positions_local", "Positions count the tokens of a context-parallel rank's slice, not of the document.",
+        "numbers", ("cp",), lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
+    ),
+    Fault(
+        "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
+        "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
     ),
 )  # fmt: skip
 """Every fault that can be planted."""

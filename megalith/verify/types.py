@@ -300,7 +300,7 @@ def _build(
 
 
 def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE) -> Batch:
-    """Eight tokens, or a few more, for each of `parts` ranks and each that shares rows: two rows, or uneven documents."""
+    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths."""
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
     if slicing.ranks > 1:

@@ -22,6 +22,10 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "vocab_loss_local": (True, "wrong loss"),
     "dp_sum_averaged": (False, "wrong gradients"),
     "loss_scaled_per_rank": (False, "wrong loss"),
+    "ring_never_turned": (False, "wrong loss"),
+    "ring_gradients_kept": (False, "wrong gradients"),
+    "cp_positions_local": (False, "wrong loss"),
+    "cp_chunks_swapped": (False, "wrong loss"),
     # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "bias_before_sum": (True, "wrong weights after a step"),
@@ -78,6 +82,7 @@ def test_the_table_is_markdown(verdicts: Verdicts) -> None:
 def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     model, parallel = smallest_layout(fault)
     assert (parallel.tp > 1, (parallel.dp or 1) > 1) == ("tp" in fault.needs, "dp" in fault.needs)
+    assert (parallel.cp > 1) == ("cp" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
