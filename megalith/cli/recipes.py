@@ -1,6 +1,6 @@
 """`megalith recipes`: the ready-made runs with their parameters and memory; `show` prints one, `diff` compares two."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import getdoc
 from typing import Any
 
@@ -16,7 +16,9 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, differences, dump_yaml, to_dict
 from megalith.errors import ConfigError
-from megalith.plan.costs import memory_per_rank, num_parameters
+from megalith.plan.costs import num_parameters
+from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.workload import plan_workload
 from megalith.recipes import recipes, resolve
 
 
@@ -79,12 +81,13 @@ def list_recipes(argv: list[str]) -> int:
     table.add_column("GiB a rank", justify="right")
     table.add_column("what it is")
     for row in rows:
-        ranks = f" ×{row['tp']}" if row["tp"] > 1 else ""
+        ranks = f" ×{row['ranks']}" if row["ranks"] > 1 else ""
         memory = f"{row['memory_gib_per_rank']:.1f}{ranks}"
         table.add_row(row["name"], _short_count(row["parameters"]), memory, row["summary"])
     console = Console()
     console.print(table)
     console.print("GiB a rank: weights, gradients, optimizer and activations; ×8: one replica takes 8 ranks.")
+    console.print("`megalith plan estimate NAME --world N` says more, and what would make it fit.")
     console.print("`megalith recipes show NAME` prints every setting, `megalith train NAME` trains it.")
     return 0
 
@@ -93,19 +96,15 @@ def recipe_summary(name: str) -> dict[str, Any]:  # Any: JSON
     """What the list says about one recipe: sizes, memory of a rank in GiB with a single replica, and its first line."""
     recipe = recipes()[name]
     run = recipe()
-    memory = memory_per_rank(
-        run.model,
-        micro_batch_size=run.train.micro_batch_size,
-        seq_len=run.train.seq_len,
-        dtype=run.precision.params,
-        tp=run.parallel.tp,
-        sp=run.parallel.sp,
-    )
+    p, t = run.parallel, run.train
+    ranks = p.tp * p.cp * p.pp
+    few = replace(t, global_batch_size=min(t.global_batch_size, 4 * p.pp * t.micro_batch_size))  # as much is in flight
+    memory = worst(memory_ledger(plan_workload(replace(run, train=few), ranks))).memory
     return {
         "name": name,
         "parameters": num_parameters(run.model),
         "memory_gib_per_rank": memory.total / 2**30,
-        "tp": run.parallel.tp,
+        "ranks": ranks,
         "tokens_per_step": run.train.global_batch_size * run.train.seq_len,
         "steps": run.train.steps,
         "summary": (getdoc(recipe) or "").partition("\n")[0],

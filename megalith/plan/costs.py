@@ -1,16 +1,12 @@
-"""What a decoder costs: its parameters, its floating-point operations and its memory on one rank, as closed formulas.
+"""What a decoder costs: its parameters and its floating-point operations, as closed formulas; memory is plan/memory.py.
 
-In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head size, f ffn_hidden_size, v vocabulary,
-s tokens per row, t tokens of a microbatch.
+In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head size, f ffn_hidden_size, v vocabulary.
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megalith.config.model import ModelConfig
 from megalith.plan.shards import split_evenly, split_heads
-
-Dtype = Literal["fp32", "bf16", "fp64"]
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -84,93 +80,15 @@ def model_flops_utilisation(flops: float, *, seconds: float, devices: int, peak_
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
-    """What one rank holds at the height of a step, in bytes; an estimate, without the allocator's and library's own."""
-
-    weights: int
-    gradients: int
-    master: int
-    """fp32 copies of 16-bit weights."""
-
-    moments: int
-    """AdamW's two running means."""
-
-    activations: int
-    """Kept by the layers from forward to backward."""
-
-    loss: int
-    """Kept by the output head: the gradients it forms in the forward pass, and one chunk of logits."""
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.weights + self.gradients + self.master + self.moments + self.activations + self.loss
-
-
-@dataclass(frozen=True, slots=True)
 class _Widths:
     """Bytes per parameter or activation of one number format."""
 
     value: int  # weights and activations
-    sums: int  # gradients, and the statistics and logits that are summed over
+    sums: int  # gradients, each moment, and the statistics and logits that are summed over
     master: int
-    moments: int
 
 
-WIDTHS = {"fp32": _Widths(4, 4, 0, 8), "bf16": _Widths(2, 4, 4, 8), "fp64": _Widths(8, 8, 0, 16)}
-
-
-def memory_per_rank(
-    config: ModelConfig,
-    *,
-    micro_batch_size: int,
-    seq_len: int,
-    dtype: Dtype = "fp32",
-    tp: int = 1,
-    sp: bool = False,
-    optimizer_shards: int = 1,
-) -> RankMemory:
-    """Memory of training with AdamW on the rank that holds most; plain attention memory, no recomputation.
-
-    optimizer_shards: ranks that each keep an equal part of master weights and moments, dp of them under ZeRO-1
-    (Rajbhandari et al. 2019, arXiv:1910.02054). Per parameter: 16 bytes in fp32; 18 in bf16, or 6 + 12 / shards.
-    """
-    parameters, width = num_parameters_per_rank(config, tp=tp), WIDTHS[dtype]
-    owned = -(-parameters // optimizer_shards)
-    tokens = micro_batch_size * seq_len
-    return RankMemory(
-        weights=width.value * parameters,
-        gradients=width.sums * parameters,
-        master=width.master * owned,
-        moments=width.moments * owned,
-        activations=tokens * activation_bytes_per_token(config, dtype=dtype, tp=tp, sp=sp),
-        loss=_loss_bytes(config, tokens=tokens, dtype=dtype, tp=tp),
-    )
-
-
-def activation_bytes_per_token(config: ModelConfig, *, dtype: Dtype, tp: int = 1, sp: bool = False) -> int:
-    """What the layers keep of each token until its backward, on the rank that holds most.
-
-    With e bytes per value, and n, g, f of this rank, a layer keeps
-
-    - the two norms' inputs, 2·h·e, and one statistic for each: divided by tp under sp;
-    - the same after the norm, as the inputs of the query/key/value and of the first MLP product: 2·h·e, always whole,
-      because under sp it is the gathered input that stays;
-    - queries, keys and values: (n + 2g)·d·e, and again (n + g)·d·e, because rotated queries and keys are new while the
-      values keep the product they are part of alive;
-    - attention's output n·d·e with the log-sum-exp of each head's scores, n (torch's own kernel; on CPUs rows of up to
-      512 tokens may keep their probabilities instead, about n·s/2·e, see kernels/attention.py);
-    - gate and up, 2·f·e, and their product, f·e.
-
-    The last norm keeps its input; its output is the head's. Once for all layers: the token's number (8 bytes) and the
-    cosines and sines of its position, d·e. Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
-    """
-    h, d, part, width = config.hidden_size, config.head_size(), _largest_part(config, tp), WIDTHS[dtype]
-    n, g, f = part.heads, part.kv_heads, part.ffn
-    norm_input = -(-(h * width.value + width.sums) // (tp if sp else 1))
-    heads = ((n + 2 * g) + (n + g) + n) * d * width.value + n * width.sums
-    layer = 2 * norm_input + 2 * h * width.value + heads + 3 * f * width.value
-    return config.num_layers * layer + norm_input + 8 + d * width.value
+WIDTHS = {"fp32": _Widths(4, 4, 0), "bf16": _Widths(2, 4, 4), "fp16": _Widths(2, 4, 4), "fp64": _Widths(8, 8, 0)}
 
 
 CHUNK_LOGITS = 1 << 21
@@ -187,10 +105,3 @@ tokens.
 def loss_chunk(vocab_size: int, *, ranks: int) -> int:
     """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same number on all of them."""
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
-
-
-def _loss_bytes(config: ModelConfig, *, tokens: int, dtype: Dtype, tp: int) -> int:
-    """The head's input [t, h] and its gradient, the weight's gradient [v, h], and a chunk of logits, raw and wide."""
-    h, rows, width = config.hidden_size, _largest_part(config, tp).vocab, WIDTHS[dtype]
-    chunk = min(tokens, loss_chunk(config.vocab_size, ranks=tp)) * rows
-    return 2 * tokens * h * width.value + rows * h * width.sums + chunk * (width.value + width.sums)

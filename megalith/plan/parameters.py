@@ -14,14 +14,22 @@ class HeldParameter:
     name: str
     """Canonical name, as in its `Shard`."""
 
-    numel: int
-    """Elements of this rank's box."""
+    rows: int
+    """Of this rank's box as it lies in memory: outputs; all elements of a vector."""
+
+    columns: int
+    """Inputs; 1 for a vector."""
 
     cut: bool
     """Whether the box differs between tensor-parallel ranks; else all of them hold the whole."""
 
     stacked: bool = False
     """It lies right below the parameter before it, because one matmul reads both."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of this rank's box."""
+        return self.rows * self.columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +63,23 @@ def layer_parameters(model: ModelConfig, index: int, part: TensorPart) -> list[H
     kv_cut = part.kv_copies == 1
     query, keys = part.heads * d, 2 * part.kv_heads * d
     rows = [
-        ("attention_norm.weight", h, False, False),
-        ("attention.q", query * h, True, False),
-        ("attention.kv", keys * h, kv_cut, True),
-        *([("attention.q_bias", query, True, False)] if model.qkv_bias else []),
-        *([("attention.kv_bias", keys, kv_cut, False)] if model.qkv_bias else []),
-        ("attention.o", h * query, True, False),
-        *([("attention.o_bias", h, False, False)] if model.output_bias else []),
-        ("mlp_norm.weight", h, False, False),
-        ("mlp.gate_up", 2 * f * h, True, False),
-        *([("mlp.gate_up_bias", 2 * f, True, False)] if model.mlp_bias else []),
-        ("mlp.down", h * f, True, False),
-        *([("mlp.down_bias", h, False, False)] if model.mlp_bias else []),
+        ("attention_norm.weight", h, 1, False, False),
+        ("attention.q", query, h, True, False),
+        ("attention.kv", keys, h, kv_cut, True),
+        *([("attention.q_bias", query, 1, True, False)] if model.qkv_bias else []),
+        *([("attention.kv_bias", keys, 1, kv_cut, False)] if model.qkv_bias else []),
+        ("attention.o", h, query, True, False),
+        *([("attention.o_bias", h, 1, False, False)] if model.output_bias else []),
+        ("mlp_norm.weight", h, 1, False, False),
+        ("mlp.gate_up", 2 * f, h, True, False),
+        *([("mlp.gate_up_bias", 2 * f, 1, True, False)] if model.mlp_bias else []),
+        ("mlp.down", h, f, True, False),
+        *([("mlp.down_bias", h, 1, False, False)] if model.mlp_bias else []),
     ]
-    return [HeldParameter(f"layers.{index}.{name}", numel, cut, stacked) for name, numel, cut, stacked in rows]
+    return [
+        HeldParameter(f"layers.{index}.{name}", height, width, cut, stacked)
+        for name, height, width, cut, stacked in rows
+    ]
 
 
 def held_parameters(
@@ -78,13 +89,13 @@ def held_parameters(
 
     A tied head is the embedding's parameter; on a stage without the embedding it is a second copy of it.
     """
-    part = tensor_part(model, tp=tp, rank=tp_rank)
-    table = part.vocab * model.hidden_size
-    held = [HeldParameter("embed.weight", table, True)] if embedding else []
+    part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
+    held = [HeldParameter("embed.weight", part.vocab, h, cut=True)] if embedding else []
     for index in layers:
         held += layer_parameters(model, index, part)
     if loss:
-        held.append(HeldParameter("norm.weight", model.hidden_size, False))
+        held.append(HeldParameter("norm.weight", h, 1, cut=False))
         if not (model.tied_embeddings and embedding):
-            held.append(HeldParameter("embed.weight" if model.tied_embeddings else "head.weight", table, True))
+            name = "embed.weight" if model.tied_embeddings else "head.weight"
+            held.append(HeldParameter(name, part.vocab, h, cut=True))
     return held

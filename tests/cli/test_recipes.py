@@ -27,9 +27,15 @@ def test_every_recipe_is_listed_with_parameters_and_memory(capsys: pytest.Captur
 def test_a_summary_counts_memory_per_rank_of_one_replica() -> None:
     row = recipe_summary("llama3_70b")
     assert row["parameters"] == 70_553_706_496
-    assert row["tp"] == 8
+    assert row["ranks"] == 8
     # bf16 with fp32 sums, master and moments: 18 bytes a parameter, an eighth of them on each rank.
     assert 1 < row["memory_gib_per_rank"] / (18 * 70_553_706_496 / 8 / 2**30) < 2
+
+
+def test_a_replica_that_takes_a_pipeline_counts_all_its_ranks() -> None:
+    row = recipe_summary("llama3_405b")
+    assert row["ranks"] == 128
+    assert 1 < row["memory_gib_per_rank"] / (18 * row["parameters"] / 128 / 2**30) < 3
 
 
 def test_show_prints_a_run_three_ways(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -1,0 +1,369 @@
+"""The ledger: what every rank of a run holds at the height of a step, in bytes, from its settings alone.
+
+Notation: t tokens of a microbatch on one rank, h hidden, n heads, g key/value heads, d head size, f ffn, v vocabulary
+(n, g, f, v of this rank), e bytes per weight or activation, N parameters of this rank, D ranks that share what ZeRO
+divides.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
+
+from megalith.config.context import ContextKind
+from megalith.plan.activations import Setting, stage_kept, total
+from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
+from megalith.plan.context import kind_of_layer
+from megalith.plan.costs import WIDTHS, loss_chunk
+from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
+from megalith.plan.parameters import HeldParameter, tensor_part
+from megalith.plan.schedule import Kind
+from megalith.plan.stages import Stage
+from megalith.plan.transfers import SENDS, neighbour
+from megalith.plan.workload import Workload
+
+WIRE_BYTES = {"fp32": 4, "bf16": 2}
+"""Bytes of a gradient that travels as parallel.reduce_dtype says."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """What one rank holds, in bytes."""
+
+    weights: int
+    """e · N, each parameter starting at a multiple of 64 elements; N / D with zero=3."""
+
+    gradients: int
+    """The flat buffer they are summed in: 4 · N, or 8 · N in fp64; N / D with zero >= 2."""
+
+    master: int
+    """fp32 copies of 16-bit weights: 4 · N; N / D with zero >= 1."""
+
+    moments: int
+    """AdamW's two running means, 8 · N, or SGD's momentum, 4 · N; N / D with zero >= 1."""
+
+    activations: int
+    """Kept by the layers from forward to backward, for all microbatches in flight."""
+
+    loss: int
+    """Of the output head: the gradients it forms in forward, and a chunk of logits."""
+
+    working: int
+    """What the layer at work needs besides: gradients of its activations, what is computed again, gathered parts."""
+
+    messages: int
+    """Tensors on the way between pipeline stages."""
+
+    library: int = 0
+    """Of the device's own software: its context, communicators, scratch space for matmuls."""
+
+    slack: int = 0
+    """Held by the allocator between tensors."""
+
+    @property
+    def state(self) -> int:
+        """What stays from step to step."""
+        return self.weights + self.gradients + self.master + self.moments
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceMemory:
+    """The ledger of the ranks at one place of the pipeline and of a tensor-parallel group."""
+
+    pp_rank: int
+    tp_rank: int
+    memory: RankMemory
+    in_flight: int
+    """Passes through a chunk whose activations are kept at the height."""
+
+    moment: str
+    """When that is."""
+
+
+class Kept(NamedTuple):
+    """Activations of one microbatch in one chunk, in bytes."""
+
+    layers: int
+    """From forward to backward."""
+
+    for_weights: int
+    """What the weights' part of a backward in two parts still needs."""
+
+    loss: int
+    """The head's, from forward to backward."""
+
+    again: int
+    """For a while in backward, when the largest part that is computed again is."""
+
+
+def memory_ledger(workload: Workload, device: Device | None = None) -> list[PlaceMemory]:
+    """The ledger of every place, in the order of pp and tp ranks; tensor-parallel ranks with equal parts appear once.
+
+    device: adds what its software takes; without one, tensors only.
+    """
+    return [place_memory(workload, pp, tp, device) for pp, tp in distinct_places(workload)]
+
+
+def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
+    """The place that holds most."""
+    return max(ledger, key=lambda place: place.memory.total)
+
+
+def distinct_places(workload: Workload) -> list[tuple[int, int]]:
+    """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first stands for all."""
+    run = workload.run
+    firsts: dict[object, int] = {}
+    for rank in range(run.parallel.tp):
+        firsts.setdefault(tensor_part(run.model, tp=run.parallel.tp, rank=rank), rank)
+    return [(pp, tp) for pp in range(run.parallel.pp) for tp in firsts.values()]
+
+
+def place_memory(
+    workload: Workload, pp_rank: int, tp_rank: int, device: Device | None = None, *, shard_rank: int = 0
+) -> PlaceMemory:
+    """The ledger of the ranks at one place; of those that ZeRO tells apart, number `shard_rank`."""
+    state = _state(workload, workload.parameters(pp_rank, tp_rank), shard_rank)
+    height = _height(workload, pp_rank, tp_rank, accelerator=device is not None and device.accelerator)
+    tensors = replace(
+        state,
+        activations=height.layers,
+        loss=height.loss,
+        working=state.working + height.working,
+        messages=_message_bytes(workload, pp_rank),
+    )
+    memory = tensors if device is None else _with_software(tensors, workload, device)
+    return PlaceMemory(pp_rank, tp_rank, memory, height.in_flight, height.moment)
+
+
+# --- what stays from step to step
+
+
+def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> BucketPlan:
+    """Where the gradients of these parameters lie in the flat buffer of their rank; the weights lie alike.
+
+    Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that two stages share
+    lies alone, so that slices of ranks with other sizes coincide.
+    """
+    run, divided = workload.run, workload.shards > 1
+    kinds = [_kind(one, sp=run.parallel.sp) if divided else "" for one in parameters]
+    stacks: list[list[int]] = []
+    for number, one in enumerate(parameters):
+        if one.stacked and kinds[number] == kinds[number - 1]:
+            stacks[-1].append(number)
+        else:
+            stacks.append([number])
+    shared = run.model.tied_embeddings and divided and len(workload.table_holders) > 1
+    return plan_buckets(
+        [one.numel for one in parameters],
+        bucket_numel=run.parallel.bucket_numel,
+        end_align=64 * workload.shards,
+        alone=[number for number, one in enumerate(parameters) if shared and one.name == "embed.weight"],
+        together=[stack for stack in stacks if len(stack) > 1],
+        kinds=kinds,
+    )
+
+
+def _kind(one: HeldParameter, *, sp: bool) -> str:
+    """Over which tensor-parallel ranks its gradient is summed; keys and values are apart even if nobody shares them."""
+    if ".attention.kv" in one.name:
+        return "shared heads"
+    return "whole" if sp and not one.cut else ""
+
+
+def _state(workload: Workload, parameters: Sequence[HeldParameter], shard_rank: int) -> RankMemory:
+    """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
+    run, shards = workload.run, workload.shards
+    width, zero = WIDTHS[run.precision.params], run.parallel.zero if shards > 1 else 0
+    if zero == 3:  # each parameter is cut by rows, and the first ranks have one more where they do not divide
+        buffer = gradients = owned = sum(-(-one.rows // shards) * one.columns for one in parameters)
+    else:
+        plan = buffer_plan(workload, parameters)
+        buffer, gradients = plan.numel, plan.numel // (shards if zero == 2 else 1)
+        owned = sum(part.stop - part.start for part in owned_parts(plan, shard_rank, shards))
+        if zero == 0:
+            owned = sum(one.numel for one in parameters)
+    states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
+    return RankMemory(
+        weights=width.value * buffer,
+        gradients=width.sums * gradients,
+        master=width.master * owned,
+        moments=width.sums * states * owned,
+        activations=0,
+        loss=0,
+        working=_sharding_bytes(workload, parameters),
+        messages=0,
+    )
+
+
+IN_FLIGHT = 2
+"""Sums of buckets on their way at once under ZeRO."""
+
+
+def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter]) -> int:
+    """What a rank holds for a while because ZeRO has divided something.
+
+    zero=1: what it receives for the buckets whose sums are on their way. zero=2: these buckets themselves, too, and the
+    one that backward fills. zero=3: the weights of the layer at work and of the next, and the gradient of one.
+    """
+    width, zero = WIDTHS[workload.run.precision.params], workload.run.parallel.zero
+    if zero == 0 or workload.shards == 1:
+        return 0
+    if zero < 3:
+        largest = max(bucket.stop - bucket.start for bucket in buffer_plan(workload, parameters).buckets)
+        received = WIRE_BYTES[workload.run.parallel.reduce_dtype] * IN_FLIGHT
+        return largest * (received + (width.sums * (IN_FLIGHT + 1) if zero == 2 else 0))
+    units: dict[str, int] = {}
+    for one in parameters:
+        words = one.name.split(".")
+        unit = ".".join(words[:2]) if words[0] == "layers" else words[0]
+        units[unit] = units.get(unit, 0) + one.numel
+    most = sorted(units.values(), reverse=True)[:2]
+    return width.value * sum(most) + width.sums * most[0]
+
+
+# --- what comes and goes within a step
+
+
+def setting_of(workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool) -> Setting:
+    """What decides the activations of one rank; every row counts as one document."""
+    run = workload.run
+    return Setting(
+        model=run.model,
+        dtype=run.precision.params,
+        lengths=(run.train.seq_len,) * run.train.micro_batch_size,
+        tp=run.parallel.tp,
+        tp_rank=tp_rank,
+        sp=run.parallel.sp,
+        cp=run.parallel.cp,
+        context=kind,
+        a2a=workload.grid.size("cp_a2a"),
+        accelerator=accelerator,
+        recompute=run.recompute,
+        offload=run.offload,
+    )
+
+
+def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool) -> Kept:
+    """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each counts its share."""
+    kinds = Counter(kind_of_layer(workload.run.parallel.context, layer) for layer in stage.layers)
+    if not kinds:
+        kinds[workload.run.parallel.context.kind] = 1
+    layers = again = loss = 0.0
+    for kind, count in kinds.items():
+        setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator)
+        kept = stage_kept(setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss)
+        part = count / kinds.total()
+        head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
+        layers, loss = layers + part * (kept.nbytes - head), loss + part * head
+        again = max(again, kept.transient)
+    return Kept(round(layers), _for_weights(workload, stage, tp_rank), round(loss), round(again))
+
+
+def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
+    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer; the head's own gradient."""
+    c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
+    part = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank)
+    h, d = c.hidden_size, c.head_size()
+    layer = 4 * h + 2 * (part.heads + part.kv_heads) * d + 3 * part.ffn
+    rows = (len(stage.layers) * layer + stage.embedding * h) * t * width.value
+    return rows + stage.loss * part.vocab * h * width.sums
+
+
+@dataclass(frozen=True, slots=True)
+class _Height:
+    """The moment of a step at which a rank's activations take most."""
+
+    layers: int
+    loss: int
+    working: int
+    in_flight: int
+    moment: str
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.loss + self.working
+
+
+def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool) -> _Height:
+    """Walk through what the rank does in a step and note when most is held."""
+    stages = workload.chunks(pp_rank)
+    kept = [chunk_kept(workload, stage, tp_rank, accelerator=accelerator) for stage in stages]
+    kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
+    working = {
+        kind: [
+            working_bytes(workload, stage, tp_rank, kind) + (one.again if kind in ("B", "I") else 0)
+            for stage, one in zip(stages, kept, strict=True)
+        ]
+        for kind in kinds
+    }
+    layers = loss = passes = 0
+    best: _Height | None = None
+    for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
+        if kind == "F":
+            layers, loss, passes = layers + kept[chunk].layers, loss + kept[chunk].loss, passes + 1
+        total = layers + loss + working[kind][chunk]
+        if best is None or total > best.total:
+            words = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
+            moment = f"{words[kind]} of microbatch {microbatch} in chunk {chunk}, action {number}"
+            best = _Height(layers, loss, working[kind][chunk], passes, moment)
+        if kind == "I":
+            layers, loss = layers - kept[chunk].layers + kept[chunk].for_weights, loss - kept[chunk].loss
+        elif kind == "W":
+            layers, passes = layers - kept[chunk].for_weights, passes - 1
+        elif kind == "B":
+            layers, loss, passes = layers - kept[chunk].layers, loss - kept[chunk].loss, passes - 1
+    assert best is not None
+    return best
+
+
+def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:
+    """What a pass through a chunk needs besides what it keeps.
+
+    Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward: the gradients of one
+    layer's activations, 3 f + 2 h of each token. With cp the keys and values of other ranks: two parts of them on a
+    ring, all where they are gathered.
+    """
+    run, t = workload.run, workload.tokens
+    c, width = run.model, WIDTHS[run.precision.params]
+    part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
+    parts = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}[run.parallel.context.kind]
+    others = parts * 2 * part.kv_heads * c.head_size() * width.value * t if run.parallel.cp > 1 else 0
+    if kind != "F":
+        return (3 * part.ffn + 2 * c.hidden_size) * t * width.value + others if stage.layers else 0
+    logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
+    head = t * c.hidden_size * width.value + logits if stage.loss else 0
+    return max(head, others if stage.layers else 0)
+
+
+def boundary_bytes(workload: Workload) -> int:
+    """One microbatch as it goes from stage to stage: t · h, of which each rank has 1/tp under sp."""
+    run = workload.run
+    tokens = workload.tokens // (run.parallel.tp if run.parallel.sp else 1)
+    return tokens * run.model.hidden_size * WIDTHS[run.precision.params].value
+
+
+def _message_bytes(workload: Workload, pp_rank: int) -> int:
+    """For each direction in which this rank sends: a tensor that leaves, and one or, with overlap, two that come."""
+    schedule = workload.schedule
+    linked = 0
+    for direction in SENDS:
+        targets = [neighbour(schedule, pp_rank, chunk, direction) for chunk in range(schedule.num_chunks)]
+        linked += any(target is not None and target[0] != pp_rank for target in targets)
+    return linked * (3 if workload.run.parallel.overlap else 2) * boundary_bytes(workload)
+
+
+def _with_software(tensors: RankMemory, workload: Workload, device: Device) -> RankMemory:
+    """The same with what an accelerator's own software takes."""
+    if not device.accelerator:
+        return tensors
+    grid = workload.grid
+    spans = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("dp", "cp", "tp", "pp")]
+    groups = {ranks for span in spans if len(ranks := grid.group_of(grid.offset, span)) > 1}
+    far = sum(ranks[-1] - grid.offset >= device.node for ranks in groups)
+    library = CONTEXT + WORKSPACE + far * FAR_COMMUNICATOR + (len(groups) - far) * NEAR_COMMUNICATOR
+    return replace(tensors, library=int(library), slack=int(SLACK * tensors.total))

@@ -1,0 +1,246 @@
+"""What a rank sends in one step, axis by axis, in bytes on the wire, and what that can hide behind.
+
+A collective of a buffer of S bytes over r ranks sends (r - 1)/r · S from each of them in a ring (all-gather,
+reduce-scatter, all-to-all), an all-reduce twice as much; a message to another stage sends what it is. Single numbers
+(the loss, norms, flags) are left out, and so is the host's own talk.
+
+Notation: t tokens of a microbatch on one rank, h hidden, g key/value heads and n query heads of this rank, d head size,
+e bytes per weight or activation, L layers of this rank, M microbatches.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.plan.context import kind_of_layer
+from megalith.plan.costs import WIDTHS, loss_chunk
+from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan
+from megalith.plan.parameters import tensor_part
+from megalith.plan.recompute import layer_spans, modules_again
+from megalith.plan.stages import Stage
+from megalith.plan.transfers import SENDS, neighbour
+from megalith.plan.workload import Workload
+
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One sort of collective, or of message, that a rank takes part in during a step."""
+
+    axis: str
+    """tp, cp, pp or dp."""
+
+    what: str
+    """What is sent."""
+
+    kind: Collective
+    ranks: int
+    """In the group; two for a message."""
+
+    calls: int
+    """In one step."""
+
+    nbytes: int
+    """On the wire, sent by this rank, of all calls together."""
+
+    behind: str = ""
+    """Work that can go on meanwhile; empty: the work that comes next needs it."""
+
+
+def sent(kind: Collective, nbytes: int, ranks: int) -> float:
+    """What one of `ranks` ranks sends when a buffer of `nbytes` goes round.
+
+    >>> sent("all_reduce", 1000, 4), sent("all_gather", 1000, 4), sent("message", 1000, 2)
+    (1500.0, 750.0, 1000.0)
+    """
+    if kind == "message":
+        return float(nbytes)
+    return nbytes * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
+
+
+def step_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> list[Traffic]:
+    """Everything that the ranks at this place send in one step."""
+    rows = [
+        *_tensor_traffic(workload, pp_rank),
+        *_shared_slices(workload, pp_rank, tp_rank),
+        *_context_traffic(workload, pp_rank, tp_rank),
+        *_pipeline_traffic(workload, pp_rank),
+        *_data_traffic(workload, pp_rank, tp_rank),
+    ]
+    return [row for row in rows if row.ranks > 1 and row.nbytes > 0]
+
+
+def _row(axis: str, what: str, kind: Collective, *, ranks: int, calls: int, nbytes: int, behind: str = "") -> Traffic:
+    """nbytes: of the whole buffer, all calls together."""
+    return Traffic(axis, what, kind, ranks, calls, round(sent(kind, nbytes, ranks)), behind)
+
+
+# --- tp
+
+
+def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """t · h in and out of every attention and every MLP, forward and backward; and the head's few numbers per token."""
+    run, t, many = workload.run, workload.tokens, workload.num_microbatches
+    tp, width = run.parallel.tp, WIDTHS[run.precision.params]
+    one = t * run.model.hidden_size * width.value
+    stages = workload.chunks(pp_rank)
+    again = [spans_again(workload, stage) for stage in stages]
+    repeated, spans = sum(map(sum, again)), sum(map(len, again))
+    layers, inputs, losses = (sum(part) for part in zip(*((len(s.layers), s.embedding, s.loss) for s in stages)))
+    if run.recompute.shard_inputs:
+        inputs_again = spans * many
+        yield _row(
+            "tp", "inputs of layers that run again", "all_gather",
+            ranks=tp, calls=inputs_again, nbytes=inputs_again * one,
+        )  # fmt: skip
+    if run.parallel.sp:
+        again_inside = layers if "mlp" in modules_again(run.recompute) else 0
+        gathers = (6 * layers + 2 * repeated + again_inside + inputs + losses) * many
+        scatters = (4 * layers + 2 * repeated - spans + inputs + losses) * many
+        yield _row("tp", "all tokens for divided work", "all_gather", ranks=tp, calls=gathers, nbytes=gathers * one)
+        yield _row(
+            "tp", "sums, each rank its tokens", "reduce_scatter", ranks=tp, calls=scatters, nbytes=scatters * one
+        )
+    else:
+        sums = (4 * layers + 2 * repeated - spans + inputs + losses) * many
+        yield _row("tp", "sums of activations and of gradients", "all_reduce", ranks=tp, calls=sums, nbytes=sums * one)
+    chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
+    yield _row(
+        "tp", "largest logit, sums and target of each token", "all_reduce",
+        ranks=tp, calls=2 * chunks * losses * many, nbytes=3 * t * width.sums * losses * many,
+    )  # fmt: skip
+
+
+def spans_again(workload: Workload, stage: Stage) -> list[int]:
+    """Layers of each span that runs forward twice; the sum that ends the span is not taken again."""
+    if not stage.layers:
+        return []
+    spans = layer_spans(workload.run.recompute, workload.run.offload, len(stage.layers))
+    return [span.stop - span.start for span in spans if span.recomputed]
+
+
+def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
+    """Once a step: gradients of what several tensor-parallel ranks hold and have each seen a part of the work of."""
+    run = workload.run
+    tp, wide = run.parallel.tp, WIDTHS[run.precision.params].sums
+    held = workload.parameters(pp_rank, tp_rank)
+    copies = tensor_part(run.model, tp=tp, rank=tp_rank).kv_copies
+    heads = sum(one.numel for one in held if not one.cut and ".attention.kv" in one.name)
+    whole = sum(one.numel for one in held if not one.cut and ".attention.kv" not in one.name)
+    yield _row(
+        "tp", "gradients of shared key/value heads", "all_reduce",
+        ranks=copies, calls=1 if heads else 0, nbytes=heads * wide // workload.shards,
+    )  # fmt: skip
+    if run.parallel.sp:
+        yield _row("tp", "gradients of norms", "all_reduce", ranks=tp, calls=1, nbytes=whole * wide // workload.shards)
+
+
+# --- cp
+
+
+def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
+    """Keys and values of every layer to the ranks that share its tokens, and their gradients back."""
+    run, many = workload.run, workload.num_microbatches
+    if run.parallel.cp == 1:
+        return
+    kinds = [kind_of_layer(run.parallel.context, layer) for stage in workload.chunks(pp_rank) for layer in stage.layers]
+    part = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank)
+    token = run.model.head_size() * WIDTHS[run.precision.params].value
+    keys, queries = 2 * part.kv_heads * token * workload.tokens, 2 * part.heads * token * workload.tokens
+    cp, ring, near = run.parallel.cp, workload.grid.size("cp_ring"), workload.grid.size("cp_a2a")
+    for kind in sorted(set(kinds)):
+        layers = kinds.count(kind) * many
+        if kind == "gather":
+            yield _row("cp", "keys and values", "all_gather", ranks=cp, calls=layers, nbytes=layers * keys * cp)
+            yield _row("cp", "their gradients", "reduce_scatter", ranks=cp, calls=layers, nbytes=layers * keys * cp)
+            continue
+        if kind in ("a2a", "a2a+ring"):
+            yield _row(
+                "cp", "heads for tokens: queries, keys, values, results", "all_to_all",
+                ranks=near, calls=8 * layers, nbytes=2 * layers * (keys + queries),
+            )  # fmt: skip
+        if kind in ("ring", "a2a+ring"):
+            yield _row(
+                "cp", "keys and values round the ring, with their gradients on the way back", "message",
+                ranks=ring, calls=3 * (ring - 1) * layers, nbytes=3 * (ring - 1) * layers * keys,
+                behind="attention to the part at hand" if run.parallel.overlap else "",
+            )  # fmt: skip
+
+
+# --- pp
+
+
+def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """t · h for each microbatch to the next stage, its gradient to the one before; nothing within a rank."""
+    schedule, many = workload.schedule, workload.num_microbatches
+    behind = "other microbatches' work" if workload.run.parallel.overlap else ""
+    for direction in SENDS:
+        targets = [neighbour(schedule, pp_rank, chunk, direction) for chunk in range(schedule.num_chunks)]
+        calls = many * sum(target is not None and target[0] != pp_rank for target in targets)
+        what = "activations to the next stage" if direction == "forward" else "gradients to the stage before"
+        nbytes = calls * boundary_bytes(workload)
+        yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
+    yield from _tied_table(workload, pp_rank)
+
+
+def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """The gradient of a tied table, which the first and the last stage both hold, to each other holder."""
+    run, holders = workload.run, workload.table_holders
+    if not run.model.tied_embeddings or pp_rank not in holders:
+        return
+    rows = tensor_part(run.model, tp=run.parallel.tp, rank=0).vocab
+    others = len(holders) - 1
+    nbytes = rows * run.model.hidden_size * WIDTHS[run.precision.params].sums // workload.shards
+    yield _row("pp", "gradient of the tied table", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
+
+
+# --- dp
+
+
+def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
+    """Gradients over dp and cp, once a step or, with zero=2, each microbatch; with ZeRO the weights come back."""
+    run, many = workload.run, workload.num_microbatches
+    p, width = run.parallel, WIDTHS[run.precision.params]
+    parameters = workload.parameters(pp_rank, tp_rank)
+    plan = buffer_plan(workload, parameters)
+    calls, ranks, replicas = len(plan.buckets), workload.shards, workload.grid.size("dp_replica")
+    backward, forward = ("the last microbatch's backward", "the next step's forward") if p.overlap else ("", "")
+    if ranks == 1:
+        everyone = workload.dp * p.cp
+        nbytes = width.sums * plan.numel
+        yield _row("dp", "gradients", "all_reduce", ranks=everyone, calls=calls, nbytes=nbytes, behind=backward)
+        return
+    wire = min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
+    if p.zero == 3:
+        yield from _sharded_traffic(workload, sum(one.numel for one in parameters), wire)
+        return
+    rounds = many if p.zero == 2 else 1
+    if p.zero == 2 and p.overlap:
+        backward = "backward"
+    yield _row(
+        "dp", "gradients", "reduce_scatter", ranks=ranks, calls=rounds * calls, nbytes=rounds * wire * plan.numel,
+        behind=backward,
+    )  # fmt: skip
+    yield _row(
+        "dp", "gradients, over replicas", "all_reduce", ranks=replicas, calls=calls,
+        nbytes=width.sums * plan.numel // ranks, behind=backward,
+    )  # fmt: skip
+    yield _row(
+        "dp", "updated weights", "all_gather", ranks=ranks, calls=calls, nbytes=width.value * plan.numel, behind=forward
+    )
+
+
+def _sharded_traffic(workload: Workload, numel: int, wire: int) -> Iterator[Traffic]:
+    """zero=3: weights of each layer for each forward and each backward, gradients once."""
+    run, ranks = workload.run, workload.shards
+    units = sum(len(stage.layers) + stage.embedding + stage.loss for stage in workload.chunks(0))
+    passes = 2 * workload.num_microbatches
+    behind = "the layer before" if run.parallel.overlap else ""
+    weights = passes * numel * WIDTHS[run.precision.params].value
+    yield _row("dp", "weights", "all_gather", ranks=ranks, calls=passes * units, nbytes=weights, behind=behind)
+    yield _row("dp", "gradients", "reduce_scatter", ranks=ranks, calls=units, nbytes=numel * wire, behind=behind)
+    yield _row(
+        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=units,
+        nbytes=numel * wire // ranks, behind=behind,
+    )  # fmt: skip

@@ -1,0 +1,86 @@
+"""What every rank of a run has to do in one step: its place, its stages, its tokens and its schedule, on paper."""
+
+from dataclasses import dataclass
+
+from megalith.config.train import TrainRun
+from megalith.plan.grid import Grid
+from megalith.plan.layout import model_grid
+from megalith.plan.parameters import HeldParameter, held_parameters
+from megalith.plan.schedule import Schedule, build_schedule
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A run on a number of ranks. Ranks with the same pp and tp coordinates do the same with other data."""
+
+    run: TrainRun
+    grid: Grid
+    stages: tuple[Stage, ...]
+    """Of the whole pipeline, first to last."""
+
+    schedule: Schedule
+
+    @property
+    def world(self) -> int:
+        """Ranks."""
+        return self.grid.world
+
+    @property
+    def dp(self) -> int:
+        """Ranks that read different rows."""
+        return self.grid.size("dp")
+
+    @property
+    def shards(self) -> int:
+        """Ranks that divide among them what ZeRO divides: dp_shard · cp; one without ZeRO."""
+        return self.grid.size("dp_shard") * self.run.parallel.cp if self.run.parallel.zero else 1
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of one step on each rank."""
+        return self.schedule.num_microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a microbatch that one rank computes."""
+        return self.run.train.micro_batch_size * self.run.train.seq_len // self.run.parallel.cp
+
+    @property
+    def table_holders(self) -> tuple[int, ...]:
+        """Pipeline ranks that use the embedding or the head; a tied table is held by all of them."""
+        return table_ranks(self.stages, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+
+    def chunks(self, pp_rank: int) -> list[Stage]:
+        """The stages of one pipeline rank, by chunk number."""
+        return stages_of_rank(self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+
+    def parameters(self, pp_rank: int, tp_rank: int) -> list[HeldParameter]:
+        """Everything that a rank at this place holds, chunk after chunk; a tied table that two chunks use, once."""
+        held: dict[str, HeldParameter] = {}
+        for stage in self.chunks(pp_rank):
+            for one in held_parameters(
+                self.run.model, tp=self.run.parallel.tp, tp_rank=tp_rank, layers=stage.layers,
+                embedding=stage.embedding, loss=stage.loss,
+            ):  # fmt: skip
+                held.setdefault(one.name, one)
+        return list(held.values())
+
+    def rank_at(self, pp_rank: int, tp_rank: int) -> int:
+        """The first rank of the world at this place."""
+        return self.grid.rank_at({"pp": pp_rank, "tp": tp_rank, "dp": 0, "cp": 0})
+
+
+def plan_workload(run: TrainRun, world: int) -> Workload:
+    """Lay out a run whose rules hold on `world` ranks.
+
+    Raises:
+        PlanError: the degrees, the layers or the schedule do not fit.
+    """
+    p, t = run.parallel, run.train
+    grid = model_grid(p, run.model, world)
+    rows = t.global_batch_size // (t.micro_batch_size * grid.size("dp"))
+    schedule = build_schedule(
+        p.pipeline.schedule, num_ranks=p.pp, num_microbatches=rows, num_chunks=p.pipeline.vpp, group=p.pipeline.group
+    )
+    return Workload(run, grid, plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers), schedule)

@@ -1,0 +1,185 @@
+"""Tests of megalith/plan/memory.py: the ledger is what a really built rank takes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megalith.config.tree import apply_overrides
+from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.optim.adamw import AdamW
+from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
+from megalith.parallel.data import DataParallel
+from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.plan import memory
+from megalith.plan.devices import DEVICES, device_named
+from megalith.plan.live import peak_held
+from megalith.plan.memory import chunk_kept, distinct_places, memory_ledger, place_memory, worst
+from megalith.plan.stages import whole_model
+from megalith.plan.workload import Workload, plan_workload
+from megalith.recipes import resolve
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import DTYPES
+
+GIB = 2**30
+UNEVEN = {"model.num_heads": "8", "model.num_kv_heads": "4", "model.hidden_size": "48", "model.ffn_hidden_size": "41"}
+
+
+def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
+    """Bytes of the weights, gradients, masters and moments of one rank, built without memory."""
+    run = workload.run
+    mesh = mesh_on_paper(model_grid(run.parallel, run.model, workload.world), rank=rank)
+    dtype = DTYPES[run.precision.params]
+    model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
+    data = DataParallel(
+        model, [(one.shard, module, name) for one, module, name in declared_parameters(model)], mesh,
+        device=torch.device("meta"), gradient_dtype=torch.promote_types(dtype, torch.float32),
+        bucket_numel=run.parallel.bucket_numel, overlap=False, zero=run.parallel.zero,
+    )  # fmt: skip
+    slots = AdamW([(owned.shard, owned.weight) for owned in data.owned], run.optim).slots
+    masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
+    moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
+    return data.weights.nbytes, data.gradients.nbytes, masters, moments
+
+
+@pytest.mark.parametrize(
+    "world, settings",
+    [
+        (1, {}),
+        (2, {"precision.params": "bf16"}),
+        (4, {"parallel.tp": "4", "parallel.sp": "true"}),
+        (3, {"parallel.tp": "3"} | UNEVEN),
+        (6, {"parallel.tp": "3", "parallel.sp": "true", "parallel.zero": "1", "precision.params": "bf16"} | UNEVEN),
+        (3, {"parallel.zero": "1", "train.micro_batch_size": "1"}),
+        (4, {"parallel.zero": "2", "parallel.cp": "2", "precision.params": "bf16"}),
+        (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
+        (2, {"parallel.pp": "2", "precision.params": "fp64"}),
+        (4, {"parallel.pp": "2", "model.tied_embeddings": "true", "parallel.zero": "1"}),
+        (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
+        (2, {"parallel.pp": "2", "parallel.pipeline.layout": "Ettt|L", "model.num_layers": "3"}),
+    ],
+)
+def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) -> None:
+    workload = plan_workload(tiny_run(settings | {"parallel.bucket_numel": "900"}), world)
+    shard = workload.grid.size("dp_shard") * workload.run.parallel.cp
+    for rank in range(world):
+        place = workload.grid.coordinates(rank)
+        mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
+        found = place_memory(workload, place["pp"], place["tp"], shard_rank=mine if workload.shards == shard else 0)
+        m = found.memory
+        assert (m.weights, m.gradients, m.master, m.moments) == built_state(workload, rank), rank
+
+
+@pytest.mark.parametrize(
+    "settings, states, per_parameter",
+    [
+        ({}, 1, 18),
+        ({"precision.params": "fp32"}, 1, 16),
+        ({"parallel.zero": "1"}, 64, 6 + 12 / 64),
+        ({"parallel.zero": "2"}, 64, 2 + 16 / 64),
+        ({"parallel.zero": "3"}, 64, 18 / 64),
+        ({"optim.kind": "sgd"}, 1, 14),
+        ({"optim.kind": "sgd", "optim.momentum": "0"}, 1, 10),
+    ],
+)
+def test_bytes_per_parameter_are_the_published_ones(
+    settings: dict[str, str], states: int, per_parameter: float
+) -> None:
+    """Rajbhandari et al. 2019, arXiv:1910.02054, figure 1: 2 + 2 + 12 with 16-bit gradients; ours are fp32."""
+    run = apply_overrides(resolve("llama3_8b"), {"parallel.tp": "1", "parallel.sp": "false"} | settings)
+    workload = plan_workload(run, 64)
+    state = place_memory(workload, 0, 0).memory.state
+    assert state == pytest.approx(8_030_261_248 * per_parameter, rel=1e-4)
+    assert states == (workload.shards if run.parallel.zero else 1)
+
+
+def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
+    (place,) = memory_ledger(plan_workload(resolve("llama3_70b"), 8))
+    assert place.memory.state == pytest.approx(18 * 70_553_706_496 / 8, rel=2e-4)
+    ledger = memory_ledger(plan_workload(apply_overrides(resolve("llama3_405b"), {"parallel.cp": "4"}), 16_384))
+    assert len(ledger) == 16, "tensor-parallel ranks with equal parts are one sort"
+    assert worst(ledger).pp_rank == 1, "most in flight of the stages that have all their layers"
+    states = sum(place.memory.state for place in ledger)
+    assert states * 8 == pytest.approx(405_853_388_800 * (6 + 12 / 128), rel=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> None:
+    workload = plan_workload(
+        tiny_run({"parallel.pp": "2", "parallel.pipeline.schedule": schedule, "train.micro_batch_size": "1"}), 2
+    )
+    kept = [chunk_kept(workload, stage, 0, accelerator=False) for stage in workload.stages]
+    held = peak_held(
+        workload.schedule,
+        activations=[one.layers + one.loss for one in kept],
+        for_weights=[one.for_weights for one in kept],
+    )
+    for rank, most in enumerate(held):
+        found = place_memory(workload, rank, 0).memory
+        assert found.activations + found.loss <= most
+        if schedule != "zb-h1":  # what works may be largest at another moment than what is kept
+            assert found.activations + found.loss == most
+
+
+def test_interleaving_keeps_its_known_factor_more_in_flight() -> None:
+    """1 + (p - 1)/(p v) times those of p microbatches. Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4."""
+    plain = {"parallel.pp": "4", "model.num_layers": "8", "train.micro_batch_size": "1"}
+    one, two = (
+        place_memory(plan_workload(tiny_run(plain | {"parallel.pipeline.vpp": vpp}), 4), 0, 0) for vpp in ("1", "2")
+    )
+    assert (one.in_flight, two.in_flight) == (4, 11)
+    assert two.in_flight / 2 / one.in_flight == 1 + 3 / 8
+
+
+def test_tensors_shrink_with_what_divides_them() -> None:
+    base = {"train.micro_batch_size": "2", "model.num_kv_heads": "4"}
+    sizes = {
+        name: worst(memory_ledger(plan_workload(tiny_run(base | settings), world))).memory
+        for name, world, settings in (
+            ("one", 1, {}),
+            ("tp", 2, {"parallel.tp": "2"}),
+            ("sp", 2, {"parallel.tp": "2", "parallel.sp": "true"}),
+            ("full", 1, {"recompute.granularity": "full"}),
+            ("cp", 2, {"parallel.cp": "2"}),
+        )
+    }
+    assert sizes["one"].activations > sizes["tp"].activations > sizes["sp"].activations
+    assert sizes["full"].activations < sizes["one"].activations / 3
+    assert sizes["cp"].activations < sizes["one"].activations
+
+
+def test_what_is_computed_again_is_whole_for_a_while() -> None:
+    plain, full, pairs = (
+        chunk_kept(plan_workload(tiny_run(settings), 1), whole_model(2), 0, accelerator=False)
+        for settings in (
+            {},
+            {"recompute.granularity": "full"},
+            {"recompute.granularity": "full", "recompute.num_layers": "2"},
+        )
+    )
+    assert plain.again == 0
+    # A layer keeps its input, which is there already, and the rest; two layers keep one input less between them.
+    assert full.again > 0.8 * (plain.layers - full.layers) / 2
+    assert pairs.again > 1.8 * full.again
+
+
+def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
+    workload = plan_workload(resolve("llama3_70b"), 16)
+    plain, h100 = (memory_ledger(workload, device)[0].memory for device in (None, DEVICES["h100"]))
+    assert plain.library == plain.slack == 0 and h100.library > 0.6 * GIB
+    assert h100.slack == int(0.04 * (h100.total - h100.library - h100.slack))
+    cpu = device_named("cpu", world=16, host_memory=64 * GIB)
+    assert memory_ledger(workload, cpu)[0].memory.library == 0
+
+
+def test_places_with_uneven_parts_are_told_apart() -> None:
+    workload = plan_workload(tiny_run({"parallel.tp": "3"} | UNEVEN), 3)
+    assert distinct_places(workload) == [(0, 0), (0, 1), (0, 2)]
+    assert worst(memory_ledger(workload)).tp_rank == 0
+    even = replace(workload, run=tiny_run({"parallel.tp": "2"}))
+    assert len(distinct_places(even)) <= 2
+
+
+def test_sums_on_their_way_are_counted_as_the_engine_counts_them() -> None:
+    assert memory.IN_FLIGHT == SUMS_IN_FLIGHT
