@@ -11,7 +11,6 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
 
 from megalith.errors import CollectiveError
 from megalith.observe.flight import Entry, axes_name, short_path
@@ -68,7 +67,7 @@ class Fingerprints:
             try:
                 self.store.wait(keys, PATIENCE)
                 return
-            except DistStoreError:  # time is up; a rank that is only slow is left to the timeout
+            except RuntimeError:  # time is up; a rank that is only slow is left to the timeout
                 absent = [rank for rank, key in zip(entry.ranks, keys, strict=True) if not self.store.check([key])]
                 waits = {"text": entry.describe(), "lane": entry.lane, "number": entry.number, "absent": absent}
                 self.store.set(f"waits/{self.rank}", json.dumps(waits))

@@ -1,0 +1,170 @@
+"""A collective that nobody finishes is reported with the ranks that are missing; one that is only slow is not."""
+
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+
+from megalith.observe.flight import Flight
+from megalith.parallel.autograd import leave
+from megalith.parallel.failure import Failure
+from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
+from megalith.plan.grid import dense_grid
+from megalith.plan.shards import PARTS
+from megalith.testing.ranks import everyone, run_ranks
+
+TIMEOUT = 0.5
+
+
+def make(rank: int, world: int, folder: Path) -> tuple[Group, Watch, threading.Event, list[Failure]]:
+    """A group that is watched, and what its watch would end the process with."""
+    flight, ended, failures = Flight(), threading.Event(), list[Failure]()
+
+    def end(failure: Failure, after_seconds: float) -> None:
+        failures.append(failure)
+        ended.set()
+
+    store = PrefixStore("watch", FileStore(str(folder / "store"), world))
+    watch = Watch(flight, store, rank, world, TIMEOUT, end, partial(name_rank, dense_grid(world=world)), folder)
+    return replace(everyone(rank, world, "dp"), flight=flight), watch, ended, failures
+
+
+def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failure]:
+    group, watch, ended, failures = make(rank, world, folder)
+    x, began = torch.ones(3), time.monotonic()
+    with watching(watch):
+        all_reduce_(x, group)
+        if rank == 1:
+            assert ended.wait(20), "the watch of a rank outside any collective hears of the alarm, too"
+        if how == "handle":
+            work = start_all_reduce_(x, group)
+            assert work is not None
+            work.wait()
+        elif how == "functional":
+            leave(x, group)
+        else:
+            all_reduce_(x, group)
+        seconds = time.monotonic() - began
+    assert ended.wait(20)
+    watch.over.set()
+    return seconds, failures[0]
+
+
+def check_report(tmp_path: Path, how: str) -> None:
+    (first, report), (_, other), _ = run_ranks(_hangs, 3, tmp_path, how)
+    if not report.is_report:  # rank 2 was first to raise the alarm
+        report = run_report(tmp_path)
+    assert TIMEOUT < first < 10
+    assert report.text.startswith("rank 1 (dp=1) did not arrive at all_reduce 1 over dp of float32 [3], at ")
+    assert "test_watch.py:" in report.text
+    assert "_hangs\n" in report.text or "in _hangs" in report.text
+    assert f"parallel.timeout_seconds={TIMEOUT:g}" in report.text
+    assert other.summary.startswith("stopped in a hang that rank ")
+    assert other.is_consequence
+    for rank in range(3):
+        said = (tmp_path / f"hang_rank_{rank}.txt").read_text()
+        assert f"This is rank {rank} (dp={rank})." in said
+        assert "in _hangs" in said, "the main thread's stack"
+    assert "did not arrive" in (tmp_path / "log.txt").read_text()
+
+
+def run_report(folder: Path) -> Failure:
+    """The report as it was written down."""
+    text = (folder / "log.txt").read_text().partition("watch: ")[2]
+    return Failure(2, text.splitlines()[0], text, 0, is_report=True)
+
+
+def test_a_rank_that_does_not_arrive_is_named_with_its_coordinates(tmp_path: Path) -> None:
+    check_report(tmp_path, "in place")
+
+
+def test_a_handle_that_never_completes_is_noticed(tmp_path: Path) -> None:
+    check_report(tmp_path, "handle")
+
+
+def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
+    check_report(tmp_path, "functional")
+
+
+def _only_slow(rank: int, world: int, folder: Path) -> int:
+    group, watch, _, failures = make(rank, world, folder)
+    with watching(watch):
+        for _ in range(3):
+            time.sleep(TIMEOUT * 0.6 * rank)
+            all_reduce_(torch.ones(3), group)
+        time.sleep(TIMEOUT * 1.5)  # computing alone for longer than the timeout is no hang
+    return len(failures)
+
+
+def test_ranks_that_are_only_slow_go_on(tmp_path: Path) -> None:
+    assert run_ranks(_only_slow, 2, tmp_path) == [0, 0]
+    assert not list(tmp_path.glob("hang*"))
+
+
+def _stopped(rank: int, world: int, folder: Path) -> str:
+    group, watch, ended, failures = make(rank, world, folder)
+    watch.timeout_seconds = 0.2
+    if rank == 1:  # as if stopped: nobody answers for it
+        ended.wait(3.0)
+        all_reduce_(torch.ones(3), group)
+        return ""
+    with watching(watch):
+        all_reduce_(torch.ones(3), group)
+    assert ended.wait(20)
+    return failures[0].text
+
+
+def test_a_rank_that_does_not_even_answer_is_named(tmp_path: Path) -> None:
+    text = run_ranks(_stopped, 2, tmp_path)[0]
+    assert text.startswith("rank 1 (dp=1) did not arrive")
+    assert "rank 1 (dp=1): does not answer: dead, stopped, or holding Python's lock" in text
+
+
+class GoneStore(FileStore):
+    """A store whose server is gone."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise RuntimeError("Broken pipe")
+
+
+def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path) -> None:
+    flight, failures, ended = Flight(), list[Failure](), threading.Event()
+
+    def end(failure: Failure, after_seconds: float) -> None:
+        failures.append(failure)
+        ended.set()
+
+    flight.enter("barrier", ("pp",), (0, 1), "1")
+    with watching(Watch(flight, GoneStore(str(tmp_path / "s"), 1), 0, 2, 0.1, end, folder=tmp_path)):
+        assert ended.wait(10)
+    assert "barrier 0 over pp" in failures[0].text
+    assert "the store of the ranks does not answer (Broken pipe)" in failures[0].text
+
+
+def _mesh_records(rank: int, world: int) -> list[str]:
+    grid, flight = dense_grid(world=world, tp=2), Flight()
+    for axis, (outer, inner) in PARTS.items():
+        grid = grid.factor(axis=axis, outer=(outer, grid.size(axis)), inner=(inner, 1))
+    mesh = build_mesh(grid, rank=rank, flight=flight)
+    leave(torch.ones(2, 3), mesh.tp)
+    assert name_rank(grid, 3) == "3 (tp=1 dp=1)"
+    return [entry.describe().partition(", at")[0] for entry in flight.entries]
+
+
+def test_all_groups_of_a_mesh_record_what_is_entered() -> None:
+    assert run_ranks(_mesh_records, 4) == [["all_reduce 0 over tp of float32 [2, 3]"]] * 4
+
+
+def test_backends_are_more_patient_than_the_watch() -> None:
+    for seconds in (0.1, 600.0, 36000.0):
+        pause = Watch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
+        assert backend_timeout(seconds) > seconds + 3 * pause
