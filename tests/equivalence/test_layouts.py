@@ -1,10 +1,13 @@
 """Any layout equals one process: first weights, loss, every gradient, weights after three steps, save and reload."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 
+from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.verify.ranks import layout_case, prove_layout
+from megalith.verify.ranks import RaggedRows, layout_case, prove_layout
 
 
 def tiny(
@@ -84,3 +87,92 @@ LARGE_ZERO = {name for name, (_, _, world) in ZERO.items() if world > 4}
 def test_divided_state_equals_one_process(name: str) -> None:
     differences = prove_layout(layout_case(*ZERO[name]))
     assert {found.what for found in differences if not found.holds} == set(), differences
+
+
+# --- tokens of each row shared over the ranks of cp
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the ranks share."""
+
+    seq_len: int = 12
+    documents: bool = False
+    rows: int = 1
+
+
+KINDS: dict[ContextKind, tuple[int, ...]] = {
+    "ring": (2, 3, 4),
+    "gather": (2, 3, 4),
+    "a2a": (2, 3, 4),
+    "a2a+ring": (4, 6),
+}
+SIX = tiny(num_heads=6, num_kv_heads=2)
+SHARED_ROWS: dict[str, tuple[ModelConfig, ParallelConfig, Case]] = {
+    "cp2, ring": (SHARED, ParallelConfig(cp=2), Case(rows=2)),
+    "cp3, gather, documents": (SIX, ParallelConfig(cp=3, context=ContextConfig(kind="gather")), Case(documents=True)),
+    "cp2, a2a, each document sliced": (
+        tiny(bias=True), ParallelConfig(cp=2, context=ContextConfig(kind="a2a", slicing="document")),
+        Case(documents=True, rows=2),
+    ),
+    "cp4, a2a+ring of two each": (
+        SHARED, ParallelConfig(cp=4, context=ContextConfig(kind="a2a+ring", a2a=2)), Case(seq_len=16),
+    ),
+    "cp4, a2a, 2 key/value heads": (SHARED, ParallelConfig(cp=4, context=ContextConfig(kind="a2a")), Case(seq_len=24)),
+    "cp2, a kind for each layer, documents": (
+        tiny(tied=True), ParallelConfig(cp=2, context=ContextConfig(layers=("ring", "a2a"))), Case(documents=True),
+    ),
+    "cp2 tp2 sp, ring": (tiny(bias=True), ParallelConfig(cp=2, tp=2, sp=True), Case(seq_len=16)),
+    "cp2 dp2, ring, documents": (tiny(), ParallelConfig(cp=2, dp=2), Case(documents=True)),
+}  # fmt: skip
+SLOW_ROWS: dict[str, tuple[ModelConfig, ParallelConfig, Case]] = {
+    f"cp{cp}, {kind}, {'documents' if documents else 'rows'} cut by {slicing}": (
+        tiny(num_heads=12, num_kv_heads=2),
+        ParallelConfig(
+            cp=cp, context=ContextConfig(kind=kind, slicing=slicing, a2a=cp // 2 if kind == "a2a+ring" else None)
+        ),
+        Case(seq_len=24, documents=documents, rows=2),
+    )
+    for kind, sizes in KINDS.items()
+    for cp in sizes
+    for documents in (False, True)
+    for slicing in (("row", "document") if documents else ("row",))
+} | {
+    "cp2 tp2 dp2 sp, ring": (tiny(), ParallelConfig(cp=2, tp=2, dp=2, sp=True), Case(seq_len=16)),
+    "cp2 tp2 dp2, a2a, 2 key/value heads": (
+        SHARED, ParallelConfig(cp=2, tp=2, dp=2, context=ContextConfig(kind="a2a")), Case(documents=True),
+    ),
+    "cp2 tp2 sp, gather, each document sliced": (
+        tiny(tied=True), ParallelConfig(cp=2, tp=2, sp=True, context=ContextConfig(kind="gather", slicing="document")),
+        Case(documents=True, rows=2),
+    ),
+    "cp2 tp4 sp, ring, 2 key/value heads": (SHARED, ParallelConfig(cp=2, tp=4, sp=True), Case(seq_len=16)),
+    "cp2 dp2, zero 1": (tiny(bias=True), ParallelConfig(cp=2, dp=2, zero=1), Case()),
+    "cp3 dp2, zero 2, a2a": (
+        SIX, ParallelConfig(cp=3, dp=2, zero=2, context=ContextConfig(kind="a2a")), Case(),
+    ),
+    "cp4, three kinds and a2a+ring, rows that need padding": (
+        replace(SHARED, num_layers=4),
+        ParallelConfig(cp=4, context=ContextConfig(
+            kind="a2a+ring", a2a=2, layers=("a2a+ring", "ring", "gather", "a2a"), slicing="document"
+        )),
+        Case(seq_len=11),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*SHARED_ROWS, *(pytest.param(name, marks=[pytest.mark.slow]) for name in SLOW_ROWS)])
+def test_shared_rows_equal_one_process(name: str) -> None:
+    model, parallel, case = (SHARED_ROWS | SLOW_ROWS)[name]
+    world = parallel.cp * parallel.tp * (parallel.dp or 1)
+    differences = prove_layout(
+        layout_case(model, parallel, world, micro_batch_size=case.rows, seq_len=case.seq_len, documents=case.documents)
+    )
+    assert {found.what for found in differences if not found.holds} == set(), differences
+
+
+def test_the_proof_of_shared_rows_has_a_microbatch_and_a_rank_without_any_label() -> None:
+    """Of the first step of cp 2: rank 1 has the two chunks in the middle of each row."""
+    rows = RaggedRows(12, 61, 48, masked=(0, 1, 2, 17))
+    kept = [int(rows.sample(k).valid[1:].sum()) for k in range(12)]
+    assert 0 in kept and any(0 < labels <= 3 for labels in kept)
