@@ -1,6 +1,7 @@
 """Tests of megalith/observe/timeline.py."""
 
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from megalith.observe.timeline import ascii_timeline, boxes, chrome_trace, draw_
 from megalith.plan.schedule import build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, simulate
 from megalith.plan.transfers import with_transfers
+
+PAGE = Path(__file__).parents[2] / "docs/concepts/pipeline.md"
 
 
 @pytest.fixture
@@ -103,3 +106,12 @@ def test_other_endings_and_missing_folders_are_refused(chunked: Simulation, tmp_
         draw_timeline(chunked, tmp_path / "timeline.pdf")
     with pytest.raises(ConfigError, match="the folder .*nowhere does not exist. Use one that does."):
         draw_timeline(chunked, tmp_path / "nowhere" / "timeline.png")
+
+
+def test_the_pictures_and_the_code_of_the_page_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    for name in ("1f1b", "zb-h1"):
+        assert ascii_timeline(simulate(build_schedule(name, num_ranks=4, num_microbatches=8))) in text
+    [code] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(code, str(PAGE), "exec"), {})
+    assert "interleaved, 4 ranks × 2 chunks" in capsys.readouterr().out
