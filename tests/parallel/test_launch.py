@@ -80,6 +80,17 @@ def stop():
     (here / f"saved{rank}").write_text(str(len(stopped)))
     return 75
 
+def hang():
+    import threading
+    from megalith.parallel.failure import Failure
+    from megalith.parallel.launch import end_rank
+    if rank == 0:
+        failure = Failure(0, "rank 1 did not arrive", "rank 1 did not arrive\\nlook there", 5, is_report=True)
+    else:
+        failure = Failure(1, "stopped in a hang that rank 0 reports", "the same", 4)
+    threading.Thread(target=end_rank, args=(failure, 0.2), kwargs={"environment": os.environ}).start()
+    return wait()
+
 def mixed():
     return 75 if rank else 0
 
@@ -315,3 +326,70 @@ def test_under_torchrun_a_failure_goes_to_its_error_file(
     record = json.loads(file.read_text())["message"]
     assert record["message"] == summary
     assert record["extraInfo"]["py_callstack"].startswith(shown)
+
+
+def as_torchrun_starts_it(script: Path, how: str, here: Path, rank: int) -> "subprocess.Popen[str]":
+    """One rank, with the error file of torchrun's layout: a folder per rank in one per start."""
+    file = here / "attempt_0" / str(rank) / "error.json"
+    file.parent.mkdir(parents=True)
+    told = os.environ | {"PYTHONPATH": str(ROOT), "RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(file)}
+    command = [sys.executable, str(script), how, str(here)]
+    return subprocess.Popen(command, env=told, stderr=subprocess.PIPE, text=True)
+
+
+def test_under_torchrun_what_all_ranks_refuse_is_said_by_one(script: Path, tmp_path: Path) -> None:
+    ranks = [as_torchrun_starts_it(script, "refuse", tmp_path, rank) for rank in range(3)]
+    said = [process.communicate(timeout=60)[1] for process in ranks]
+    assert sum("parallel.tp=3 is odd. Set it to 2." in text for text in said) == 1
+    assert sorted(len(text) > 0 for text in said) == [False, False, True]
+    assert {process.returncode for process in ranks} <= {1, 2}  # 1: this script shows the error as Python does
+
+
+def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(script: Path, tmp_path: Path) -> None:
+    ranks = [as_torchrun_starts_it(script, "fail", tmp_path, rank) for rank in range(2)]
+    lost, first = (process.communicate(timeout=60)[1] for process in ranks)
+    assert "ValueError: the real reason" in first
+    assert (
+        lost.rstrip()
+        .splitlines()[-1]
+        .endswith(
+            "RankError: rank 0 lost another rank, which failed first: RuntimeError: [gloo] Connection closed by peer"
+        )
+    )
+    assert "in fail" not in lost, "its own traceback would only hide the other's"
+    times = [json.loads((tmp_path / "attempt_0" / str(rank) / "error.json").read_text()) for rank in range(2)]
+    assert [int(each["message"]["extraInfo"]["timestamp"]) for each in times] == sorted(
+        (int(each["message"]["extraInfo"]["timestamp"]) for each in times), reverse=True
+    )
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
+
+
+@pytest.mark.slow  # torchrun imports torch
+def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, *TORCHRUN, sys.executable, str(script), "refuse", str(tmp_path)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    before, _, summary = done.stderr.partition("=====")
+    assert before.count("parallel.tp=3 is odd. Set it to 2.") == 1
+    assert "parallel.tp=3 is odd. Set it to 2." in summary, "torchrun's own account names it, too"
+
+
+@pytest.mark.slow  # torchrun imports torch
+def test_ranks_do_not_outlive_a_torchrun_that_is_killed(script: Path, tmp_path: Path) -> None:
+    command = [sys.executable, *TORCHRUN, sys.executable, str(script), "wait", str(tmp_path)]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL)
+    try:
+        pids = started(tmp_path, 2)
+    finally:
+        process.kill()
+        process.wait()
+    until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
+
+
+def test_a_rank_may_be_ended_from_any_thread_and_its_report_speaks_for_all(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError) as caught:
+        launch(script, "hang", tmp_path, 2)
+    assert str(caught.value) == "rank 1 did not arrive\nlook there"

@@ -1,0 +1,78 @@
+"""A training run of which one rank hangs, or enters something else, ends by itself and says who and where."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megalith.testing.tiny import tiny_yaml
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+RANK = """
+import os, sys
+from contextlib import ExitStack
+from megalith.cli import main
+from megalith.data.loader import Loader
+from megalith.testing import inject
+from megalith.train import loop
+
+with ExitStack() as planted:
+    if os.environ["RANK"] == "1" and sys.argv[1] == "hang":
+        planted.enter_context(inject.on_call(Loader, "next", 2, inject.hang))
+    if os.environ["RANK"] == "1" and sys.argv[1] == "skip":
+        planted.enter_context(inject.on_call(loop, "_compare_replicas", 0, inject.skip))
+    sys.exit(main.main(sys.argv[2:]))
+"""
+
+PARENT = """
+import sys
+from megalith.errors import RankError
+from megalith.parallel.launch import run_workers
+try:
+    sys.exit(run_workers(sys.argv[2:], 2, command=[sys.executable, sys.argv[1]]))
+except RankError as error:
+    print(error)
+    sys.exit(1)
+"""
+
+
+def train(tmp_path: Path, how: str, settings: dict[str, str]) -> tuple[float, str]:
+    """Run it on two ranks with that fault in rank 1; how long it took and what it said."""
+    (tmp_path / "rank.py").write_text(RANK)
+    file = tiny_yaml(tmp_path / "tiny.yaml", {"parallel.dp": "2", **settings})
+    words = [str(tmp_path / "rank.py"), how, "train", str(file), "--run", str(tmp_path / "run")]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT, *words], env=os.environ | {"PYTHONPATH": os.getcwd()}, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    return time.monotonic() - began, done.stdout
+
+
+def test_a_hanging_rank_ends_the_run_after_the_timeout_and_is_named(tmp_path: Path) -> None:
+    seconds, said = train(tmp_path, "hang", {"parallel.timeout_seconds": "2"})
+    assert seconds > 2
+    first = next(line for line in said.splitlines() if "did not arrive" in line)
+    assert first.startswith("rank 1 (dp=1) did not arrive at all_reduce ")
+    assert " over dp of int64 [], at megalith/data/loader.py:" in first
+    assert "in hang < " in said, "where the missing rank is"
+    assert "megalith/train/loop.py:" in said
+    assert "Traceback" not in said
+    assert "did not arrive" in (tmp_path / "run" / "log.txt").read_text()
+    stacks = (tmp_path / "run" / "hang_rank_1.txt").read_text()
+    assert "inject.py" in stacks.partition("Stacks of all its threads:")[2]
+
+
+@pytest.mark.slow  # another start of two ranks
+def test_with_check_collectives_a_rank_that_skips_one_is_told_at_once(tmp_path: Path) -> None:
+    settings = {"parallel.check_collectives": "true", "parallel.timeout_seconds": "60"}
+    seconds, said = train(tmp_path, "skip", settings)
+    assert seconds < 30
+    assert "CollectiveError: ranks [0, 1] are about to do different things as number " in said
+    assert "  rank 0 (dp=0): gather_objects " in said
+    assert "  rank 1 (dp=1): barrier " in said
