@@ -81,8 +81,7 @@ def _train(run: Path, data: Path, nproc: int) -> int:
 def _look_back(run: Path, text: LocalText, started: float) -> int:
     """What came out of it, and what to try next."""
     found = json.loads(_captured("evaluate", str(run), "--json"))
-    words = ("def ", "--max-new-tokens", "500", "--temperature", "0.7", "--top-k", "40", "--seed", "1", "--ignore-eod")
-    written = json.loads(_captured("generate", str(run), *words, "--json"))["results"][0]
+    written = json.loads(_captured("generate", str(run), *sample_words(seed=1), "--json"))["results"][0]
     sample = written["prompt"] + written["text"]
     (run / "sample.txt").write_text(sample, encoding="utf-8")
     print(f"\n{sample[:600]}\n")
@@ -94,12 +93,18 @@ def _look_back(run: Path, text: LocalText, started: float) -> int:
         f"loss plot: {run}/plots/loss.png\n"
         f"all of it took {time.monotonic() - started:.0f} s\n\n"
         f"try next:\n"
-        f"  megalith generate {run} 'class ' --temperature 0.7\n"
-        f"  megalith train {run} --run {run} --train.steps 1000      # goes on where it stopped\n"
+        f"  megalith generate {run} 'class ' --temperature 0.8 --top-p 0.9\n"
+        f"  megalith train {run} --run {run} --train.steps 2000      # goes on where it stopped\n"
         f"  megalith verify {run} --parallel.tp 2 --parallel.dp 2    # prove another layout on this machine\n"
         f"  megalith recipes                                         # larger models"
     )
     return 0
+
+
+def sample_words(seed: int) -> tuple[str, ...]:
+    """What `megalith generate RUN` is given for the sample. A cooler one falls into lists of made-up constants."""
+    return ("def ", "--max-new-tokens", "500", "--temperature", "0.8", "--top-p", "0.9", "--seed", str(seed),
+            "--ignore-eod")  # fmt: skip
 
 
 def _run(*words: str) -> int:
