@@ -5,8 +5,9 @@ more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import gathered_again
 from megalith.parallel.group import Group
+from megalith.parallel.offload import HostMemory, OffloadedPass, fetch_when_backward_reaches
 from megalith.plan.recompute import Span, layer_spans
 
 Function = Callable[..., Tensor]
@@ -75,6 +77,9 @@ def _call(function: Function, last: Sequence[Tensor | Tokens], *first: Tensor) -
 class Layer(Protocol):
     """A transformer layer."""
 
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Its weights."""
+
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
 
@@ -88,13 +93,28 @@ class LayerRunner:
     group: Group
     """Tensor-parallel ranks, over which `recompute.shard_inputs` divides the inputs that are kept."""
 
+    memory: HostMemory = field(default_factory=HostMemory)
+    """For what is offloaded."""
+
     def __call__(self, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], as the layers have tokens -> [t, h]."""
         if not torch.is_grad_enabled():
             return _run(layers, tokens, x)
-        for span in layer_spans(self.recompute, self.offload, len(layers)):
-            x = self._run_span(span, layers[span.start : span.stop], x, tokens)
+        spans = layer_spans(self.recompute, self.offload, len(layers))
+        away = self._offloaded_pass(spans, layers, tokens)
+        for number, span in enumerate(spans):
+            with away.span(number) if span.offloaded else nullcontext():
+                x = self._run_span(span, layers[span.start : span.stop], x, tokens)
+            if number > 0 and spans[number - 1].offloaded:
+                fetch_when_backward_reaches(x, away, [number - 1])
         return x
+
+    def _offloaded_pass(self, spans: Sequence[Span], layers: Sequence[Layer], tokens: Tokens) -> OffloadedPass:
+        stays: list[Tensor] = list(tokens.rotary or ())
+        for span in spans:
+            if span.offloaded:
+                stays += [p for layer in layers[span.start : span.stop] for p in layer.parameters()]
+        return OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=stays)
 
     def _run_span(self, span: Span, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
         if not span.recomputed:
