@@ -1,0 +1,152 @@
+"""Activations in host memory: what goes, when it comes back, that buffers are used again, and that no bit changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.kernels.tokens import tokens_of_rows
+from megalith.parallel import recompute as recompute_module
+from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.offload import Away, HostMemory, OffloadedPass
+from megalith.plan.activations import Setting, stage_kept
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import Trainer, build_trainer
+
+RUN = tiny_run({"model.num_layers": "4"})
+KEEP, SELECTIVE = RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("core_attention", "norm"))
+
+
+def trainer(offload: OffloadConfig, recompute: RecomputeConfig = KEEP, device: str = "cpu") -> Trainer:
+    return build_trainer(replace(RUN, offload=offload, recompute=recompute), mesh_of_one(), torch.device(device))
+
+
+def step(one: Trainer) -> tuple[Tensor, Tensor]:
+    """Loss and all gradients of one microbatch of 24 tokens."""
+    device = one.device
+    ids = torch.arange(24, device=device) * 5 % 257
+    one.data.begin_step(1)
+    loss = one.model.loss(ids, ids.flip(0), tokens_of_rows(2, 12, device=device))
+    loss.backward()
+    return loss.detach().clone(), torch.cat([owned.gradient.flatten() for owned in one.data.finish()])
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[OffloadedPass]:
+    """Every pass that a runner begins."""
+    begun: list[OffloadedPass] = []
+
+    def begin(*args: Any, **others: Any) -> OffloadedPass:
+        begun.append(OffloadedPass(*args, **others))
+        return begun[-1]
+
+    monkeypatch.setattr(recompute_module, "OffloadedPass", begin)
+    return begun
+
+
+@pytest.mark.parametrize("recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str)
+@pytest.mark.parametrize("min_numel", [1, 300])
+@pytest.mark.parametrize("layers", [1, 3])
+def test_loss_and_gradients_have_the_same_bits(recompute: RecomputeConfig, layers: int, min_numel: int) -> None:
+    loss, gradients = step(trainer(OffloadConfig()))
+    away_loss, away_gradients = step(trainer(OffloadConfig(layers=layers, min_numel=min_numel), recompute))
+    assert torch.equal(away_loss, loss) and torch.equal(away_gradients, gradients)
+
+
+@pytest.mark.parametrize("recompute", [KEEP, SELECTIVE, RecomputeConfig(granularity="full", num_layers=2)], ids=str)
+@pytest.mark.parametrize("min_numel", [1, 300])
+def test_what_is_sent_is_what_the_ledger_says(
+    passes: list[OffloadedPass], recompute: RecomputeConfig, min_numel: int
+) -> None:
+    offload = OffloadConfig(layers=2, min_numel=min_numel)
+    step(trainer(offload, recompute))
+    setting = Setting(model=RUN.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
+    ledger = stage_kept(setting, num_layers=4)
+    expected = [sorted((row.numel, row.nbytes) for row in rows) for rows in ledger.host if rows]
+    assert [sorted(sent) for _, sent in sorted(passes[0].sent.items())] == expected
+    assert sum(len(rows) for rows in expected) > 0
+
+
+def test_the_last_layer_stays_whatever_is_asked(passes: list[OffloadedPass]) -> None:
+    step(trainer(OffloadConfig(layers=9, min_numel=1)))
+    assert sorted(passes[0].sent) == [0, 1, 2]
+
+
+def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    fetch, start = OffloadedPass.fetch, Away.start_back
+
+    def noted_fetch(self: OffloadedPass, number: int) -> None:
+        events.append(f"fetch {number}")
+        fetch(self, number)
+
+    def noted_start(self: Away) -> None:
+        if self.back is None:
+            events.append("copy")
+        start(self)
+
+    monkeypatch.setattr(OffloadedPass, "fetch", noted_fetch)
+    monkeypatch.setattr(Away, "start_back", noted_start)
+    step(trainer(OffloadConfig(layers=3, min_numel=1)))
+    fetches = [event for event in events if event != "copy"]
+    assert fetches == ["fetch 2", "fetch 1", "fetch 0"]
+    assert events[0] == "fetch 2", "nothing comes back before backward asks for it"
+    assert events[-1] == "copy" and events.count("copy") == 3 * (events.index("fetch 1") - 1)
+
+
+def test_buffers_are_used_again_from_the_second_step_on() -> None:
+    one = trainer(OffloadConfig(layers=3, min_numel=1))
+    memory: HostMemory = one.model.run_layers.memory
+    for number in range(3):
+        step(one)
+        if number == 0:
+            made = memory.made
+    assert memory.made == made and memory.taken == 3 * made
+    assert sum(len(free) for free in memory.buffers.values()) == made
+
+
+def test_one_piece_of_memory_is_sent_once_and_tensors_share_it_when_they_are_back() -> None:
+    memory, weight = HostMemory(), torch.randn(6, requires_grad=True)
+    x = torch.randn(4, 6)
+    run = OffloadedPass(memory, min_numel=1, stays=[weight])
+    with run.span(0):
+        y = (x[:, :3] * weight[:3]).sum() + (x[:, 3:] * weight[3:]).sum() + (x.T[2] * weight[0]).sum()
+    assert run.sent == {0: [(12, 96)]} and memory.taken == 1
+    expected = x.sum(0)
+    expected[0] += x[:, 2].sum()
+    del x
+    y.backward()
+    torch.testing.assert_close(weight.grad, expected)
+
+
+def test_memory_that_is_let_go_and_given_out_again_is_another_piece() -> None:
+    memory, scale = HostMemory(), torch.ones(1, requires_grad=True)
+    run = OffloadedPass(memory, min_numel=2, stays=[])
+    total = torch.zeros(())
+    with run.span(0):
+        for number in range(50):  # each of these may lie where the one before it lay
+            total = total + (torch.full((8,), float(number)) * scale).sum()
+    total.backward()
+    assert scale.grad is not None and scale.grad.item() == 8 * sum(range(50))
+
+
+def test_a_wrong_copy_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A planted fault: copies come back before they are complete."""
+    _, right = step(trainer(OffloadConfig()))
+    monkeypatch.setattr(Away, "start_back", lambda self: setattr(self, "back", torch.zeros_like(self.host)))
+    _, wrong = step(trainer(OffloadConfig(layers=2, min_numel=1)))
+    assert not torch.equal(right, wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose copies run on a stream of their own")
+def test_on_a_gpu_no_bit_changes_and_the_memory_is_less() -> None:
+    loss, gradients = step(trainer(OffloadConfig(), device="cuda"))
+    one = trainer(OffloadConfig(layers=3, min_numel=1), device="cuda")
+    for _ in range(3):
+        away_loss, away_gradients = step(one)
+        assert torch.equal(away_loss, loss) and torch.equal(away_gradients, gradients)
+    assert all(buffer.is_pinned() for free in one.model.run_layers.memory.buffers.values() for buffer in free)

@@ -1,0 +1,224 @@
+"""Recomputation changes what is kept and when it is computed, and not one bit of a loss or a gradient."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.kernels import norm
+from megalith.kernels.linear import LinearFunction
+from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.tokens import tokens_of_lengths
+from megalith.models.decoder import declared_parameters
+from megalith.observe.meter import metered
+from megalith.parallel import data, recompute
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.recompute import Recomputed, sharded
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import Trainer, build_trainer
+
+RUN = tiny_run({"model.num_layers": "4"})
+KEEP = RecomputeConfig()
+MODULES: tuple[RecomputedModule, ...] = ("core_attention", "norm", "mlp", "mlp_act")
+UNIFORM = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
+BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 4)]
+SELECTIVE = [
+    RecomputeConfig(granularity="selective", modules=chosen)
+    for count in range(1, 5)
+    for chosen in combinations(MODULES, count)
+]
+
+
+def name(one: RecomputeConfig) -> str:
+    return "+".join(one.modules) if one.granularity == "selective" else f"{one.method} {one.num_layers}"
+
+
+def step(trainer: Trainer, *, backward: bool = True) -> list[Tensor]:
+    """Loss and every gradient of two microbatches of packed documents."""
+    found: list[Tensor] = []
+    trainer.data.begin_step(2)
+    for shift in (3, 5):
+        ids = torch.arange(72) * shift % 257
+        loss = trainer.model.loss(ids, ids.flip(0), tokens_of_lengths([40, 32]))
+        found.append(loss.detach().clone())
+        if backward:
+            loss.backward()
+    return found + [owned.gradient.clone() for owned in trainer.data.finish()]
+
+
+def built(one: RecomputeConfig, dtype: str = "fp32", run: TrainRun = RUN) -> Trainer:
+    run = apply_overrides(replace(run, recompute=one), {"precision.params": dtype})
+    return build_trainer(run, mesh_of_one(), torch.device("cpu"))
+
+
+@cache
+def reference(dtype: str) -> tuple[Tensor, ...]:
+    return tuple(step(built(KEEP, dtype)))
+
+
+def same(mine: list[Tensor], theirs: tuple[Tensor, ...]) -> bool:
+    return len(mine) == len(theirs) and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("one", UNIFORM + BLOCK + SELECTIVE, ids=name)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_loss_and_every_gradient_have_the_same_bits(one: RecomputeConfig, dtype: str) -> None:
+    assert same(step(built(one, dtype)), reference(dtype))
+
+
+@pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
+def test_gradients_of_layers_appear_although_nothing_before_them_wants_one(one: RecomputeConfig) -> None:
+    def frozen(one: RecomputeConfig) -> list[Tensor]:
+        trainer = built(one)
+        for declared, module, attribute in declared_parameters(trainer.model):
+            if not declared.shard.name.startswith("layers.3."):
+                getattr(module, attribute).requires_grad_(False)
+        return step(trainer)
+
+    mine, theirs = frozen(one), frozen(KEEP)
+    assert same(mine, tuple(theirs))
+    assert sum(bool(gradient.any()) for gradient in mine[2:]) == 7
+
+
+@pytest.mark.parametrize("one", [KEEP, UNIFORM[0], UNIFORM[2], SELECTIVE[-1]], ids=name)
+def test_every_sink_is_given_each_product_once(one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[data.FlatSink] = []
+    product = data.FlatSink.product
+
+    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+        given.append(self)
+        product(self, x, dy)
+
+    monkeypatch.setattr(data.FlatSink, "product", noted)
+    step(built(one))
+    assert len(given) == 2 * 4 * 4 and all(given.count(sink) == 2 for sink in given)
+
+
+@pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
+def test_evaluation_keeps_and_recomputes_nothing(one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **others: Any) -> None:
+        raise AssertionError("nothing is kept without gradients")
+
+    monkeypatch.setattr(recompute, "checkpoint", refuse)
+    trainer = built(one)
+    with torch.no_grad(), metered(trainer.model) as meter:
+        losses = step(trainer, backward=False)[:2]
+    assert meter.peak == 0 and same(losses, reference("fp32")[:2])
+
+
+def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> None:
+    calls: list[int] = []
+
+    def region(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        return (x.exp() * y).sin()
+
+    x, y = torch.randn(5, requires_grad=True), torch.randn(5, requires_grad=True)
+    out = Recomputed(region)(x, y).sum()
+    first = torch.autograd.grad(out, [x, y], retain_graph=True)
+    second = torch.autograd.grad(out, [x, y])
+    expected = torch.autograd.grad(region(x, y).sum(), [x, y])
+    for found in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(calls) == 4
+
+
+def test_a_region_whose_input_is_rebuilt_keeps_what_that_is_rebuilt_from() -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    middle = x * 1
+    again: list[int] = []
+
+    def double(source: Tensor) -> Tensor:
+        again.append(1)
+        return source * 2
+
+    with metered() as meter:
+        y = Recomputed(lambda doubled: doubled.exp().sin())(Rebuilt(double(middle), double, (middle,)))
+    assert meter.live == 5 * 4 * 4
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, torch.autograd.grad((x * 2).exp().sin().sum(), x)[0]) and len(again) == 2
+
+
+def test_slices_of_a_saved_input_join_to_it() -> None:
+    x = torch.randn(5, 3)
+    assert torch.equal(sharded(x, alone("tp_kv", "tp_copy")).again(x.flatten()), x)
+    run_ranks(joined, 2)
+
+
+def joined(rank: int, world: int) -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(1))
+    parts = sharded(x, everyone(rank, world, "tp_kv", "tp_copy"))
+    assert parts.inputs[0].shape == (8,) and torch.equal(parts.again(*parts.inputs), x)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
+def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool) -> None:
+    run_ranks(on_two_ranks, 2, sp)
+
+
+def on_two_ranks(rank: int, world: int, sp: bool) -> None:
+    run = replace(RUN, parallel=replace(RUN.parallel, tp=2, sp=sp))
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    sharding = replace(UNIFORM[1], shard_inputs=True)
+    away = OffloadConfig(layers=2, min_numel=1)
+    settings = [(KEEP, OffloadConfig()), (KEEP, away)]
+    settings += [(one, OffloadConfig()) for one in [*UNIFORM, BLOCK[0], *SELECTIVE[:4], SELECTIVE[-1]]]
+    settings += [(UNIFORM[1], away)] if sp else [(sharding, OffloadConfig()), (sharding, away)]
+    found = [
+        step(build_trainer(replace(run, recompute=one, offload=offload), mesh, torch.device("cpu")))
+        for one, offload in settings
+    ]
+    for setting, mine in zip(settings[1:], found[1:], strict=True):
+        assert same(mine, tuple(found[0])), setting
+
+
+# --- planted faults
+
+
+def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = Rebuilt.__init__
+
+    def wrong(self: Rebuilt, value: Tensor, again: Any, inputs: tuple[Tensor, ...]) -> None:
+        right(self, value, again, (inputs[0].detach() * 0.5, *inputs[1:]))
+
+    monkeypatch.setattr(Rebuilt, "__init__", wrong)
+    assert not same(step(built(SELECTIVE[3])), reference("fp32"))
+    assert SELECTIVE[3].modules == ("mlp_act",)
+
+
+def test_a_sink_that_is_given_products_twice_is_seen_in_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if backward also went through the graph of the second run."""
+    backward = LinearFunction.backward
+
+    def twice(ctx: Any, dy: Tensor) -> Any:
+        result = backward(ctx, dy)
+        if ctx.sink is not None:
+            ctx.sink.product(*(saved for saved in ctx.saved_tensors if saved.shape[0] == dy.shape[0]), dy)
+        return result
+
+    monkeypatch.setattr(LinearFunction, "backward", staticmethod(twice))
+    assert not same(step(built(KEEP)), reference("fp32"))
+
+
+def test_a_region_that_saves_other_tensors_the_second_time_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    forward = norm.RMSNormFunction.forward
+
+    def shorter(ctx: Any, x: Tensor, weight: Tensor, eps: float, loops: bool) -> Tensor:
+        calls.append(1)
+        return forward(ctx, x if len(calls) == 1 else x.double(), weight, eps, loops)
+
+    monkeypatch.setattr(norm.RMSNormFunction, "forward", staticmethod(shorter))
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    y = Recomputed(lambda x, weight: norm.rms_norm(x, weight, 1e-5))(x, weight)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
+        y.sum().backward()
