@@ -27,7 +27,7 @@ def test_bubble_and_memory_are_exactly_the_formulas(name: ScheduleName, chunks: 
         if name == "interleaved" and m % p:
             continue
         sizes = {"num_ranks": p, "num_chunks": chunks, "num_microbatches": m}
-        schedule = with_transfers(build_schedule(name, **sizes))
+        schedule = with_transfers(build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m))
         for forward, backward_input, backward_weight in COSTS:
             parts = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
             idle = idle_time(name, num_ranks=p, num_microbatches=m, **parts)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,8 @@ from megalith.plan.schedule import (
     stage_of,
 )
 from megalith.plan.simulate import simulate
+from megalith.testing.schedules import NAMES as ALL
+from megalith.testing.schedules import random_schedule
 
 NAMES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
@@ -126,19 +129,9 @@ def test_lists_are_the_same_every_time() -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_schedule_of_random_size_is_complete_and_in_order(seed: int) -> None:
     rng = random.Random(seed)
-    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
-        schedule = random_schedule(rng, name)
-        assert matching_problems(schedule) == []
-
-
-def random_schedule(rng: random.Random, name: ScheduleName) -> Schedule:
-    p = rng.randint(1, 8)
-    m = rng.randint(p if name == "interleaved" else 1, 32)
-    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-    group = None
-    if name == "interleaved":
-        group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
-    return build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group)
+    for name in ALL:
+        for forward_only in (False, True):
+            assert matching_problems(random_schedule(rng, name, forward_only=forward_only)) == []
 
 
 # The schedules of torch.distributed.pipelining, asked for their lists without building stages.
@@ -165,7 +158,8 @@ def torch_schedules() -> Any:
 def test_gpipe_and_1f1b_have_the_order_of_torch(p: int, m: int) -> None:
     schedules = torch_schedules()
     sizes = SimpleNamespace(_num_stages=p, _n_microbatches=m)
-    for name, theirs in (("gpipe", schedules.ScheduleGPipe), ("1f1b", schedules.Schedule1F1B)):
+    pairs: list[tuple[ScheduleName, Any]] = [("gpipe", schedules.ScheduleGPipe), ("1f1b", schedules.Schedule1F1B)]
+    for name, theirs in pairs:
         rows = theirs._get_pipeline_order(sizes)
         ours = build_schedule(name, num_ranks=p, num_microbatches=m)
         expected = torch_ranks(p, rows.__getitem__, ours.place_of)
@@ -181,7 +175,7 @@ def test_interleaved_has_the_order_of_torch(p: int, v: int, m: int) -> None:
     sizes = SimpleNamespace(n_local_stages=v, microbatches_per_round=m // rounds, pp_group_size=p, _n_microbatches=m)
     theirs = torch_schedules().ScheduleInterleaved1F1B._calculate_single_rank_operations
     ours = build_schedule("interleaved", num_ranks=p, num_chunks=v, num_microbatches=m, group=m // rounds)
-    assert [list(row) for row in ours.ranks] == torch_ranks(p, lambda rank: theirs(sizes, rank), ours.place_of)
+    assert [list(row) for row in ours.ranks] == torch_ranks(p, partial(theirs, sizes), ours.place_of)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (3, 6), (3, 8), (4, 12), (6, 12)])
@@ -190,16 +184,15 @@ def test_zero_bubble_and_v_schedules_are_no_worse_than_those_of_torch(p: int, m:
     sizes = SimpleNamespace(
         n_local_stages=1, microbatches_per_round=p, pp_group_size=p, num_stages=2 * p, _n_microbatches=m
     )
-    pairs = [
+    pairs: list[tuple[ScheduleName, int, Any]] = [
         ("zb-h1", 1, schedules.ScheduleInterleavedZeroBubble),
         ("zb-v", 2, schedules.ScheduleZBVZeroBubble),
         ("dualpipe-v", 2, schedules.ScheduleDualPipeV),
     ]
     for name, chunks, their_class in pairs:
         ours = build_schedule(name, num_ranks=p, num_chunks=chunks, num_microbatches=m)
-        rows = torch_ranks(
-            p, lambda rank, c=their_class: c._calculate_single_rank_operations(sizes, rank), ours.place_of
-        )
+        order = partial(their_class._calculate_single_rank_operations, sizes)
+        rows = torch_ranks(p, order, ours.place_of)
         theirs = Schedule(ours.name, p, chunks, m, ours.placement, tuple(map(tuple, rows)))
         assert simulate(ours).makespan <= simulate(theirs).makespan
         assert max(peak_held(ours)) <= max(peak_held(theirs))

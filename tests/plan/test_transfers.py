@@ -10,6 +10,7 @@ from megalith.plan.matching import matching_problems
 from megalith.plan.schedule import Action, Schedule, build_schedule
 from megalith.plan.simulate import simulate
 from megalith.plan.transfers import Channel, channels, neighbour, with_transfers
+from megalith.testing.schedules import random_schedule
 
 SHORT = {"send_forward": "sf", "recv_forward": "rf", "send_backward": "sb", "recv_backward": "rb"}
 
@@ -35,7 +36,8 @@ def test_receives_are_posted_when_needed_without_overlap() -> None:
 
 
 def test_a_single_rank_and_the_turn_of_a_v_need_no_message() -> None:
-    for name in ("interleaved", "zb-v"):
+    names: list[ScheduleName] = ["interleaved", "zb-v"]
+    for name in names:
         alone = build_schedule(name, num_ranks=1, num_chunks=2, num_microbatches=3)
         assert channels(alone) == () and with_transfers(alone) == alone
     v = with_transfers(build_schedule("zb-v", num_ranks=3, num_chunks=2, num_microbatches=6))
@@ -65,24 +67,10 @@ def test_the_first_and_the_last_stage_have_nobody_beyond_them() -> None:
     assert neighbour(loop, 1, 0, "forward") == (0, 1) and neighbour(loop, 0, 1, "backward") == (1, 0)
 
 
-def random_schedule(rng: random.Random) -> Schedule:
-    name: ScheduleName = rng.choice(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
-    p = rng.randint(1, 8)
-    m = rng.randint(p if name == "interleaved" else 1, 32)
-    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-    group = None
-    if name == "interleaved":
-        group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
-    forward_only = rng.random() < 0.2
-    return build_schedule(
-        name, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group, forward_only=forward_only
-    )
-
-
 @pytest.mark.parametrize("seed", range(80))
 def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_blocks(seed: int) -> None:
     rng = random.Random(seed)
-    schedule = random_schedule(rng)
+    schedule = random_schedule(rng, forward_only=rng.random() < 0.2)
     for overlap in (True, False):
         linked = with_transfers(schedule, overlap=overlap)
         assert matching_problems(linked) == []
