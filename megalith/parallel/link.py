@@ -72,13 +72,12 @@ class Handles:
 
 
 def handles_of(group: Group, *, tags: bool) -> Handles | None:
-    """What messages of the pipeline `group` travel through; None where it has one rank. `tags`: gloo, which has them.
+    """What messages of the pipeline `group` travel through; None for one rank or on paper.
 
-    Without tags, makes process groups, so every rank of the world calls this together.
+    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this together.
     """
-    if group.size == 1:
+    if group.size == 1 or group.handle is None:
         return None
-    assert group.handle is not None
     ways: list[tuple[Direction, bool]] = [(d, after) for d in ("forward", "backward") for after in (True, False)]
     if tags:
         return Handles(group, dict.fromkeys(ways, group.handle), tags)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from megalith.kernels.linear import Sink
@@ -41,8 +42,9 @@ class Postponed:
 
     def add_up(self, microbatch: int) -> None:
         """Add what was put aside for a microbatch, and let go of it."""
-        for add in self._aside.pop(microbatch):
-            add()
+        with torch.no_grad():
+            for add in self._aside.pop(microbatch):
+                add()
 
     def do(self, add: Callable[[], None]) -> None:
         """Add now, or put it aside."""
@@ -65,7 +67,7 @@ class PostponingSink:
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
-        self.chunk.do(partial(self.sink.product, x, dy))
+        self.chunk.do(partial(self.sink.product, x.detach(), dy.detach()))  # the graph that made x may go
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready, now or later: dw [o, i]."""

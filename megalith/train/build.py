@@ -15,6 +15,7 @@ from megalith.optim.slots import Optimizer
 from megalith.parallel.data import DataParallel, Engine
 from megalith.parallel.mesh import Mesh
 from megalith.plan.shards import Shard, is_first_holder
+from megalith.train.staged import Staged, build_staged, with_postponed
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -26,11 +27,17 @@ class Trainer:
     run: TrainRun
     mesh: Mesh
     device: torch.device
-    model: Decoder
+    staged: Staged
     data: Engine
     optimizer: Optimizer
     loss_scale: LossScale | None
     """Set for fp16."""
+
+    @property
+    def model(self) -> Decoder:
+        """The model, where it is not divided into several chunks."""
+        (model,) = self.staged.chunks
+        return model
 
 
 def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True) -> Trainer:
@@ -38,34 +45,27 @@ def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool
 
     `fill=False` leaves weights at zero, for a checkpoint to fill.
     """
-    dtype = DTYPES[run.precision.params]
-    model = Decoder(
-        run.model, mesh, sp=run.parallel.sp, dtype=dtype, context=run.parallel.context, recompute=run.recompute,
-        offload=run.offload,
-    )  # fmt: skip
-    data = DataParallel(
-        model, [(declared.shard, module, name) for declared, module, name in declared_parameters(model)], mesh,
-        device=device, gradient_dtype=torch.promote_types(dtype, torch.float32), bucket_numel=run.parallel.bucket_numel,
-        overlap=run.parallel.overlap, sinks=not run.train.compile,
-    )  # fmt: skip
+    staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
+    model = staged.modules
+    data = build_engine(run, model, mesh, device)
     if fill:
         initialise(model, seed=run.seed)
-    if run.train.compile:
-        for layer in model.layers:
+    for chunk in staged.chunks if run.train.compile else ():
+        for layer in chunk.layers:
             layer.compile()
     optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim)
-    return Trainer(run, mesh, device, model, data, optimizer, build_loss_scale(run.precision))
+    return Trainer(run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision))
 
 
-def build_engine(run: TrainRun, model: nn.Module, mesh: Mesh, device: torch.device) -> Engine:
-    """Give the model's parameters memory, and a way for their gradients to be summed over ranks."""
+def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device) -> Engine:
+    """Give the parameters of my chunks memory, and a way for their gradients to be summed over ranks."""
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
     return DataParallel(
         model, parameters, mesh, device=device, gradient_dtype=torch.promote_types(dtype, torch.float32),
         bucket_numel=p.bucket_numel, overlap=p.overlap, sinks=not run.train.compile, zero=p.zero,
         reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
-        chunks=[] if run.train.compile else [model],  # a graph cannot wait
+        chunks=[] if run.train.compile else list(model),  # a graph cannot wait
         watch=run.optim.nonfinite_grad == "raise",
     )  # fmt: skip
 

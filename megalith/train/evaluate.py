@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from megalith.data.loader import Batch, Masks, build_batch
 from megalith.data.sample import Dataset, Sample
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
-from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.decoder import allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import all_reduce_
@@ -21,6 +22,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
+from megalith.train.staged import Staged, build_staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,23 +44,31 @@ class Evaluation:
         return math.exp(min(self.loss, 700.0))
 
 
+AT_ONCE = 8
+"""Microbatches per pipeline rank that go through the pipeline together: the bubble is then an eighth at most."""
+
+
 def evaluate(
-    model: Decoder, dataset: Dataset, masks: Masks, mesh: Mesh, *, samples: int, rows: int, tokenizer: Tokenizer,
-    device: torch.device, slicing: Slicing = WHOLE,
+    staged: Staged, dataset: Dataset, masks: Masks, *, samples: int, rows: int, tokenizer: Tokenizer,
+    slicing: Slicing = WHOLE,
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
     Samples are dealt out over the data-parallel ranks, some of which may have one less; context-parallel ranks share
-    theirs as `slicing` says.
+    theirs as `slicing` says. What is counted comes from the last stage.
     """
+    mesh, device = staged.mesh, staged.device
     total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
-    with torch.no_grad():
-        for batch in _batches(dataset, masks, mesh, samples, rows, device, slicing):
+    counts = staged.has_loss and mesh.tp.rank == 0
+    batches = _batches(dataset, masks, mesh, samples, rows, device, slicing)
+    while some := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
+        loss = staged.forward(some)
+        for batch in some if counts else ():
             mine = batch.labels[batch.labels >= 0].tolist()
-            total[0] += model.loss(batch.ids, batch.labels, batch.tokens)
             total[1] += len(mine)
             total[2] += tokenizer.num_bytes(mine)
-    loss_sum, labels, num_bytes = all_reduce_(total, mesh.dp_cp).tolist()
+        total[0] += loss if counts else 0.0
+    loss_sum, labels, num_bytes = all_reduce_(total, mesh.world).tolist()
     bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
     return Evaluation(loss_sum / max(1.0, labels), bits, int(labels))
 
@@ -84,16 +94,16 @@ def run_evaluation(
         raise ConfigError(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
         )
-    parallel = run.parallel
-    model = Decoder(run.model, mesh, sp=parallel.sp, dtype=DTYPES[run.precision.params], context=parallel.context)
+    staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
+    model = staged.modules
     allocate(model, device)
     parameters = [(declared.shard, getattr(module, name).data) for declared, module, name in declared_parameters(model)]
     load_pretrained(weight_entries(parameters, mesh), str(folder.path), mesh.world, model=run.model)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     return evaluate(
-        model, dataset, masks, mesh, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer, device=device,
-        slicing=my_slicing(parallel, mesh),
+        staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
+        slicing=my_slicing(run.parallel, mesh),
     )  # fmt: skip
 
 

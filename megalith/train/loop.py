@@ -236,9 +236,9 @@ class _Loop:
         if not due or train.eval_steps == 0 or self.data.splits.valid is None:
             return
         found = evaluate(
-            self.trainer.model, self.data.splits.valid, self._masks(), self.mesh,
+            self.trainer.staged, self.data.splits.valid, self._masks(),
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
-            device=self.trainer.device, slicing=my_slicing(self.run_config.parallel, self.mesh),
+            slicing=my_slicing(self.run_config.parallel, self.mesh),
         )  # fmt: skip
         self._write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,11 +48,8 @@ def train_step(
     data, mesh = trainer.data, trainer.mesh
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    total = torch.zeros((), dtype=torch.float64, device=trainer.device)
-    for batch in batches.microbatches:
-        loss = trainer.model.loss(batch.ids, batch.labels, batch.tokens)
-        share_of_mean(loss, num_labels=batches.num_labels, mesh=mesh, scale=scale).backward()
-        total += loss.detach()
+    ending = partial(share_of_mean, num_labels=batches.num_labels, mesh=mesh, scale=scale)
+    total = trainer.staged.forward_backward(batches.microbatches, ending)
     owned = data.finish()
     news = _share_news(trainer, owned, total, stop)
     loss_sum, stopping, squares, zeros = news.tolist()
@@ -81,7 +79,7 @@ def _share_news(trainer: Trainer, owned: Sequence[Owned], loss: Tensor, stop: bo
     mesh = trainer.mesh
     mine = counted([(o.shard, o.gradient) for o in owned], mesh)
     zeros = num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else loss.new_zeros(())
-    # The loss is the same on every tensor-parallel rank, so the first of them speaks for all.
+    # The loss is the same on every tensor-parallel rank, so the first speaks for all; and 0 before the last stage.
     part = loss if mesh.tp.rank == 0 else torch.zeros_like(loss)
     news = torch.stack([part, loss.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
     return all_reduce_(news, mesh.world)

@@ -35,9 +35,7 @@ def evaluation(rank: int, world: int, run: TrainRun, rows: int, samples: int = S
     """The mean over some samples, as one rank of a layout."""
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
     trainer = build_trainer(run, mesh, CPU)
-    return evaluate(
-        trainer.model, dataset(run), Masks(), mesh, samples=samples, rows=rows, tokenizer=ByteTokenizer(), device=CPU
-    )
+    return evaluate(trainer.staged, dataset(run), Masks(), samples=samples, rows=rows, tokenizer=ByteTokenizer())
 
 
 def test_the_mean_is_over_labels_not_over_rows() -> None:

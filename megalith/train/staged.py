@@ -1,0 +1,140 @@
+"""My chunks of the model, and how microbatches go through all of it, whatever the pipeline."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.train import TrainRun
+from megalith.data.loader import Batch
+from megalith.models.decoder import Decoder, build_chunks
+from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import Pipeline
+from megalith.parallel.postpone import Postponed
+from megalith.parallel.tensor import TensorParallel
+from megalith.plan.schedule import Schedule, build_schedule, schedule_name
+from megalith.plan.transfers import with_transfers
+
+Ending = Callable[[Tensor], Tensor]
+"""The summed loss of a microbatch -> what backward starts from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """This rank's chunks of the model and their place in the pipeline; without one, a chunk that is all of it."""
+
+    run: TrainRun
+    mesh: Mesh
+    device: torch.device
+    chunks: tuple[Decoder, ...]
+    handles: Handles | None
+    weights: tuple[Postponed, ...] = ()
+    """By chunk: weight gradients that wait, for schedules that split backward."""
+
+    @property
+    def modules(self) -> nn.ModuleList:
+        """All chunks as one module."""
+        return nn.ModuleList(self.chunks)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether losses are computed on this rank."""
+        return any(chunk.stage.loss for chunk in self.chunks)
+
+    @property
+    def boundary_split(self) -> int:
+        """Ranks over which the tokens between stages are divided."""
+        return self.mesh.tp.size if self.run.parallel.sp else 1
+
+    def forward_backward(self, batches: Sequence[Batch], ending: Ending) -> Tensor:
+        """Every microbatch forward and backward; the sum of their losses, float64, and 0 where there is no loss."""
+        return self._run(batches, ending)
+
+    def forward(self, batches: Sequence[Batch]) -> Tensor:
+        """Every microbatch forward; the sum of their losses, float64, and 0 where there is no loss."""
+        with torch.no_grad():
+            return self._run(batches, None)
+
+    def _run(self, batches: Sequence[Batch], ending: Ending | None) -> Tensor:
+        p = self.run.parallel
+        schedule = planned_step(
+            p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None
+        )
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        tags = self.handles is None or self.handles.tags
+        pipeline = Pipeline(
+            self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
+            announce=p.check_collectives and tags, weights=self.weights,
+        )  # fmt: skip
+        pipeline.run(schedule, [_Running(chunk, batches, ending, total) for chunk in self.chunks])
+        return total
+
+    def _boundary(self, batches: Sequence[Batch]) -> Callable[[int], Specs]:
+        """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
+        hidden, dtype, parts = self.run.model.hidden_size, self.chunks[0].dtype, self.boundary_split
+
+        def of(microbatch: int) -> Specs:
+            return (Spec((len(batches[microbatch].ids) // parts, hidden), dtype),)
+
+        return of
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """One chunk at work on the microbatches of a step."""
+
+    model: Decoder
+    batches: Sequence[Batch]
+    ending: Ending | None
+    total: Tensor
+
+    def __call__(self, microbatch: int, received: Tensors) -> Tensors:
+        """Hidden states of the stage before (none on the first) -> hidden states, or what backward starts from."""
+        batch, x = self.batches[microbatch], received[0] if received else None
+        if not self.model.stage.loss:
+            return (self.model(batch.ids, batch.tokens, x=x),)
+        loss = self.model.loss(batch.ids, batch.labels, batch.tokens, x=x)
+        self.total.add_(loss.detach())
+        return () if self.ending is None else (self.ending(loss),)
+
+
+def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:
+    """Build this rank's chunks, still without memory, and what their messages travel through. Collective."""
+    chunks = build_chunks(
+        run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload
+    )  # fmt: skip
+    return Staged(run, mesh, device, tuple(chunks), handles_of(mesh.pp, tags=device.type == "cpu"))
+
+
+def with_postponed(staged: Staged) -> Staged:
+    """Let weight gradients wait where the schedule wants it; the engine must have given the layers their sinks."""
+    if not splits_backward(staged.run.parallel.pipeline, staged.mesh.pp.size):
+        return staged
+    layers = ([m for m in chunk.modules() if isinstance(m, TensorParallel)] for chunk in staged.chunks)
+    return replace(staged, weights=tuple(Postponed(each) for each in layers))
+
+
+def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
+    """Whether weight gradients are added apart from the rest of backward."""
+    return pp * pipeline.vpp > 1 and schedule_name(pipeline) in ("zb-h1", "zb-v", "dualpipe-v")
+
+
+@lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
+def planned_step(
+    pipeline: PipelineConfig, pp: int, microbatches: int, *, overlap: bool, forward_only: bool = False
+) -> Schedule:
+    """The action lists of a step; without a pipeline, microbatch after microbatch.
+
+    Raises:
+        PlanError: the schedule cannot be had with these counts.
+    """
+    used = pipeline if pp * pipeline.vpp > 1 else PipelineConfig()
+    schedule = build_schedule(
+        schedule_name(used), num_ranks=pp, num_chunks=used.vpp, num_microbatches=microbatches, group=used.group,
+        forward_only=forward_only,
+    )  # fmt: skip
+    return with_transfers(schedule, overlap=overlap)
