@@ -91,23 +91,21 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
-            "tp", "inputs of layers that run again", "all_gather",
+            "tp", "inputs of layers run again", "all_gather",
             ranks=tp, calls=inputs_again, nbytes=inputs_again * one,
         )  # fmt: skip
     if run.parallel.sp:
         again_inside = layers if "mlp" in modules_again(run.recompute) else 0
         gathers = (6 * layers + 2 * repeated + again_inside + inputs + losses) * many
         scatters = (4 * layers + 2 * repeated - spans + inputs + losses) * many
-        yield _row("tp", "all tokens for divided work", "all_gather", ranks=tp, calls=gathers, nbytes=gathers * one)
-        yield _row(
-            "tp", "sums, each rank its tokens", "reduce_scatter", ranks=tp, calls=scatters, nbytes=scatters * one
-        )
+        yield _row("tp", "tokens, gathered", "all_gather", ranks=tp, calls=gathers, nbytes=gathers * one)
+        yield _row("tp", "sums, scattered", "reduce_scatter", ranks=tp, calls=scatters, nbytes=scatters * one)
     else:
         sums = (4 * layers + 2 * repeated - spans + inputs + losses) * many
-        yield _row("tp", "sums of activations and of gradients", "all_reduce", ranks=tp, calls=sums, nbytes=sums * one)
+        yield _row("tp", "sums of activations", "all_reduce", ranks=tp, calls=sums, nbytes=sums * one)
     chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
     yield _row(
-        "tp", "largest logit, sums and target of each token", "all_reduce",
+        "tp", "statistics of logits", "all_reduce",
         ranks=tp, calls=2 * chunks * losses * many, nbytes=3 * t * width.sums * losses * many,
     )  # fmt: skip
 
@@ -129,7 +127,7 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
     heads = sum(one.numel for one in held if not one.cut and ".attention.kv" in one.name)
     whole = sum(one.numel for one in held if not one.cut and ".attention.kv" not in one.name)
     yield _row(
-        "tp", "gradients of shared key/value heads", "all_reduce",
+        "tp", "gradients of shared heads", "all_reduce",
         ranks=copies, calls=1 if heads else 0, nbytes=heads * wide // workload.shards,
     )  # fmt: skip
     if run.parallel.sp:
@@ -157,14 +155,14 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
             continue
         if kind in ("a2a", "a2a+ring"):
             yield _row(
-                "cp", "heads for tokens: queries, keys, values, results", "all_to_all",
+                "cp", "heads for tokens", "all_to_all",
                 ranks=near, calls=8 * layers, nbytes=2 * layers * (keys + queries),
             )  # fmt: skip
         if kind in ("ring", "a2a+ring"):
             yield _row(
-                "cp", "keys and values round the ring, with their gradients on the way back", "message",
+                "cp", "keys, values, their gradients", "message",
                 ranks=ring, calls=3 * (ring - 1) * layers, nbytes=3 * (ring - 1) * layers * keys,
-                behind="attention to the part at hand" if run.parallel.overlap else "",
+                behind="attention" if run.parallel.overlap else "",
             )  # fmt: skip
 
 
@@ -174,11 +172,11 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
 def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     """t · h for each microbatch to the next stage, its gradient to the one before; nothing within a rank."""
     schedule, many = workload.schedule, workload.num_microbatches
-    behind = "other microbatches' work" if workload.run.parallel.overlap else ""
+    behind = "other microbatches" if workload.run.parallel.overlap else ""
     for direction in SENDS:
         targets = [neighbour(schedule, pp_rank, chunk, direction) for chunk in range(schedule.num_chunks)]
         calls = many * sum(target is not None and target[0] != pp_rank for target in targets)
-        what = "activations to the next stage" if direction == "forward" else "gradients to the stage before"
+        what = "activations onward" if direction == "forward" else "gradients back"
         nbytes = calls * boundary_bytes(workload)
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
     yield from _tied_table(workload, pp_rank)
@@ -205,7 +203,7 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
     parameters = workload.parameters(pp_rank, tp_rank)
     plan = buffer_plan(workload, parameters)
     calls, ranks, replicas = len(plan.buckets), workload.shards, workload.grid.size("dp_replica")
-    backward, forward = ("the last microbatch's backward", "the next step's forward") if p.overlap else ("", "")
+    backward, forward = ("last backward", "next forward") if p.overlap else ("", "")
     if ranks == 1:
         everyone = workload.dp * p.cp
         nbytes = width.sums * plan.numel

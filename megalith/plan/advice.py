@@ -1,0 +1,159 @@
+"""Whether a run fits its devices, and the cheapest changes that make it: each is tried on the ledger."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megalith.config.train import TrainRun
+from megalith.config.tree import Override, apply_overrides
+from megalith.errors import UserError
+from megalith.plan.costs import step_flops
+from megalith.plan.devices import USABLE, Device
+from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.workload import Workload, plan_workload
+
+Verdict = Literal["fits", "tight", "does not fit", "unknown"]
+Problems = Callable[[TrainRun, int], Sequence[str]]
+"""Broken rules of a run on a number of ranks; as train/rules.py gives them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Settings that would take less memory."""
+
+    overrides: dict[str, str]
+    price: str
+    """What it costs, in words."""
+
+    nbytes: int
+    """On the worst rank, with the change."""
+
+    saved: int
+    """Less than without it."""
+
+    fits: bool
+    """With nothing else changed."""
+
+
+def verdict(nbytes: int, device: Device) -> Verdict:
+    """`tight` when the device is filled beyond what a plan may be sure of."""
+    if device.memory is None:
+        return "unknown"
+    if nbytes > device.memory:
+        return "does not fit"
+    return "fits" if nbytes <= USABLE * device.memory else "tight"
+
+
+def changes(workload: Workload, device: Device, problems: Problems) -> list[Change]:
+    """Every single change that breaks no rule and saves memory on the worst rank, the cheapest first."""
+    before = worst(memory_ledger(workload, device)).memory.total
+    found = []
+    for overrides, price in _levers(workload, device):
+        nbytes = tried(workload, overrides, device, problems)
+        if nbytes is not None and nbytes < before:
+            found.append(Change(overrides, price, nbytes, before - nbytes, verdict(nbytes, device) == "fits"))
+    return found
+
+
+def remedy(workload: Workload, device: Device, problems: Problems) -> Change | None:
+    """The cheapest single change that makes the run fit; else the cheapest ones added up until it does; else None."""
+    single = changes(workload, device, problems)
+    fitting = next((change for change in single if change.fits), None)
+    if fitting is not None:
+        return fitting
+    before = worst(memory_ledger(workload, device)).memory.total
+    chosen: list[Change] = []
+    for change in single:
+        kept = [
+            one for one in chosen if not one.overrides.keys() & change.overrides.keys()
+        ]  # a later value is stronger
+        overrides = {name: value for one in [*kept, change] for name, value in one.overrides.items()}
+        nbytes = tried(workload, overrides, device, problems)
+        if nbytes is None:
+            continue
+        chosen = [*kept, change]
+        if verdict(nbytes, device) == "fits":
+            return Change(overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, fits=True)
+    return None
+
+
+def tried(workload: Workload, overrides: dict[str, str], device: Device, problems: Problems) -> int | None:
+    """Bytes on the worst rank with some settings changed; None where they break a rule."""
+    try:
+        given: dict[str, Override] = dict(overrides)
+        run = apply_overrides(workload.run, given)
+        if problems(run, workload.world):
+            return None
+        return worst(memory_ledger(plan_workload(run, workload.world), device)).memory.total
+    except UserError:
+        return None
+
+
+def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str], str]]:
+    """Settings to try, the cheapest first, each with its price."""
+    run, p = workload.run, workload.run.parallel
+    again = run.recompute.granularity
+    if p.tp > 1 and not p.sp:
+        yield {"parallel.sp": "true"}, "as many bytes sent"
+    if p.zero == 0:
+        yield {"parallel.zero": "1"}, "as many bytes sent"
+    if again == "none":
+        yield _selective("norm"), "norms run twice: under 1 % of the work"
+        yield _selective("norm, mlp_act"), "norms and activations run twice: under 1 % of the work"
+    if run.train.micro_batch_size > 1:
+        yield {"train.micro_batch_size": str(run.train.micro_batch_size // 2)}, "smaller matrix products"
+    if p.pipeline.vpp > 1 and p.pp > 1:
+        yield {"parallel.pipeline.vpp": "1"}, f"a bubble {p.pipeline.vpp} times as large"
+    if again == "none":
+        yield _selective("mlp"), f"{100 * mlp_share(run) / 3:.0f} % more work"
+    if p.tp < device.node:
+        sp = {"parallel.sp": "true"} if not p.sp else {}
+        yield {"parallel.tp": str(2 * p.tp)} | sp, "more bytes sent inside each layer, smaller products"
+    yield {"parallel.cp": str(2 * p.cp)}, "keys and values sent between ranks"
+    yield {"parallel.pp": str(2 * p.pp)}, "a larger bubble"
+    if again != "full":
+        yield {"recompute.granularity": "full"}, f"{100 * layer_share(run) / 3:.0f} % more work"
+    if p.zero < 2:
+        yield {"parallel.zero": "2"}, f"gradients sent {workload.num_microbatches} times a step"
+    if p.zero < 3:
+        yield {"parallel.zero": "3"}, f"weights sent {2 * workload.num_microbatches} times a step"
+
+
+def _selective(modules: str) -> dict[str, str]:
+    return {"recompute.granularity": "selective", "recompute.modules": f"[{modules}]"}
+
+
+def layer_share(run: TrainRun) -> float:
+    """The layers' part of a step's work; the head has the rest."""
+    c, length = run.model, run.train.seq_len
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    return 1 - 6 * c.hidden_size * c.vocab_size * length / whole
+
+
+def mlp_share(run: TrainRun) -> float:
+    """The MLPs' part of a step's work."""
+    c, length = run.model, run.train.seq_len
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    return 6 * c.num_layers * 3 * c.hidden_size * c.ffn_hidden_size * length / whole
+
+
+def notes(workload: Workload, device: Device) -> list[str]:
+    """Settings that do nothing here, or cost more than people expect."""
+    run, p = workload.run, workload.run.parallel
+    found = []
+    if run.recompute.granularity == "selective" and "core_attention" in run.recompute.modules and device.accelerator:
+        found.append(
+            "recompute.modules has core_attention: fused attention keeps no scores, so next to nothing is saved, and "
+            "attention runs twice. Remove it."
+        )
+    if p.tp > device.node:
+        found.append(
+            f"parallel.tp={p.tp} spans nodes of {device.node}: every layer waits for the network. "
+            f"Set parallel.tp to {device.node} and use parallel.pp or parallel.cp for the rest."
+        )
+    if p.pp > 1 and workload.num_microbatches < 4 * p.pp and p.pipeline.schedule == "auto":
+        found.append(
+            f"{workload.num_microbatches} microbatches for parallel.pp={p.pp} stages leave a large bubble. Use a "
+            f"larger train.global_batch_size, or parallel.pipeline.vpp."
+        )
+    return found

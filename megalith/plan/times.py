@@ -1,0 +1,90 @@
+"""Rough times of a step: its work at a usual part of the peak rate, its messages at the rate of the links they take.
+
+Good for telling which axis costs what and what can hide it, not for predicting a step.
+"""
+
+from dataclasses import dataclass
+
+from megalith.plan.advice import layer_share
+from megalith.plan.costs import step_flops
+from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
+from megalith.plan.traffic import Traffic
+from megalith.plan.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """How long one sort of traffic is on its way in a step, and how long what it can hide behind takes."""
+
+    near: bool
+    """All ranks of its group are in one node."""
+
+    seconds: float
+    room: float
+    """Seconds of work that can go on meanwhile; 0 where the next thing to do needs the result."""
+
+    @property
+    def exposed(self) -> float:
+        """What is left of it at best."""
+        return max(0.0, self.seconds - self.room)
+
+
+def rank_flops(workload: Workload) -> float:
+    """Useful floating-point operations of one rank in a step, on average over stages; recomputation does not count."""
+    t = workload.run.train
+    row = step_flops(workload.run.model, tokens=t.seq_len, squared_lengths=t.seq_len**2)
+    return t.global_batch_size * row / workload.world
+
+
+def work_seconds(workload: Workload, device: Device) -> float | None:
+    """Computing of one step, without bubble and messages; None where the device's rate is not known."""
+    if device.tflops is None:
+        return None
+    return rank_flops(workload) / (device.tflops * 1e12 * EFFICIENCY)
+
+
+def passage(workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device) -> Passage | None:
+    """How long this traffic takes; None where the device's links or rate are not known."""
+    work = work_seconds(workload, device)
+    if work is None or device.near_gbs == 0:
+        return None
+    rank = workload.rank_at(pp_rank, tp_rank)
+    spans = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp", "cp")}
+    ranks = workload.grid.group_of(rank, spans[row.axis])
+    near = len({one // device.node for one in ranks}) == 1
+    rate = (device.near_gbs if near else device.far_gbs) * 1e9 * LINK_EFFICIENCY
+    return Passage(near, row.nbytes / rate, _share(workload, row) * work)
+
+
+def _share(workload: Workload, row: Traffic) -> float:
+    """The part of a step's computing that a sort of traffic can hide behind; backward is two thirds of it."""
+    many = workload.num_microbatches
+    shares = {
+        "": 0.0,
+        "last backward": 2 / 3 / many,
+        "backward": 2 / 3,
+        "next forward": 1 / 3 / many,
+        "other microbatches": 1.0,
+        "the layer before": 1.0,
+        "attention": attention_share(workload),
+    }
+    return shares[row.behind]
+
+
+def attention_share(workload: Workload) -> float:
+    """The part of a step's work that attention's scores and their products with values are."""
+    c, length = workload.run.model, workload.run.train.seq_len
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    return 1 - step_flops(c, tokens=length, squared_lengths=0) / whole
+
+
+def repeated_share(workload: Workload) -> float:
+    """What recomputation adds, as a part of the useful work: a third of what it runs forward again."""
+    run = workload.run
+    if run.recompute.granularity == "full":
+        layers = sum(len(stage.layers) for stage in workload.stages)
+        again = layers
+        if run.recompute.method == "block":
+            again = sum(min(run.recompute.num_layers, len(stage.layers)) for stage in workload.stages)
+        return layer_share(run) * again / layers / 3
+    return 0.0

@@ -1,0 +1,135 @@
+"""`megalith plan`: explain and estimate."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.testing.tiny import tiny_yaml
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
+
+
+def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What was printed, which must be one JSON document and nothing else."""
+    found = json.loads(capsys.readouterr().out)
+    assert isinstance(found, dict)
+    return found
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_explain_shows_grids_groups_stages_and_slices(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "explain", recipe, "--world", "8", "--parallel.pp", "2"]) == 0
+    told = flat(capsys.readouterr().out)
+    assert "8 = tp 2 · cp 1 · dp 2 · pp 2" in told and "8 = etp 2 · ep 1 · edp 2 · pp 2" in told
+    assert "0, 1 | 2, 3 | 4, 5 | 6, 7" in told and "0, 4 | 1, 5 | 2, 6 | 3, 7" in told
+    assert "embedding" in told and "loss" in told and "Schedule 1f1b: 33.3 %" in told
+    assert "in a step: tp" in told
+
+
+def test_explain_as_json_has_the_same_and_the_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "explain", recipe, "--json"]) == 0
+    found = document(capsys)
+    assert found["world"] == 2, "without --world one replica"
+    assert [row["axis"] for row in found["dense"]] == ["tp", "cp", "dp", "pp"]
+    assert found["groups"][0]["axes"] == "tp" and found["stages"][0]["layers"] == "0-1"
+    assert {row["axis"] for row in found["traffic"]} == {"tp"}
+    assert found["memory"][0]["memory"]["weights"] > 0 and found["memory"][0]["total"] > 0
+
+
+def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "explain", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
+    told = flat(capsys.readouterr().out)
+    assert "405.9B parameters on 16384 ranks" in told
+    assert "16384 = tp 8 · cp 4 · dp 32 · pp 16" in told
+    assert "5.9 % of the computing time" in told
+
+
+def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "estimate", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
+    told = flat(capsys.readouterr().out)
+    assert "Fits:" in told and "on rank 1024 (pp 1, tp 0)" in told
+    assert "Nearest fix" not in told
+    for name in ("weights", "gradients", "activations", "messages", "library", "keys, values", "updated weights"):
+        assert name in told
+
+
+def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "estimate", "llama3_8b", "--world", "16"]) == 1
+    told = flat(capsys.readouterr().out)
+    assert "Does not fit:" in told and "of 79.0 GiB" in told
+    assert "Nearest fix: --parallel.zero 1:" in told
+    assert "--recompute.modules '[norm]'" in told, "as a shell takes it"
+    assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--parallel.zero", "1"]) == 0
+
+
+def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--json"]) == 1
+    found = document(capsys)
+    assert found["verdict"] == "does not fit" and found["worst"]["rank"] == 0
+    assert found["nearest_fix"]["overrides"] == {"parallel.zero": "1"}
+    assert found["worst"]["total"] == sum(found["worst"]["memory"].values())
+    assert {row["axis"] for row in found["traffic"]} == {"tp", "dp"}
+    assert all(row["passage"]["seconds"] > 0 for row in found["traffic"])
+
+
+def test_ranks_on_this_cpu_share_its_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "estimate", recipe, "--world", "4", "--device", "cpu"]) == 0
+    told = flat(capsys.readouterr().out)
+    assert "on 4 × cpu" in told and "library" not in told and "peak" not in told
+
+
+def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "200"]) == 0
+    assert main(["plan", "estimate", "llama3_8b", "--world", "2", "--device", "0.1"]) == 1
+    assert "No change tried here makes it fit on 2 ranks. Use more of them." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line, texts",
+    [
+        ("plan explian tiny_cpu", ["explian is not something `megalith plan` does. Did you mean explain?"]),
+        ("plan estimate tiny_cpu --device h10", ["--device=h10 is no device known here. Did you mean h100?"]),
+        ("plan explain tiny_cpu --world 0", ["--world=0 must be at least 1"]),
+        (
+            "plan estimate tiny_cpu --world 7 --parallel.tp 2 --optim.beta2 2",
+            ["world_size=7 is not", "optim.beta2=2.0 must be in"],
+        ),
+        ("plan estimate tiny_cpu --wrld 7", ["--wrld is not an option of this command. Did you mean --world"]),
+    ],
+)
+def test_mistakes_are_told_all_at_once(line: str, texts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    for text in texts:
+        assert text in captured.err
+
+
+def test_the_usage_names_both(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    told = capsys.readouterr().out
+    assert "explain" in told and "estimate" in told
+
+
+def test_planning_the_largest_job_loads_no_torch() -> None:
+    code = (
+        "import contextlib, io, sys\n"
+        "from megalith.cli.main import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()):\n"
+        "    for action in ('explain', 'estimate'):\n"
+        "        main(['plan', action, 'llama3_405b', '--world', '16384'])\n"
+        "print('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "False\n", done.stderr

@@ -1,0 +1,88 @@
+"""Tests of megalith/plan/advice.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.plan.advice import changes, layer_share, mlp_share, notes, remedy, tried, verdict
+from megalith.plan.devices import DEVICES, GIB, Device
+from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.workload import Workload, plan_workload
+from megalith.recipes import resolve
+from megalith.train.rules import run_problems
+
+H100 = DEVICES["h100"]
+
+
+def workload(name: str, world: int, **overrides: str) -> Workload:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return plan_workload(apply_overrides(resolve(name), dict(dotted)), world)
+
+
+def device(gib: float) -> Device:
+    return replace(H100, memory=int(gib * GIB))
+
+
+@pytest.mark.parametrize("gib, told", [(50, "fits"), (75, "tight"), (79.5, "does not fit")])
+def test_a_device_filled_to_the_brim_is_tight(gib: float, told: str) -> None:
+    assert verdict(int(gib * GIB), H100) == told
+    assert verdict(int(gib * GIB), replace(H100, memory=None)) == "unknown"
+
+
+def test_the_nearest_fix_of_the_8b_model_is_to_divide_its_optimizer() -> None:
+    fix = remedy(workload("llama3_8b", 16), H100, run_problems)
+    assert fix is not None and fix.overrides == {"parallel.zero": "1"} and fix.fits
+    assert fix.nbytes + fix.saved == worst(memory_ledger(workload("llama3_8b", 16), H100)).memory.total
+
+
+def test_every_change_is_true_and_breaks_no_rule() -> None:
+    base = workload("llama3_70b", 64)
+    before = worst(memory_ledger(base, H100)).memory.total
+    found = changes(base, H100, run_problems)
+    assert len(found) > 5
+    for change in found:
+        run = apply_overrides(base.run, dict(change.overrides))
+        assert run_problems(run, 64) == []
+        after = worst(memory_ledger(plan_workload(run, 64), H100)).memory.total
+        assert (after, before - after) == (change.nbytes, change.saved) and change.saved > 0
+        assert change.fits == (verdict(after, H100) == "fits") and change.price
+
+
+def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
+    base = workload("llama3_70b", 64)
+    tight = device(30)
+    assert not any(change.fits for change in changes(base, tight, run_problems))
+    fix = remedy(base, tight, run_problems)
+    assert fix is not None and len(fix.overrides) > 1
+    assert tried(base, fix.overrides, tight, run_problems) == fix.nbytes <= 0.94 * 30 * GIB
+
+
+def test_nothing_is_promised_where_nothing_helps() -> None:
+    assert remedy(workload("llama3_70b", 8), device(2), run_problems) is None
+
+
+def test_a_change_that_breaks_a_rule_is_not_offered() -> None:
+    base = workload("llama3_70b", 64)
+
+    def no_zero(run: TrainRun, world: int) -> list[str]:
+        return ["no"] if run.parallel.zero else []
+
+    assert not any("parallel.zero" in change.overrides for change in changes(base, H100, no_zero))
+    assert tried(base, {"parallel.tp": "7"}, H100, lambda run, world: []) is None, "a plan that cannot be made"
+    assert tried(base, {"parallel.qp": "7"}, H100, lambda run, world: []) is None
+
+
+def test_shares_of_the_work() -> None:
+    run = resolve("llama3_8b")
+    assert layer_share(run) == pytest.approx(1 - 6 * 4096 * 128_256 / 51_470_401_536)
+    assert mlp_share(run) == pytest.approx(6 * 32 * 3 * 4096 * 14_336 / 51_470_401_536)
+
+
+def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
+    pointless = workload("llama3_8b", 2, recompute__granularity="selective")
+    assert any("fused attention keeps no scores" in note for note in notes(pointless, H100))
+    wide = workload("llama3_70b", 32, parallel__tp="16")
+    assert any("parallel.tp=16 spans nodes of 8" in note for note in notes(wide, H100))
+    assert notes(workload("llama3_70b", 32), H100) == []

@@ -1,0 +1,103 @@
+"""Tests of megalith/plan/explain.py."""
+
+import pytest
+
+from megalith.config.tree import apply_overrides
+from megalith.parallel.mesh import mesh_on_paper
+from megalith.plan.costs import num_parameters
+from megalith.plan.explain import explain, group_rows, layers_text, ranks_text
+from megalith.plan.workload import Workload, plan_workload
+from megalith.recipes import resolve
+from megalith.testing.tiny import tiny_run
+
+
+def big() -> Workload:
+    """The published 405B layout with rows shared by 4 ranks."""
+    return plan_workload(apply_overrides(resolve("llama3_405b"), {"parallel.cp": "4"}), 16_384)
+
+
+def test_both_grids_multiply_to_the_world() -> None:
+    layout = explain(big())
+    assert [(row.axis, row.size, row.stride) for row in layout.dense] == [
+        ("tp", 8, 1), ("cp", 4, 8), ("dp", 32, 32), ("pp", 16, 1024),
+    ]  # fmt: skip
+    assert [(row.axis, row.size, row.stride) for row in layout.expert] == [
+        ("etp", 8, 1), ("ep", 1, 8), ("edp", 128, 8), ("pp", 16, 1024),
+    ]  # fmt: skip
+    assert layout.parameters == 405_853_388_800
+
+
+def test_groups_of_a_small_world_are_all_listed() -> None:
+    settings = {"parallel.tp": "2", "parallel.cp": "2", "parallel.pp": "2", "train.micro_batch_size": "1"}
+    rows = {row.axes: row for row in group_rows(plan_workload(tiny_run(settings), 16).grid)}
+    assert rows["tp"].examples[:2] == ("0, 1", "2, 3") and rows["tp"].count == 8
+    assert rows["cp"].examples[:3] == ("0, 2", "1, 3", "4, 6")
+    assert rows["dp"].examples[:2] == ("0, 4", "1, 5")
+    assert rows["pp"].examples == tuple(f"{rank}, {rank + 8}" for rank in range(8))
+    assert rows["dp · cp"].examples[0] == "0, 2, 4, 6"
+    assert "cp_ring" not in rows, "the same ranks as cp"
+
+
+def test_groups_are_those_that_the_mesh_makes() -> None:
+    settings = {"parallel.tp": "4", "parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}
+    workload = plan_workload(tiny_run(settings), 16)
+    mesh = mesh_on_paper(workload.grid, rank=0)
+    for row in group_rows(workload.grid):
+        group = mesh.over(*row.axes.split(" · "))
+        assert ranks_text(group.ranks) == row.examples[0] and group.size == row.size
+    names = [row.axes for row in group_rows(workload.grid)]
+    assert names == ["tp", "tp_kv", "tp_copy", "dp", "dp_shard · cp", "dp_replica"]
+
+
+def test_groups_of_a_large_world_are_told_by_the_first_two_and_the_last() -> None:
+    rows = {row.axes: row for row in explain(big()).groups}
+    assert rows["tp"].count == 2048 and rows["tp"].examples == ("0-7", "8-15", "16376-16383")
+    assert rows["pp"].examples[0] == "0, 1024 ... 15360"
+    assert rows["dp · cp"].size == 128
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"parallel.pp": "2"}, {"parallel.pipeline.vpp": "2", "parallel.pp": "2", "model.num_layers": "8"}]
+)
+def test_stages_have_every_parameter_and_all_the_work(settings: dict[str, str]) -> None:
+    workload = plan_workload(tiny_run({"model.tied_embeddings": "false"} | settings), workload_world(settings))
+    stages = explain(workload).stages
+    assert sum(row.parameters for row in stages) == num_parameters(workload.run.model)
+    assert sum(row.flops_share for row in stages) == pytest.approx(1)
+    assert stages[0].embedding and stages[-1].loss
+    assert [(row.pp_rank, row.chunk) for row in stages] == [workload.schedule.place_of(n) for n in range(len(stages))]
+
+
+def workload_world(settings: dict[str, str]) -> int:
+    return int(settings.get("parallel.pp", "1"))
+
+
+def test_the_405b_stages_are_the_published_ones() -> None:
+    stages = explain(big()).stages
+    assert [row.layers for row in stages[:2]] == ["0", "1-2"] and stages[-1].layers == "125"
+    assert len(stages) == 64 and {(row.pp_rank, row.chunk) for row in stages[:17]} >= {(0, 0), (15, 0), (0, 1)}
+
+
+def test_uneven_parts_are_told_apart_and_even_ones_joined() -> None:
+    (even,) = explain(big()).parts
+    assert (even.tp_ranks, even.heads, even.kv_heads, even.vocab) == ("0-7", 16, 1, 128_256 // 8)
+    uneven = {"parallel.tp": "3", "model.num_heads": "8", "model.num_kv_heads": "4", "model.hidden_size": "48"}
+    parts = explain(plan_workload(tiny_run(uneven), 3)).parts
+    assert [part.heads for part in parts] == [4, 2, 2]
+    shared = explain(plan_workload(tiny_run({"parallel.tp": "4"}), 4)).parts[0]
+    assert shared.kv_copies == 2
+
+
+def test_the_rhythm_of_a_step() -> None:
+    rhythm = explain(big()).rhythm
+    assert rhythm.tokens_per_step == 16_777_216 and rhythm.microbatches == 64
+    assert rhythm.tokens_per_microbatch == 2048
+    assert rhythm.bubble == pytest.approx(15 / (4 * 64)), "(p - 1)/(v m), arXiv:2104.04473, section 2.2"
+    assert rhythm.tokens_in_flight == (2 * 15 + 3 * 16 + 1) * 2048
+
+
+def test_numbers_in_words() -> None:
+    assert ranks_text([0, 1]) == "0, 1" and ranks_text([2, 3, 4]) == "2-4"
+    assert ranks_text([0, 4, 8]) == "0, 4, 8" and ranks_text([0, 4, 8, 12, 16]) == "0, 4 ... 16"
+    assert ranks_text([0, 1, 4, 5, 8, 9, 12, 13, 16]) == "0, 1, 4, 5 ... 16"
+    assert (layers_text(range(0)), layers_text(range(2, 3)), layers_text(range(2, 5))) == ("none", "2", "2-4")

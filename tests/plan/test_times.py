@@ -1,0 +1,54 @@
+"""Tests of megalith/plan/times.py."""
+
+import pytest
+
+from megalith.config.tree import apply_overrides
+from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
+from megalith.plan.times import Passage, attention_share, passage, rank_flops, work_seconds
+from megalith.plan.traffic import step_traffic
+from megalith.plan.workload import plan_workload
+from megalith.recipes import resolve
+
+H100 = DEVICES["h100"]
+
+
+def test_the_work_of_a_rank_is_its_share_of_the_steps() -> None:
+    workload = plan_workload(resolve("llama3_8b"), 8)
+    tokens = 512 * 8192
+    assert rank_flops(workload) == pytest.approx(51_470_401_536 * tokens / 8)
+    seconds = work_seconds(workload, H100)
+    assert seconds == pytest.approx(rank_flops(workload) / (989.4e12 * EFFICIENCY))
+    assert work_seconds(workload, device_named("40", world=8, host_memory=0)) is None
+
+
+def test_a_link_within_a_node_is_the_faster_one() -> None:
+    workload = plan_workload(apply_overrides(resolve("llama3_70b"), {"parallel.cp": "2"}), 32)
+    found = {}
+    for row in step_traffic(workload, 0, 0):
+        way = passage(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        assert way is not None
+        rate = (450e9 if way.near else 50e9) * LINK_EFFICIENCY
+        assert way.seconds == pytest.approx(row.nbytes / rate)
+        found[row.axis] = way.near
+        assert (way.room == 0) == (row.behind == "")
+    assert found == {"tp": True, "cp": False, "dp": False}
+
+
+def test_what_is_left_is_what_finds_no_room() -> None:
+    assert Passage(near=True, seconds=3.0, room=2.0).exposed == 1.0
+    assert Passage(near=True, seconds=3.0, room=5.0).exposed == 0.0
+
+
+def test_without_a_link_nothing_is_said() -> None:
+    workload = plan_workload(resolve("llama3_8b"), 8)
+    row = step_traffic(workload, 0, 0)[0]
+    cpu = device_named("cpu", world=8, host_memory=2**34)
+    assert passage(workload, row, pp_rank=0, tp_rank=0, device=cpu) is None
+
+
+def test_attention_has_more_of_long_rows() -> None:
+    short, long = (
+        plan_workload(apply_overrides(resolve("llama3_8b"), {"train.seq_len": length}), 2)
+        for length in ("1024", "8192")
+    )
+    assert 0 < attention_share(short) < attention_share(long) < 0.2

@@ -1,0 +1,41 @@
+"""Tests of megalith/plan/workload.py."""
+
+import pytest
+
+from megalith.errors import PlanError
+from megalith.plan.workload import plan_workload
+from megalith.testing.tiny import tiny_run
+
+
+def test_tokens_and_microbatches_of_a_rank() -> None:
+    run = tiny_run({"parallel.cp": "2", "train.micro_batch_size": "1"})
+    workload = plan_workload(run, 6)
+    assert (workload.dp, workload.tokens, workload.num_microbatches) == (3, 6, 4)
+    assert workload.shards == 1
+    sharded = plan_workload(tiny_run({"parallel.cp": "2", "train.micro_batch_size": "1", "parallel.zero": "1"}), 6)
+    assert sharded.shards == 6
+
+
+def test_replicas_divide_among_fewer_ranks() -> None:
+    run = tiny_run({"parallel.zero": "2", "parallel.replicas": "3", "train.micro_batch_size": "1"})
+    assert plan_workload(run, 6).shards == 2
+
+
+def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
+    tied = {"model.tied_embeddings": "true", "parallel.pp": "2", "model.num_layers": "8"}
+    loop = plan_workload(tiny_run(tied), 2)
+    assert loop.table_holders == (0, 1)
+    assert [one.name for rank in (0, 1) for one in loop.parameters(rank, 0)].count("embed.weight") == 2
+    v = plan_workload(tiny_run(tied | {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.vpp": "2"}), 2)
+    assert v.table_holders == (0,)
+    assert [one.name for one in v.parameters(0, 0)].count("embed.weight") == 1
+
+
+def test_the_first_rank_at_a_place() -> None:
+    workload = plan_workload(tiny_run({"parallel.tp": "2", "parallel.pp": "2"}), 8)
+    assert [workload.rank_at(pp, tp) for pp in (0, 1) for tp in (0, 1)] == [0, 1, 4, 5]
+
+
+def test_a_run_that_cannot_be_laid_out_is_refused() -> None:
+    with pytest.raises(PlanError):
+        plan_workload(tiny_run({"parallel.tp": "4"}), 6)
