@@ -288,12 +288,13 @@ class _Run:
         return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
 
     def _awaited(self, rank: int) -> tuple[int, int]:
-        """(rank, index of the action) that computes what a blocked rank waits for."""
+        """(rank, index of the action) that sends what a blocked rank waits for, or computes it where nothing is sent."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbour(self.schedule, rank, chunk, AGAINST[direction])
         assert place is not None  # the first stage's F and the last one's B wait for nobody
-        keys = [(its_kind, place[1], microbatch) for its_kind in COMPUTES[direction]]
+        kinds = (SENDS[direction],) if self.linked and place[0] != rank else COMPUTES[direction]
+        keys = [(its_kind, place[1], microbatch) for its_kind in kinds]
         found = (index for index, action in enumerate(self.schedule.ranks[place[0]]) if action[:3] in keys)
         return place[0], next(found)
 

@@ -10,7 +10,8 @@ NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-
 
 def random_schedule(rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False) -> Schedule:
     """Any schedule, or the named one, of up to 8 ranks, 4 chunks and 32 microbatches, in groups of any legal size."""
-    name = rng.choice(NAMES) if name is None else name
+    if name is None:
+        name = rng.choice(NAMES)
     p, group = rng.randint(1, 8), None
     m = rng.randint(p if name == "interleaved" else 1, 32)
     chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(name, 1)

@@ -137,8 +137,19 @@ def test_a_deadlock_names_the_ranks_their_actions_and_what_they_wait_for(overlap
     [problem] = find_problems(with_transfers(circle(), overlap=overlap))
     waits = problem.removeprefix("deadlock: ").split("; ")
     assert len(waits) == 2
-    assert "rank 0, action" in waits[0] and "(B of microbatch 0) waits for rank 1, action" in waits[0]
-    assert "(F of microbatch 1) waits for rank 0, action" in waits[1] and "but rank 0 stands at action" in waits[1]
+    assert "(B of microbatch 0) waits for rank 1, action" in waits[0]
+    assert "(send_backward of microbatch 0 to rank 0), but rank 1 stands at action" in waits[0]
+    assert "(F of microbatch 1) waits for rank 0, action" in waits[1]
+    assert "(send_forward of microbatch 1 to rank 1), but rank 0 stands at action" in waits[1]
+
+
+def test_a_rank_that_waits_for_itself_is_a_circle_too() -> None:
+    schedule = build_schedule("interleaved", num_ranks=1, num_chunks=2, num_microbatches=1)
+    first, second, *backward = schedule.ranks[0]
+    assert find_problems(replace(schedule, ranks=((second, first, *backward),))) == [
+        "deadlock: rank 0, action 0 (F of microbatch 0, chunk 1) waits for rank 0, action 1 "
+        "(F of microbatch 0, chunk 0), but rank 0 stands at action 0"
+    ]
 
 
 def test_a_deadlock_without_messages_is_found_too() -> None:
