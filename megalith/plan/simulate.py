@@ -288,7 +288,7 @@ class _Run:
         return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
 
     def _awaited(self, rank: int) -> tuple[int, int]:
-        """(rank, index of the action) that sends what a blocked rank waits for, or computes it where nothing is sent."""
+        """(rank, index of the action) that sends what a blocked rank waits for; where nothing is sent, that computes it."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbour(self.schedule, rank, chunk, AGAINST[direction])

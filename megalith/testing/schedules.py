@@ -10,13 +10,12 @@ NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-
 
 def random_schedule(rng: random.Random, name: ScheduleName | None = None, *, forward_only: bool = False) -> Schedule:
     """Any schedule, or the named one, of up to 8 ranks, 4 chunks and 32 microbatches, in groups of any legal size."""
-    if name is None:
-        name = rng.choice(NAMES)
+    chosen: ScheduleName = name if name is not None else rng.choice(NAMES)
     p, group = rng.randint(1, 8), None
-    m = rng.randint(p if name == "interleaved" else 1, 32)
-    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
-    if name == "interleaved":
+    m = rng.randint(p if chosen == "interleaved" else 1, 32)
+    chunks = {"interleaved": rng.randint(2, 4), "zb-v": 2, "dualpipe-v": 2}.get(chosen, 1)
+    if chosen == "interleaved":
         group = rng.choice([size for size in range(p, m + 1) if m % size == 0 or m % size >= p])
     return build_schedule(
-        name, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group, forward_only=forward_only
+        chosen, num_ranks=p, num_chunks=chunks, num_microbatches=m, group=group, forward_only=forward_only
     )

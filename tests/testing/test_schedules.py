@@ -1,0 +1,13 @@
+"""Tests of megalith/testing/schedules.py."""
+
+import random
+
+from megalith.testing.schedules import NAMES, random_schedule
+
+
+def test_every_schedule_comes_up_in_many_sizes_and_the_same_for_the_same_seed() -> None:
+    found = [random_schedule(random.Random(seed)) for seed in range(60)]
+    assert {schedule.name for schedule in found} == set(NAMES)
+    assert {schedule.num_ranks for schedule in found} == set(range(1, 9))
+    assert found[7] == random_schedule(random.Random(7))
+    assert random_schedule(random.Random(1), "zb-v").name == "zb-v"
