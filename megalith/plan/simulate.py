@@ -288,7 +288,7 @@ class _Run:
         return "deadlock: " + "; ".join(map(self._wait_text, seen[seen.index(rank) :]))
 
     def _awaited(self, rank: int) -> tuple[int, int]:
-        """(rank, index of the action) that sends what a blocked rank waits for; where nothing is sent, that computes it."""
+        """(rank, index of the action) that sends, or on its own rank computes, what a blocked rank waits for."""
         kind, chunk, microbatch, _ = self.schedule.ranks[rank][len(self.starts[rank])]
         direction: Direction = "forward" if kind == "F" else "backward"
         place = neighbour(self.schedule, rank, chunk, AGAINST[direction])
