@@ -14,7 +14,7 @@ arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -235,8 +235,7 @@ class RingAttention(Function):
         result, held = nothing_found(q, widths[1]), own
         for step in range(group.size):
             coming = _pass_on(held, group) if step < group.size - 1 else None
-            k, v = held.split(widths, -1)
-            attend(q, k, v, spans[_owner(group, step)], result)
+            attend(q, *_both(held, widths), spans[_owner(group, step)], result)
             held = held if coming is None else _arrived(coming)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse)
@@ -246,24 +245,55 @@ class RingAttention(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, held, out, lse = ctx.saved_tensors
+        q, own, out, lse = ctx.saved_tensors
         group, spans, heads, widths = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
-        dout = rows_by_head(dout, heads, repeats)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        travelling: Passing | None = None
-        for step in range(group.size):
-            coming = _pass_on(held, group) if step < group.size - 1 else None
-            sums = torch.zeros_like(held, dtype=lse.dtype)
-            into = Gradients(dq, *sums.split(widths, -1))
-            k, v = held.split(widths, -1)
-            attend_backward(q, k, v, lse, dout, delta, spans[_owner(group, step)], into)
+        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, torch.zeros_like(q, dtype=lse.dtype))
+        first, last = _halves(spans[group.rank])
+        coming, travelling = _pass_on(own, group), None
+        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype))
+        for step in range(1, group.size):
+            held = _arrived(coming)
+            coming = _pass_on(held, group) if step < group.size - 1 else coming
+            sums = find(held, spans[_owner(group, step)], torch.zeros_like(mine))
             travelling = _send_home(sums, travelling, group)
-            held = held if coming is None else _arrived(coming)
+        mine = find(own, last, mine)
         assert travelling is not None
-        dkv = by_token(_arrived(travelling).to(q.dtype).unsqueeze(1), heads)
-        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None
+        dkv = by_token(mine.add_(_arrived(travelling)).to(q.dtype).unsqueeze(1), heads)
+        return by_token(find.dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _Finder:
+    """What my queries contribute to the gradients of some keys and values, and those to theirs."""
+
+    q: Tensor
+    dout: Tensor
+    lse: Tensor
+    delta: Tensor
+    widths: Sequence[int]
+    dq: Tensor
+    """The sum so far."""
+
+    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor) -> Tensor:
+        """Add it to `sums`, the gradient of kv [heads, keys, d + d_v], and to dq."""
+        into = Gradients(self.dq, *_both(sums, self.widths))
+        attend_backward(self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into)
+        return sums
+
+
+def _both(kv: Tensor, widths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Keys and values, which lie side by side."""
+    k, v = kv.split(widths, -1)
+    return k, v
+
+
+def _halves(spans: Spans) -> tuple[Spans, Spans]:
+    """The work of my own keys in two parts: the keys' first journey hides behind one, their gradients' last behind the
+    other."""
+    middle = (len(spans.tiles) + 1) // 2
+    return replace(spans, tiles=spans.tiles[:middle]), replace(spans, tiles=spans.tiles[middle:])
 
 
 def _owner(group: Group, step: int) -> int:

@@ -1,7 +1,11 @@
 """Each way to share tokens gives what one rank gives, output and gradients, for windows, documents and few heads."""
 
+import time
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,12 +14,17 @@ from torch import Tensor
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.kernels import span_attention
 from megalith.kernels.attention import reference_attention
 from megalith.kernels.span_attention import window_attention
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
-from megalith.parallel.context import build_attend, my_slicing
-from megalith.parallel.mesh import Mesh, build_mesh, model_grid
+from megalith.observe.meter import metered
+from megalith.parallel import context
+from megalith.parallel.context import Ring, attend_alone, build_attend, my_slicing
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.plan.context import Slices, plan_slices
+from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
 
@@ -52,7 +61,7 @@ class Case:
         return [torch.randn(total, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
 
-def shared(case: Case, mesh: Mesh, rank: int, world: int) -> tuple[Slices, Tokens]:
+def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
     slicing = my_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
     return slices, tokens_of_slices(slices, slicing)
@@ -61,7 +70,7 @@ def shared(case: Case, mesh: Mesh, rank: int, world: int) -> tuple[Slices, Token
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """My output and gradients, each in its place among zeros for all other tokens."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
-    slices, tokens = shared(case, mesh, rank, world)
+    slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
     q, k, v, dout = (x[read.clamp(min=0)].clone() for x in case.whole(dtype))
     dout[read < 0] = 0  # padding carries no loss
@@ -124,3 +133,96 @@ def test_shared_tokens_attend_like_one_ranks(name: str) -> None:
 def test_more_groups_of_neighbours_than_two() -> None:
     found = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
     assert max(found.values()) < FP64.relative, found
+
+
+def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
+    """Bytes kept for backward, and the most chunks of others' keys and values that were alive in a step."""
+    mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
+    slices, tokens = shared(case, mesh, world)
+    read = torch.from_numpy(slices.as_read(rank))
+    q, k, v = (x[read].requires_grad_() for x in case.whole(torch.float32)[:3])
+    arriving: list[weakref.ref[Tensor]] = []
+    alive = []
+
+    def pass_on(x: Tensor, group: Group) -> context.Passing:
+        passing = PASS_ON(x, group)
+        arriving.append(weakref.ref(passing.x))
+        return passing
+
+    def attend(*arguments: Any) -> None:
+        counts = []
+        for _ in range(20):  # gloo's own thread lets go of what it has sent a moment later
+            counts.append(sum(ref() is not None for ref in arriving))
+            time.sleep(0.001)
+        alive.append(min(counts))
+        ATTEND(*arguments)
+
+    with metered() as meter, replaced(context, "_pass_on", pass_on), replaced(context, "attend", attend):
+        out = Ring(mesh.cp)(q, k, v, tokens)
+        kept = meter.live
+    del out
+    return kept, max(alive)
+
+
+PASS_ON, ATTEND, ATTEND_BACKWARD = context._pass_on, span_attention.attend, span_attention.attend_backward
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_ring_keeps_its_own_share_and_two_chunks_of_keys_and_values_pass_through(world: int) -> None:
+    case = Case(lengths=(48, 48), row=48)
+    (n, g), tokens = case.heads, sum(case.lengths) // world
+    share = tokens * (n * 6 + g * (6 + 5) + n * 5 + n) * 4  # q, k and v, the output, lse
+    assert run_ranks(_memory, world, case) == [(share, 1 if world == 2 else 2)] * world
+
+
+def _hidden_share(rank: int, world: int, case: Case) -> float:
+    """How much of what a slow link adds to forward and backward is hidden when a step takes five times as long."""
+    mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
+    slices, tokens = shared(case, mesh, world)
+    read = torch.from_numpy(slices.as_read(rank))
+    q, k, v = (x[read].requires_grad_() for x in case.whole(torch.float32)[:3])
+
+    def slowly(function: Callable[..., None], *arguments: Any) -> None:
+        function(*arguments)
+        time.sleep(0.05)
+
+    with (
+        replaced(context, "attend", partial(slowly, ATTEND)),
+        replaced(context, "attend_backward", partial(slowly, ATTEND_BACKWARD)),
+        slow_link(latency_seconds=0.01, poison=True) as link,
+    ):
+        out = Ring(mesh.cp)(q, k, v, tokens)
+        out.sum().backward()
+    found = [out, *(x.grad for x in (q, k, v) if x.grad is not None)]
+    assert len(found) == 4 and all(bool(torch.isfinite(x).all()) for x in found)  # nothing was read before it arrived
+    assert all(transfer.waits == 1 for transfer in link.transfers)
+    assert len(link.of("all_to_all")) == 3 * (world - 1)  # keys and values twice round, their gradients once
+    return 1 - link.exposed_seconds() / link.added_seconds()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_ring_hides_a_slow_link_behind_its_steps(world: int) -> None:
+    assert min(run_ranks(_hidden_share, world, Case(lengths=(48,), row=48))) > 0.8
+
+
+def test_a_group_of_one_is_plain_attention() -> None:
+    q, k, v, _ = Case().whole(torch.float32)
+    tokens = tokens_of_lengths([24, 24])
+    assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attend_alone
+    assert torch.equal(attend_alone(q, k, v[..., :5], tokens, window=99), attend_alone(q, k, v, tokens, window=24))
+
+
+def _kinds(rank: int, world: int) -> list[str]:
+    config = ContextConfig(layers=("ring", "gather", "a2a"))
+    model = Case().model
+    mesh = build_mesh(model_grid(ParallelConfig(cp=world, context=config), model, world), rank=rank)
+    return [type(build_attend(config, layer, mesh)).__name__ for layer in range(3)]
+
+
+def test_each_layer_attends_in_its_own_way() -> None:
+    assert run_ranks(_kinds, 2) == [["Ring", "Gathered", "HeadExchange"]] * 2
+
+
+def test_tokens_that_were_not_sliced_are_our_own_fault() -> None:
+    with pytest.raises(AssertionError, match="tokens were not sliced over cp: the loader does that"):
+        context._context(tokens_of_lengths([4]))
