@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
 
 from megalith import __version__, storage
 from megalith.checkpoint import format as layout
@@ -24,6 +23,9 @@ from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 BOX_NBYTES = 64 * 2**20
 """Larger boxes are divided: a reader holds one at a time, and one that needs few rows reads few of them (guess)."""
@@ -146,8 +148,10 @@ def commit(
     return _publish(staging, step), manifest
 
 
-def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> metadata.Metadata:
+def dcp_metadata(tensors: Mapping[str, StoredTensor]) -> "Metadata":
     """The same boxes as torch.distributed.checkpoint describes them, so that `dcp.load` opens the folder."""
+    from torch.distributed.checkpoint import filesystem, metadata  # takes a second, and only rank 0 needs it
+
     described: dict[str, metadata.STORAGE_TYPES] = {}
     places: dict[metadata.MetadataIndex, filesystem._StorageInfo] = {}  # torch has no public name for it
     for key, tensor in tensors.items():

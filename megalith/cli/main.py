@@ -26,7 +26,7 @@ SUMMARIES = {
     "plan": "what a layout costs, before anything starts",
     "verify": "prove on this machine that a layout computes what one process computes",
     "convert": "Hugging Face models to Megalith checkpoints and back",
-    "checkpoint": "look into checkpoints, check and compare them",
+    "checkpoint": "look into checkpoints, and check every byte of them",
     "from-megatron": "turn Megatron arguments or a launch script into a run",
     "bench": "measure this machine against its own limits",
     "doctor": "what this machine offers, and what is missing for what",

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import shlex
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,9 +43,11 @@ def main(argv: list[str]) -> int:
     data = run / "data"
     try:
         data.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=data).close()  # one that is there may still be somebody else's
     except OSError as error:
         raise ConfigError(
-            f"--folder={command.folder}: {data} cannot be made ({error}). Use a folder that you can write to."
+            f"--folder={command.folder}: nothing can be written into {data} ({error}). Use a folder that you can write "
+            f"to."
         ) from error
     print(f"corpus: {_describe(text.training)} of this Python's standard library; held out: {_describe(text.held_out)}")
     code = _prepare(data, text) or _train(run, data, command.nproc)

@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
@@ -10,6 +11,9 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megalith.train.loop import Outcome
 
 STOPPED = 75  # "try again later", which schedulers requeue on
 
@@ -79,11 +83,12 @@ def _train(run: TrainRun, name: str | None) -> int:
         outcome = run_training(run, folder, job.mesh, job.device)
         first = job.first
     if first:
-        print(_closing_words(outcome.kind, outcome.step, outcome.reason, str(folder.path)), flush=True)
+        print(_closing_words(outcome, str(folder.path), plots=run.observe.plots), flush=True)
     return 0 if outcome.kind == "done" else STOPPED
 
 
-def _closing_words(kind: str, step: int, reason: str, folder: str) -> str:
-    if kind == "stopped":
-        return f"stopped at step {step} ({reason}) and saved; run the same command again to go on"
-    return f"done at step {step}: {folder} has metrics.jsonl, plots/ and checkpoints/\ntry: megalith generate {folder}"
+def _closing_words(outcome: "Outcome", folder: str, *, plots: bool) -> str:
+    if outcome.kind == "stopped":
+        return f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same command again to go on"
+    found = "metrics.jsonl, plots/ and checkpoints/" if plots else "metrics.jsonl and checkpoints/"
+    return f"done at step {outcome.step}: {folder} has {found}\ntry: megalith generate {folder}"

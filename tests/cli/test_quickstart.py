@@ -142,7 +142,7 @@ def test_a_run_killed_before_anything_was_saved_goes_on(shrunk: Path, untrained:
     ("words", "text"),
     [
         (["--nproc", "0"], "--nproc=0 must be at least 1. Use"),
-        (["--folder", "file/below"], "--folder=file/below: file/below/data cannot be made"),
+        (["--folder", "file/below"], "--folder=file/below: nothing can be written into file/below/data"),
     ],
 )
 def test_bad_options_are_refused_before_anything(
@@ -152,6 +152,14 @@ def test_bad_options_are_refused_before_anything(
     assert main(["quickstart", *words]) == 2
     assert text in capsys.readouterr().err
     assert [path.name for path in shrunk.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that not even root can write to")
+def test_a_data_folder_that_cannot_be_written_to_is_refused(shrunk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (shrunk / "run").mkdir()
+    (shrunk / "run" / "data").symlink_to("/proc/self")
+    assert main(["quickstart", "--folder", "run"]) == 2
+    assert "--folder=run: nothing can be written into run/data (" in capsys.readouterr().err
 
 
 def test_a_text_that_cannot_be_prepared_ends_it(shrunk: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,9 +54,14 @@ def test_it_trains_and_says_where_everything_is(tmp_path: Path, capsys: pytest.C
     assert "step 3/3 · loss " in told
     assert "step 3: held-out loss " in told and " bits per byte" in told
     assert told.endswith(
-        f"done at step 3: {tmp_path}/run has metrics.jsonl, plots/ and checkpoints/\n"
-        f"try: megalith generate {tmp_path}/run\n"
+        f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith generate {tmp_path}/run\n"
     )
+
+
+def test_plots_are_named_where_they_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2", "observe.plots": "true"})
+    assert main(["train", str(file), "--run", str(tmp_path / "run")]) == 0
+    assert f"done at step 2: {tmp_path}/run has metrics.jsonl, plots/ and checkpoints/\n" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

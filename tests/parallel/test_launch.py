@@ -373,7 +373,7 @@ def test_torchrun_tells_a_users_mistake_once(script: Path, tmp_path: Path) -> No
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     before, _, summary = done.stderr.partition("=====")
-    assert before.count("parallel.tp=3 is odd. Set it to 2.") == 1
+    assert before.count("ConfigError: parallel.tp=3 is odd. Set it to 2.") == 1
     assert "parallel.tp=3 is odd. Set it to 2." in summary, "torchrun's own account names it, too"
 
 

@@ -1,0 +1,110 @@
+"""`megalith checkpoint info|verify` from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.save import save_checkpoint
+from megalith.cli.main import main
+from megalith.parallel.group import alone
+from megalith.plan.shards import whole
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run with two checkpoints of 7 weights and as many moments."""
+    for step in (1, 2):
+        entries = [
+            Entry(whole("norm.weight", (7,)), "param", torch.full((7,), step, dtype=torch.bfloat16), True),
+            Entry(whole("norm.weight", (7,)), "exp_avg", torch.zeros(7), True),
+        ]
+        save_checkpoint(
+            tmp_path / "checkpoints", step, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
+        )
+    return tmp_path
+
+
+def call(*words: object) -> int:
+    return main(["checkpoint", *map(str, words)])
+
+
+def damage(step: Path) -> None:
+    """Change one byte in the middle of the tensors."""
+    file = next(step.glob("*.distcp"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_info_tells_the_step_and_what_is_in_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("info", run) == 0
+    told = capsys.readouterr().out
+    for text in (
+        "step_0000002: step 2, saved by 1 ranks, ",
+        "parameters  7",
+        "exp_avg     1 tensors, 7 elements of float32",
+    ):
+        assert text in told
+    assert call("info", run / "checkpoints" / "step_0000001", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step"], found["tensors"], found["state"]) == (1, 2, ["train"])
+    assert found["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
+
+
+@pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step_0000002"])
+def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("verify", run / where) == 0
+    told = capsys.readouterr().out
+    assert told.count(": sound\n") == (1 if where.endswith("2") else 2)
+
+
+def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage(run / "checkpoints" / "step_0000001")
+    assert call("verify", run) == 1
+    told = capsys.readouterr().out
+    assert "step_0000001: 1 problems\n  " in told
+    assert "step_0000002: sound" in told
+    assert call("verify", run, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [len(problems) for problems in found.values()] == [1, 0]
+
+
+def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "checkpoints" / "step_0000002" / "manifest.json").unlink()
+    assert call("verify", run) == 1
+    assert "step_0000002: 1 problems" in capsys.readouterr().out
+    assert call("info", run) == 0
+    assert "step_0000001: step 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("verify", "nowhere"), "nowhere: no such folder. Use a step_NNNNNNN folder"),
+        (("info", "."), "not a complete checkpoint: it has no manifest.json"),
+        (
+            ("verfy", "."),
+            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of info, verify.",
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_refused(
+    tmp_path: Path,
+    words: tuple[str, ...],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert call(*words) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--help") == 0
+    assert "usage: megalith checkpoint {info,verify} PATH [--json]" in capsys.readouterr().out
