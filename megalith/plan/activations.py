@@ -248,7 +248,7 @@ def _alone_rows(setting: Setting, heads: int, kv_heads: int, *, separate: bool) 
     for length in calls if len(calls) > 1 else (t,):
         tokens = heads * length
         rows.append(Row("attention", "log-sum", tokens, tokens * setting.wide))
-        rows.append(Row("attention", "output", tokens * d, tokens * d * e))
+        rows.append(Row("attention", "output of some heads" if separate else "output", tokens * d, tokens * d * e))
     return rows
 
 
@@ -263,8 +263,11 @@ def _context_rows(setting: Setting) -> list[Row]:
     if setting.context == "a2a":
         return _alone_rows(setting, heads, kv_heads, separate=True)
     d, t = setting.model.head_size(), setting.tokens * ranks
-    keys = kv_heads * d * t * (cp if setting.context == "gather" else 1)
-    rows = [("q", heads * d * t), ("keys", keys), ("values", keys), ("output", heads * d * t)]
+    if setting.context == "gather":
+        keys = [("keys", kv_heads * d * t * cp), ("values", kv_heads * d * t * cp)]
+    else:
+        keys = [("keys and values", 2 * kv_heads * d * t)]
+    rows = [("q", heads * d * t), *keys, ("output" if ranks == 1 else "output of some heads", heads * d * t)]
     return [
         *(Row("attention", what, numel, numel * e) for what, numel in rows),
         Row("attention", "log-sum", heads * t, heads * t * w),

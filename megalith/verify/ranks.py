@@ -20,6 +20,7 @@ from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.loader import Loader, Masks
@@ -136,7 +137,10 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
     with tempfile.TemporaryDirectory() as folder:
         result = run_ranks(run_case, case.world, case, f"{folder}/ranks", timeout=timeout)[0]
-        alone = replace(case.run, parallel=ParallelConfig(bucket_numel=case.run.parallel.bucket_numel))
+        alone = replace(
+            case.run, parallel=ParallelConfig(bucket_numel=case.run.parallel.bucket_numel),
+            recompute=RecomputeConfig(), offload=OffloadConfig(),
+        )  # fmt: skip
         reference = run_case(0, 1, LayoutCase(alone, 1), f"{folder}/alone")
     assert result is not None and reference is not None
     return compare_results(result, reference)

@@ -7,6 +7,7 @@ import pytest
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import RaggedRows, layout_case, prove_layout
 
 
@@ -176,3 +177,30 @@ def test_the_proof_of_shared_rows_has_a_microbatch_and_a_rank_without_any_label(
     rows = RaggedRows(12, 61, 48, masked=(0, 1, 2, 17))
     kept = [int(rows.sample(k).valid[1:].sum()) for k in range(12)]
     assert 0 in kept and any(0 < labels <= 3 for labels in kept)
+
+
+# --- layers, or parts of them, computed again in backward, and activations that wait in host memory
+
+FULL, BLOCK = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block")
+PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
+AWAY = OffloadConfig(layers=1, min_numel=1)
+MEMORY = {
+    "full, tp2 sp": (ParallelConfig(tp=2, sp=True), 2, FULL, OffloadConfig()),
+    "selective, tp2 sp, offloaded": (ParallelConfig(tp=2, sp=True), 2, PARTS, AWAY),
+    "full, inputs in slices, tp2 dp2 zero 1": (
+        ParallelConfig(tp=2, dp=2, zero=1), 4, replace(FULL, num_layers=2, shard_inputs=True), OffloadConfig(),
+    ),
+    "block, offloaded, cp2 tp2": (ParallelConfig(cp=2, tp=2), 4, BLOCK, AWAY),
+    "selective, cp2 dp2": (ParallelConfig(cp=2, dp=2), 4, replace(PARTS, modules=("core_attention", "mlp")), AWAY),
+}  # fmt: skip
+LARGE_MEMORY = {name for name, (_, world, _, _) in MEMORY.items() if world > 2}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE_MEMORY else []) for name in MEMORY]
+)
+def test_recomputing_ranks_equal_one_process_that_keeps_everything(name: str) -> None:
+    parallel, world, recompute, offload = MEMORY[name]
+    case = layout_case(tiny(bias=True), parallel, world)
+    differences = prove_layout(replace(case, run=replace(case.run, recompute=recompute, offload=offload)))
+    assert {found.what for found in differences if not found.holds} == set(), differences

@@ -8,16 +8,19 @@ from typing import Literal
 import pytest
 import torch
 
+from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.kernels import attention
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.observe.meter import metered
+from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.plan import activations
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total
+from megalith.plan.context import plan_slices
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import DTYPES
 
@@ -41,17 +44,22 @@ DOCUMENTS = {
 
 def measure(setting: Setting, rank: int = 0, world: int = 1) -> tuple[int, Counter[str]]:
     """Bytes kept after one forward pass, and by region; all of it must go with backward."""
-    parallel = ParallelConfig(tp=setting.tp, sp=setting.sp)
+    context = ContextConfig(kind=setting.context, a2a=setting.a2a if setting.context == "a2a+ring" else None)
+    parallel = ParallelConfig(tp=setting.tp, sp=setting.sp, cp=setting.cp, context=context)
     mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, setting.model, world), rank=rank)
     model = Decoder(
         setting.model, mesh, sp=setting.sp, dtype=DTYPES[setting.dtype], recompute=setting.recompute,
-        offload=setting.offload,
+        offload=setting.offload, context=context,
     )  # fmt: skip
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
-    ids = torch.arange(sum(setting.lengths)) % 61
+    ids, tokens = torch.arange(sum(setting.lengths)) % 61, tokens_of_lengths(list(setting.lengths))
+    if setting.cp > 1:
+        slicing = my_slicing(parallel, mesh)
+        slices = plan_slices(list(setting.lengths), row=setting.lengths[0], slicing=slicing)
+        ids, tokens = ids[torch.from_numpy(slices.as_read(slicing.rank))], tokens_of_slices(slices, slicing)
     with metered(model) as meter:
-        loss = model.loss(ids, ids, tokens_of_lengths(list(setting.lengths)))
+        loss = model.loss(ids, ids, tokens)
     live = meter.live
     loss.backward()
     del loss
@@ -106,6 +114,29 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
     plain = Setting(model=MODEL, dtype="fp32", lengths=(12, 12), tp=tp, sp=sp)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[1], SELECTIVE[-1]):
         run_ranks(on_a_rank, tp, replace(plain, recompute=recompute))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cp", "length"),
+    [("ring", 2, 24), ("gather", 2, 24), ("a2a", 2, 24), ("a2a", 2, 80), ("ring", 4, 24), ("a2a+ring", 4, 24)],
+)
+def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: int, length: int) -> None:
+    plain = Setting(model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2)
+    for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[-1]):
+        run_ranks(on_a_cp_rank, cp, replace(plain, recompute=recompute))
+
+
+def on_a_cp_rank(rank: int, world: int, setting: Setting) -> None:
+    agrees(setting, rank, world)
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("length", [64, 1024, 8192])
+def test_a_ring_keeps_its_share_of_the_tokens_and_at_most_two_chunks_of_keys_and_values(cp: int, length: int) -> None:
+    alone = Setting(model=MODEL, dtype="bf16", lengths=(length,))
+    shared = replace(alone, cp=cp)
+    chunk = 2 * MODEL.num_kv_heads * MODEL.head_size() * shared.tokens * 2
+    assert total(layer_rows(shared, ())) <= total(layer_rows(alone, ())) // cp + 2 * chunk
 
 
 def test_sharded_inputs_of_recomputed_layers_are_a_tp_th_each_padded() -> None:
