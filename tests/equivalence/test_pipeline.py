@@ -1,0 +1,135 @@
+"""Any pipeline equals one process, and a checkpoint of one continues under another layout."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_close
+from megalith.train.build import build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.step import train_step
+from megalith.verify.ranks import LayoutCase, _loader, layout_case, prove_layout
+
+UNTIED = ModelConfig(
+    vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6,
+    ffn_hidden_size=20,
+)  # fmt: skip
+TIED = replace(UNTIED, tied_embeddings=True)
+
+
+def parallel(
+    pp: int, *, tp: int = 1, dp: int = 1, sp: bool = False, zero: int = 0, **pipeline: object
+) -> ParallelConfig:
+    """A layout with a pipeline."""
+    return ParallelConfig(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]  # by name
+
+
+# 12 rows a step: rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
+LAYOUTS = {
+    "pp2, many microbatches": (UNTIED, parallel(2), 1),
+    "pp2 tied, as many as ranks": (TIED, parallel(2), 6),
+    "pp3 tied, fewer than ranks": (replace(TIED, num_layers=3), parallel(3), 6),
+    "pp4, one microbatch": (UNTIED, parallel(4), 12),
+    "pp4 tied": (TIED, parallel(4), 2),
+    "pp2 gpipe": (TIED, parallel(2, schedule="gpipe"), 3),
+    "pp2 vpp2": (TIED, parallel(2, vpp=2), 2),
+    "pp2 vpp2, groups of 5 and a remainder of 2": (UNTIED, parallel(2, vpp=2, group=5), 1),
+    "pp3 vpp2, groups of 4": (replace(TIED, num_layers=6), parallel(3, vpp=2, group=4), 1),
+    "pp1 vpp2 tied": (TIED, parallel(1, vpp=2), 3),
+    "pp2 zb-h1": (TIED, parallel(2, schedule="zb-h1"), 3),
+    "pp3 zb-h1, uneven": (TIED, parallel(3, schedule="zb-h1", layout="Et|tt|tL"), 2),
+    "pp2 zb-v tied": (TIED, parallel(2, schedule="zb-v", vpp=2), 3),
+    "pp3 zb-v": (replace(UNTIED, num_layers=6), parallel(3, schedule="zb-v", vpp=2), 2),
+    "pp2 dualpipe-v tied": (TIED, parallel(2, schedule="dualpipe-v", vpp=2), 2),
+    "pp3 dualpipe-v": (replace(UNTIED, num_layers=6), parallel(3, schedule="dualpipe-v", vpp=2), 1),
+    "pp3, the ends have other counts": (UNTIED, parallel(3, first_layers=1, last_layers=1), 4),
+    "pp3, the embedding and the loss count": (UNTIED, parallel(3, count_embedding=True, count_loss=True), 4),
+    "pp3 tied, standalone ends": (TIED, parallel(3, layout="E|t*4|L"), 4),
+    "pp5 tied, standalone ends and an empty stage": (TIED, parallel(5, layout="E|tt||tt|L"), 2),
+    "pp2 vpp2 tied, empty and uneven stages": (TIED, parallel(2, vpp=2, layout="E|ttt||tL"), 3),
+    "tp2 pp2 sp tied": (TIED, parallel(2, tp=2, sp=True), 2),
+    "tp4 pp2 sp, 2 key/value heads": (UNTIED, parallel(2, tp=4, sp=True), 2),
+    "pp2 dp2 tied": (TIED, parallel(2, dp=2), 2),
+    "pp2 dp2 tied, zero 1": (TIED, parallel(2, dp=2, zero=1), 2),
+    "pp2 vpp2 dp2 tied, zero 2": (TIED, parallel(2, dp=2, zero=2, vpp=2), 1),
+    "pp2 dp2 zb-h1, zero 2": (TIED, parallel(2, dp=2, zero=2, schedule="zb-h1"), 1),
+    "pp3 dp2 tied": (replace(TIED, num_layers=3), parallel(3, dp=2), 2),
+    "tp2 pp2 dp2 sp tied": (TIED, parallel(2, tp=2, dp=2, sp=True), 2),
+    "tp2 pp2 vpp2 dp2 sp tied, zero 1": (TIED, parallel(2, tp=2, dp=2, sp=True, zero=1, vpp=2), 1),
+    "tp2 pp2 dp2 zb-v tied, zero 1": (TIED, parallel(2, tp=2, dp=2, zero=1, schedule="zb-v", vpp=2), 1),
+    "tp3 pp4 tied": (replace(TIED, num_heads=6, num_kv_heads=3), parallel(4, tp=3), 3),
+}
+SAMPLE = {
+    "pp3 tied, fewer than ranks", "pp2 vpp2, groups of 5 and a remainder of 2", "pp3 zb-h1, uneven", "pp2 zb-v tied",
+    "pp2 dualpipe-v tied", "pp5 tied, standalone ends and an empty stage", "tp2 pp2 sp tied", "pp2 dp2 tied, zero 1",
+}  # fmt: skip
+"""What `make test` runs; `make test-all` runs them all."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in LAYOUTS]
+)
+def test_pipeline_equals_one_process(name: str) -> None:
+    model, layout, rows = LAYOUTS[name]
+    differences = prove_layout(layout_case(model, layout, world_of(layout), micro_batch_size=rows))
+    assert {found.what for found in differences if not found.holds} == set(), differences
+
+
+def world_of(layout: ParallelConfig) -> int:
+    return layout.tp * layout.pp * (layout.dp or 1)
+
+
+# --- a checkpoint of one layout under another
+
+
+def two_steps(
+    rank: int, world: int, case: LayoutCase, folder: str, load: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Two steps, from the beginning and saved, or from what another layout saved; losses, and weights as stored."""
+    torch.set_num_threads(1)
+    device, root = torch.device("cpu"), Path(folder)
+    mesh = build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    trainer = build_trainer(case.run, mesh, device, fill=not load)
+    done = 2 if load else 0
+    if load:
+        open_checkpoint(root / "step_0000002").load_into(checkpoint_entries(trainer), mesh.world)
+        trainer.optimizer.set_updates(done)
+        publish_loaded(trainer)
+    loader = _loader(case.run, mesh, consumed=12 * done, steps=2)
+    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(2)]
+    save_checkpoint(root, done + 2, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    stored = open_checkpoint(root / f"step_{done + 2:07d}")
+    return losses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
+
+
+MOVES = {
+    "pp2 vpp2 to tp2": (parallel(2, vpp=2), ParallelConfig(tp=2)),
+    "tp2 to pp2": (ParallelConfig(tp=2), parallel(2)),
+    "pp3 with standalone ends to pp2 zb-v": (parallel(3, layout="E|t*4|L"), parallel(2, schedule="zb-v", vpp=2)),
+    "pp2 dp2 zero 1 to one process": (parallel(2, dp=2, zero=1), ParallelConfig()),
+    "dp2 zero 2 to pp4": (ParallelConfig(dp=2, zero=2), parallel(4)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(MOVES)]
+)
+def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path: Path) -> None:
+    alone = layout_case(TIED, ParallelConfig(), 1, micro_batch_size=2)
+    first, _ = two_steps(0, 1, alone, str(tmp_path / "alone"), False)
+    second, weights = two_steps(0, 1, alone, str(tmp_path / "alone"), True)
+    for layout, load, expected in zip(MOVES[name], (False, True), (first, second), strict=True):
+        world = world_of(layout)
+        case = layout_case(TIED, layout, world, micro_batch_size=2)
+        losses, stored = run_ranks(two_steps, world, case, str(tmp_path / "moved"), load)[0]
+        assert losses == pytest.approx(expected, rel=FP64.relative)
+    assert_close(stored, weights, FP64)
