@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.linear import add_product_, weight_grad
+from megalith.parallel.alike import require_alike, require_alike_where_shared
 from megalith.parallel.group import Group, all_reduce_, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.slices import SliceSum, Transfer, start_gather, start_sum, sum_over_members_
@@ -27,6 +28,9 @@ IN_FLIGHT = 2
 
 SHARD_AXES = ("dp_shard", *PARTS["cp"])
 """Axes along which slices differ under ZeRO."""
+
+TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
+"""Sets of tensor-parallel axes over which a gradient may have to be summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,19 +193,21 @@ class DataParallel:
         self.shards = [shard for shard, _, _ in parameters]
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
         number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(parameters)}
-        kinds = [_tensor_axes(shard) if self.division.divided else () for shard in self.shards]
+        kinds = [self._kind(shard) for shard in self.shards]
         runs = {layer: _runs([number_of[id(weight)] for weight in layer.sunk()], kinds) for layer in layers}
         self.plan: BucketPlan = plan_buckets(
             [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * self.division.slices.size,
             alone=[n for n, shard in enumerate(self.shards) if self.division.divided and len(shard.stages) > 1],
             together=list({run for layer in layers for run in runs[layer] if len(run) > 1}), kinds=kinds,
         )  # fmt: skip
-        dtype = getattr(parameters[0][1], parameters[0][2]).dtype
+        # A stage that only hands on what it receives has no parameters, and of their dtype there is nothing to store.
+        dtype = getattr(parameters[0][1], parameters[0][2]).dtype if parameters else gradient_dtype
         self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
         self.parameters = _move_into(self.weights, model, parameters, self.plan)
         numel = self.plan.numel // (self.division.slices.size if self.division.gradients else 1)
         self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
         self.owned = self._owned()
+        self._compare_layouts()
         self._buffers: list[Tensor | None] = [
             None if self.division.gradients else self.gradients[bucket.start : bucket.stop]
             for bucket in self.plan.buckets
@@ -320,7 +326,7 @@ class DataParallel:
 
         One message per set of tensor-parallel axes. Stages add in their order, so that their copies stay the same.
         """
-        for axes in (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy")):
+        for axes in TENSOR_SUMS:
             group = self.mesh.over(*axes)
             shared = [o.gradient for o in self.owned if _tensor_axes(o.shard) == axes]
             if group.size == 1 or not shared:
@@ -349,7 +355,7 @@ class DataParallel:
             return  # the weights were updated where they are read
         for index in reversed(range(len(self.plan.buckets))):  # the last bucket holds the first layers
             bucket = self.plan.buckets[index]
-            weights = self.weights[bucket.start : bucket.stop]
+            weights = self.weights.data[bucket.start : bucket.stop]  # autograd need not count this as a change
             self._arriving[index] = start_gather(weights, self.division.slices, tag=2 * index + 1)
         if not self._waits_in_forward:
             self.settle()
@@ -393,6 +399,11 @@ class DataParallel:
 
     # --- where things lie
 
+    def _kind(self, shard: Shard) -> tuple[str, ...]:
+        """What all parameters of a bucket have in common: over which ranks their slices are summed."""
+        several = (axis for axis in _tensor_axes(shard) if self.mesh.over(axis).size > 1)
+        return tuple(several) if self.division.divided else ()
+
     def _owned(self) -> list[Owned]:
         if not self.division.divided:
             return [
@@ -401,6 +412,19 @@ class DataParallel:
             ]
         slices = self.division.slices
         return [self._owned_part(part) for part in owned_parts(self.plan, slices.rank, slices.size)]
+
+    def _compare_layouts(self) -> None:
+        """Make sure that what is summed in one message is the same thing on all ranks of the sum."""
+        slots = zip(self.shards, self.plan.slots, strict=True)
+        require_alike(
+            {shard.name: f"at elements {slot.start} to {slot.stop}" for shard, slot in slots}, self.mesh.dp_cp
+        )
+        mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in self.owned]
+        for axes in TENSOR_SUMS:
+            summed = {shard.name: place for shard, place in mine if _tensor_axes(shard) == axes}
+            require_alike(summed, self.mesh.over(*axes))
+        shared = {shard.name: f"{place}, held by stages {shard.stages}" for shard, place in mine if _stages(shard)[1:]}
+        require_alike_where_shared(shared, self.mesh.pp)
 
     def _owned_part(self, part: Part) -> Owned:
         shard = self.shards[part.number]

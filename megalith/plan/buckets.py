@@ -4,6 +4,7 @@ from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 
 
@@ -210,3 +211,26 @@ def _check(
     mixed = [list(run) for run in together if len({kinds[number] for number in run}) > 1]
     if mixed:
         raise PlanError(f"parameters {mixed[0]} are to lie together and are of several kinds. Choose one of the two.")
+
+
+def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
+    """Ways to divide optimizer state, gradients and weights over `dp` ranks that cannot work: one text each."""
+    p, problems = parallel, []
+    if p.replicas > 1 and p.zero == 0:
+        problems.append(
+            f"parallel.replicas={p.replicas} with parallel.zero={p.zero}, where every rank holds everything and "
+            f"nothing is divided. Set parallel.zero=1, or remove parallel.replicas."
+        )
+    elif p.replicas < 1 or dp % p.replicas:
+        fits = [n for n in range(1, dp + 1) if dp % n == 0]
+        problems.append(
+            f"parallel.replicas={p.replicas} does not divide dp={dp}: each replica is an equal number of ranks. "
+            f"Set parallel.replicas to one of {fits}."
+        )
+    if p.reduce_dtype == "bf16" and p.zero == 0:
+        problems.append(
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}: what is received in bf16 is added in "
+            f"fp32 by the rank that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or "
+            f"parallel.reduce_dtype=fp32."
+        )
+    return problems

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 
 from megalith.config.data import data_problems
+from megalith.config.optim import optim_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import TrainRun
 from megalith.errors import raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
+from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems
 from megalith.plan.recompute import recompute_problems
@@ -42,12 +44,14 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
             problems += batch_problems(
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
+            problems += zero_problems(p, dp)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
         )
     return (
         problems
+        + optim_problems(run.optim, run.precision)
         + schedule_problems(run.schedule, _steps_to_plan_with(run))
         + data_problems(run.data)
         + tokenizer_problems(run.tokenizer)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
-from megalith.plan.buckets import BucketPlan, plan_buckets
+from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets, slice_of, zero_problems
 
 # Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives these sizes, so that
 # its shards can be read by position.
@@ -175,3 +176,121 @@ def test_contradictions_are_refused(arguments: dict[str, Any], text: str) -> Non
 def test_negative_sizes_are_refused() -> None:
     with pytest.raises(PlanError, match=r"parameters \[1\] have a negative size"):
         plan_buckets([1, -2], bucket_numel=None)
+
+
+def test_kinds_that_do_not_match_the_parameters_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"kinds=\['a'\]: 1 for 2 parameters. Pass one per parameter"):
+        plan_buckets([1, 2], bucket_numel=None, kinds=["a"])
+    with pytest.raises(PlanError, match=r"parameters \[0, 1\] are to lie together and are of several kinds"):
+        plan_buckets([1, 2], bucket_numel=None, together=[[0, 1]], kinds=["a", "b"])
+
+
+# What each rank of dp 2 and 3 owns of emb, ln, w1, b1 and w2, as Megatron's distributed optimizer divides them.
+OWNED = {
+    (None, 2): [
+        {4: (0, 500), 3: (0, 64), 0: (0, 448)},
+        {2: (0, 512), 1: (0, 8), 0: (448, 800)},
+    ],
+    (600, 2): [
+        {4: (0, 500), 3: (0, 64), 1: (0, 8), 0: (0, 448)},
+        {2: (0, 512), 0: (448, 800)},
+    ],
+    (600, 3): [
+        {4: (0, 384), 1: (0, 8), 0: (0, 384)},
+        {4: (384, 500), 3: (0, 64), 2: (0, 192), 0: (384, 768)},
+        {2: (192, 512), 0: (768, 800)},
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("bucket_numel", "dp"), OWNED)
+def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
+    plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
+    for rank, expected in enumerate(OWNED[bucket_numel, dp]):
+        assert {part.number: part.flat for part in owned_parts(plan, rank, dp)} == expected
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: int) -> None:
+    rng = random.Random(seed)
+    case, ranks = random_case(rng), rng.choice([1, 2, 3, 5, 64])
+    plan = plan_buckets(
+        case.sizes, bucket_numel=case.bucket_numel, end_align=64 * ranks, alone=case.alone, together=case.together
+    )
+    for bucket in plan.buckets:
+        bounds_of_ranks = [slice_of(bucket, rank, ranks) for rank in range(ranks)]
+        assert (bounds_of_ranks[0][0], bounds_of_ranks[-1][1]) == (bucket.start, bucket.stop)
+        assert all(before[1] == after[0] for before, after in pairwise(bounds_of_ranks))
+        assert all((stop - start) % 64 == 0 for start, stop in bounds_of_ranks)
+    pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(case.sizes))}
+    for rank in range(ranks):
+        parts = owned_parts(plan, rank, ranks)
+        assert [part.number for part in parts] == sorted({part.number for part in parts})  # one part of each at most
+        for part in parts:
+            slot = plan.slots[part.number]
+            first, last = slice_of(plan.buckets[part.bucket], rank, ranks)
+            assert first <= part.start < part.stop <= last
+            assert part.flat == (part.start - slot.start, part.stop - slot.start)
+            pieces[part.number].append(part.flat)
+    for number, size in enumerate(case.sizes):
+        covered = sorted(pieces[number])
+        assert [start for start, _ in covered] == [0, *(stop for _, stop in covered)][: len(covered)]
+        assert (covered[-1][1] if covered else 0) == size
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
+    """So that ranks whose parameters of other kinds have other sizes cut this kind alike."""
+    rng = random.Random(seed)
+    count = rng.randint(1, 30)
+    kinds = [rng.choice("abc") for _ in range(count)]
+    mine = [rng.choice([1, 3, 64, 100, 1000]) for _ in range(count)]
+    theirs = [size if kind == "b" else rng.randint(1, 2000) for size, kind in zip(mine, kinds, strict=True)]
+    shared = [number for number in range(count) if kinds[number] == "b"]
+    found = []
+    for sizes in (mine, theirs):
+        plan = plan_buckets(sizes, bucket_numel=600, end_align=64 * 4, kinds=kinds)
+        for bucket in plan.buckets:
+            assert len({kinds[number] for number in bucket.members}) == 1
+        parts = [owned_parts(plan, rank, 4) for rank in range(4)]
+        found.append([[(part.number, part.flat) for part in own if part.number in shared] for own in parts])
+    assert found[0] == found[1]
+
+
+def test_buckets_of_all_kinds_are_sent_in_the_order_in_which_backward_finishes_them() -> None:
+    plan = plan_buckets([8, 1, 8, 1, 8, 1], bucket_numel=8, align=1, kinds=["w", "n", "w", "n", "w", "n"])
+    assert [bucket.members for bucket in plan.buckets] == [(4,), (2,), (5, 3, 1), (0,)]
+
+
+def test_sound_divisions_break_no_rule() -> None:
+    assert zero_problems(ParallelConfig(), 6) == []
+    assert zero_problems(ParallelConfig(zero=1, replicas=3, reduce_dtype="bf16"), 6) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "text"),
+    [
+        (
+            ParallelConfig(replicas=2),
+            "parallel.replicas=2 with parallel.zero=0, where every rank holds everything and nothing is divided. Set "
+            "parallel.zero=1, or remove parallel.replicas.",
+        ),
+        (
+            ParallelConfig(replicas=4, zero=1),
+            "parallel.replicas=4 does not divide dp=6: each replica is an equal number of ranks. Set parallel.replicas "
+            "to one of [1, 2, 3, 6].",
+        ),
+        (
+            ParallelConfig(replicas=0, zero=2),
+            "parallel.replicas=0 does not divide dp=6: each replica is an equal number of ranks. Set parallel.replicas "
+            "to one of [1, 2, 3, 6].",
+        ),
+        (
+            ParallelConfig(reduce_dtype="bf16"),
+            "parallel.reduce_dtype=bf16 with parallel.zero=0: what is received in bf16 is added in fp32 by the rank "
+            "that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or parallel.reduce_dtype=fp32.",
+        ),
+    ],
+)
+def test_divisions_that_cannot_work_are_refused(parallel: ParallelConfig, text: str) -> None:
+    assert zero_problems(parallel, 6) == [text]

@@ -41,6 +41,13 @@ CASES = [
         "at most 3",
     ),
     ({"parallel__sp": "true"}, 1, "parallel.sp=true needs parallel.tp > 1", "Set parallel.tp to 2"),
+    ({"parallel__replicas": "2"}, 2, "parallel.replicas=2 with parallel.zero=0", "Set parallel.zero=1"),
+    (
+        {"parallel__replicas": "4", "parallel__zero": "1"}, 6, "parallel.replicas=4 does not divide dp=6",
+        "one of [1, 2, 3, 6]",
+    ),
+    ({"parallel__reduce_dtype": "bf16"}, 2, "parallel.reduce_dtype=bf16 with parallel.zero=0", "Set parallel.zero=1"),
+    ({"optim__nesterov": "true"}, 1, "optim.nesterov=true is for optim.kind=sgd", "Set optim.kind=sgd"),
     (
         {"parallel__sp": "true", "parallel__tp": "4", "train__seq_len": "31", "train__micro_batch_size": "1"}, 4,
         "= 1 * 31 = 31 tokens do not divide over parallel.tp=4", "train.seq_len to 32",

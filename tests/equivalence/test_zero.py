@@ -1,0 +1,334 @@
+"""Divided optimizer state and gradients change no bit, hide nothing that is not there, and hold what they promise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.train import TrainRun
+from megalith.config.tree import Override
+from megalith.data.loader import Loader, Masks
+from megalith.parallel import data as engine
+from megalith.parallel.data import DataParallel
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.testing.inject import replaced, slow_link
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import EXACT, FP64, assert_close, relative_error
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.step import train_step
+from megalith.verify.ranks import RaggedRows
+
+CPU = torch.device("cpu")
+ONE_MICROBATCH = {"train.micro_batch_size": "6"}  # of the 12 rows of a step, at dp 2
+SMALL = {"parallel.bucket_numel": "600"}
+Settings = Mapping[str, Override]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What one rank saw of a run."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+    """As forward reads them."""
+
+
+def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
+    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+
+
+def steps(trainer: Trainer, first: int, count: int) -> tuple[list[float], list[float]]:
+    """Losses and gradient norms of steps `first` and following, on rows with uneven labels."""
+    train = trainer.run.train
+    rows = RaggedRows(train.seq_len, trainer.run.model.vocab_size, 12 * 50, masked=(0, 1, 2, 17))
+    loader = Loader(
+        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=train.micro_batch_size,
+        consumed=12 * first, steps=count, device=CPU,
+    )  # fmt: skip
+    found = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(count)]
+    return [result.loss for result in found], [result.grad_norm for result in found]
+
+
+def _train(rank: int, world: int, settings: Settings, count: int) -> Trained:
+    run = tiny_run({**SMALL, **settings})
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    losses, norms = steps(trainer, 0, count)
+    trainer.data.settle()
+    return Trained(losses, norms, {name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+
+
+def same(found: list[Trained], reference: list[Trained]) -> None:
+    """Every rank's losses and weights, to the bit."""
+    for mine, other in zip(found, reference, strict=True):
+        assert mine.losses == other.losses
+        assert_close(mine.weights, other.weights, EXACT)
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_at_dp_2_dividing_state_or_gradients_changes_no_bit_in_20_steps(params: str) -> None:
+    plain = {**ONE_MICROBATCH, "precision.params": params}
+    expected = run_ranks(_train, 2, plain, 20)
+    assert len(set(expected[0].losses)) == 20
+    for zero in ("1", "2"):
+        same(run_ranks(_train, 2, {**plain, "parallel.zero": zero}, 20), expected)
+
+
+@pytest.mark.parametrize("zero", ["0", "1", "2"])
+def test_at_dp_2_overlap_and_the_size_of_buckets_change_no_bit(zero: str) -> None:
+    plain = {"parallel.zero": zero}
+    expected = run_ranks(_train, 2, plain, 4)
+    for change in (
+        {"parallel.overlap": "false"},
+        {"parallel.bucket_numel": "1"},
+        {"parallel.bucket_numel": "10000000"},
+    ):
+        same(run_ranks(_train, 2, {**plain, **change}, 4), expected)
+
+
+def test_at_dp_4_slices_are_added_in_the_order_of_ranks_whatever_the_bucket() -> None:
+    """And sums over all ranks at once agree to 1e-12 in float64. Clipping is off: its norm is a sum over all slices."""
+    found = {
+        (zero, numel): run_ranks(
+            _train, 4, {"parallel.zero": zero, "parallel.bucket_numel": numel, "precision.params": "fp64",
+                        "train.micro_batch_size": "3", "optim.clip_grad": "0"}, 3
+        )[0]
+        for zero in ("0", "1", "2")
+        for numel in ("1", "600", "10000000")
+    }  # fmt: skip
+    reference = found["1", "600"]
+    for (zero, _), other in found.items():
+        for name, weights in other.weights.items():
+            assert relative_error(weights, reference.weights[name]) <= (0.0 if zero != "0" else 1e-12)
+
+
+def test_gradients_that_are_summed_after_every_microbatch_add_up_to_the_same() -> None:
+    settings = {"precision.params": "fp64", "train.micro_batch_size": "2"}  # three microbatches
+    once, thrice = (run_ranks(_train, 2, {**settings, "parallel.zero": zero}, 3)[0] for zero in ("1", "2"))
+    assert_close(thrice.weights, once.weights, FP64)
+    assert not all(torch.equal(thrice.weights[name], once.weights[name]) for name in once.weights)
+
+
+def test_gradients_in_bf16_arrive_nearly_right_and_alike_on_all_ranks() -> None:
+    plain = {**ONE_MICROBATCH, "parallel.zero": "1"}
+    exact = run_ranks(_train, 2, plain, 5)[0]
+    rounded = run_ranks(_train, 2, {**plain, "parallel.reduce_dtype": "bf16"}, 5)
+    same(rounded[:1], rounded[1:])
+    assert rounded[0].losses != exact.losses
+    assert rounded[0].losses == pytest.approx(exact.losses, rel=1e-3)
+    assert rounded[0].norms == pytest.approx(exact.norms, rel=1e-2)
+
+
+def _over_a_poisoned_link(rank: int, world: int, settings: Settings) -> tuple[Trained, dict[str, int], set[int]]:
+    """Train where nothing may be read before it was waited for; how much was sent, and how often it was waited for."""
+    with slow_link(latency_seconds=0.001, poison=True) as link:
+        trained = _train(rank, world, settings, 3)
+        sent = {kind: len(link.of(kind)) for kind in ("isend", "irecv")}
+        return trained, sent, {transfer.waits for transfer in link.of("isend", "irecv")}
+
+
+@pytest.mark.parametrize("zero", ["1", "2"])
+def test_nothing_is_read_before_it_has_arrived_and_everything_is_waited_for_once(zero: str) -> None:
+    settings = {**ONE_MICROBATCH, "parallel.zero": zero}
+    found = run_ranks(_over_a_poisoned_link, 2, settings)
+    same([trained for trained, _, _ in found], run_ranks(_train, 2, settings, 3))
+    for _, sent, waits in found:
+        assert waits == {1}
+        assert sent["isend"] == sent["irecv"] > 3 * 2 * 4  # steps, directions, more than a few buckets
+
+
+def _events(rank: int, world: int, zero: int) -> list[str]:
+    """In which order backward reaches layers and buckets start, in the only microbatch of a step."""
+    settings = {**ONE_MICROBATCH, "parallel.zero": str(zero), "model.num_layers": "6", "parallel.bucket_numel": "2000"}
+    run = tiny_run(settings)
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    assert isinstance(trainer.data, DataParallel)
+    plan, names = trainer.data.plan, [shard.name for shard in trainer.data.shards]
+    events: list[str] = []
+
+    def start_and_tell(*args: Any, **others: Any) -> Any:
+        (index,) = {others["tag"] // 2 % len(plan.buckets)}
+        events.extend(f"sent {names[number]}" for number in plan.buckets[index].members)
+        return right(*args, **others)
+
+    for number, layer in enumerate(trainer.model.layers):
+        layer.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward {number}"))
+    right = engine.start_sum
+    with replaced(engine, "start_sum", start_and_tell):
+        steps(trainer, 0, 1)
+    return events
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_layers_gradients_are_on_their_way_before_the_layer_two_below_is_reached(zero: int) -> None:
+    for events in run_ranks(_events, 2, zero):
+        for layer in range(2, 6):
+            sent = max(place for place, event in enumerate(events) if event.startswith(f"sent layers.{layer}."))
+            assert sent < events.index(f"backward {layer - 2}"), events
+        assert len({event for event in events if event.startswith("sent")}) == 6 * 7 + 3
+
+
+def _live_buckets(rank: int, world: int) -> tuple[int, int]:
+    """The most elements of gradients not summed yet that were alive at once under ZeRO-2, and of the largest bucket."""
+    run = tiny_run({**SMALL, "parallel.zero": "2", "model.num_layers": "8"})
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    data, most = trainer.data, 0
+    assert isinstance(data, DataParallel)
+    right = engine.start_sum
+
+    def count(*args: Any, **others: Any) -> Any:
+        nonlocal most
+        on_their_way = sum(started.slices.numel() for _, started in data._sums)
+        most = max(most, on_their_way + sum(buffer.numel() for buffer in data._buffers if buffer is not None))
+        return right(*args, **others)
+
+    with replaced(engine, "start_sum", count):
+        steps(trainer, 0, 2)
+    return most, max(bucket.stop - bucket.start for bucket in data.plan.buckets)
+
+
+def test_zero_2_holds_few_buckets_at_a_time() -> None:
+    for most, largest in run_ranks(_live_buckets, 2):
+        assert 0 < most <= (engine.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
+
+
+# --- memory
+
+
+def state_bytes(trainer: Trainer) -> int:
+    """Of masters, where they are apart from the weights, and moments."""
+    return sum(
+        tensor.nbytes
+        for slot in trainer.optimizer.slots
+        for tensor in (*slot.state.values(), *([slot.master] if slot.master is not slot.weight else []))
+    )
+
+
+@pytest.mark.parametrize(
+    ("params", "weights", "state"), [("fp32", 4, 8), ("bf16", 2, 12), ("fp16", 2, 12), ("fp64", 8, 16)]
+)
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_bytes_per_parameter_are_those_of_the_table(params: str, weights: int, state: int, zero: int) -> None:
+    """Weights whole; gradients (fp32) whole, or 1/d with zero 2; masters and moments 1/d with zero 1 and 2."""
+    d = 4
+    run = tiny_run({**SMALL, "precision.params": params, "parallel.zero": str(zero), "parallel.dp": str(d)})
+    grid = model_grid(run.parallel, run.model, d)
+    states = []
+    for rank in range(d):
+        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        data = trainer.data
+        assert isinstance(data, DataParallel)
+        states.append(state_bytes(trainer))
+        assert data.weights.untyped_storage().nbytes() == weights * data.plan.numel
+        wide = 8 if params == "fp64" else 4
+        assert data.gradients.untyped_storage().nbytes() == wide * data.plan.numel // (d if zero == 2 else 1)
+        assert not any(buffer is not None for buffer in data._buffers) or zero < 2
+    numel = sum(shard.numel for shard in data.shards)
+    if zero == 0:
+        assert states == [state * numel] * d
+    else:
+        assert sum(states) == state * numel
+        assert max(states) - min(states) <= state * 64 * d * len(data.plan.buckets)  # padding is nobody's state
+
+
+def test_at_dp_4_a_rank_holds_a_quarter_of_the_optimizer_within_2_percent() -> None:
+    run = tiny_run(
+        {"model.hidden_size": "256", "model.ffn_hidden_size": "1024", "model.num_layers": "8", "model.head_dim": "64",
+         "model.vocab_size": "5000", "parallel.zero": "1", "parallel.dp": "4", "parallel.bucket_numel": "1000000"}
+    )  # fmt: skip
+    grid = model_grid(run.parallel, run.model, 4)
+    for rank in range(4):
+        trainer = build_trainer(run, mesh_on_paper(grid, rank=rank), CPU, fill=False)
+        assert isinstance(trainer.data, DataParallel)
+        numel = sum(shard.numel for shard in trainer.data.shards)
+        assert numel >= 10_000_000
+        assert state_bytes(trainer) == pytest.approx(8 * numel / 4, rel=0.02)
+
+
+# --- checkpoints
+
+
+def _save(rank: int, world: int, settings: Settings, folder: str) -> Trained:
+    """Two steps, a checkpoint, and one more step, after which the whole state is in a second checkpoint."""
+    run = tiny_run({**SMALL, **settings})
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    steps(trainer, 0, 2)
+    save(trainer, folder, 2)
+    losses, norms = steps(trainer, 2, 1)
+    save(trainer, folder, 3)
+    return Trained(losses, norms, {})
+
+
+def _go_on(rank: int, world: int, settings: Settings, folder: str) -> Trained:
+    """The third step, from the checkpoint of the second, under another layout."""
+    run = tiny_run({**SMALL, **settings})
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU, fill=False)
+    open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(trainer), trainer.mesh.world)
+    trainer.optimizer.set_updates(2)
+    publish_loaded(trainer)
+    losses, norms = steps(trainer, 2, 1)
+    save(trainer, f"{folder}/again", 3)
+    return Trained(losses, norms, {})
+
+
+def save(trainer: Trainer, folder: str, step: int) -> None:
+    save_checkpoint(Path(folder), step, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+
+
+def stored(folder: str) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint of step 3, whole."""
+    checkpoint = open_checkpoint(Path(folder) / "step_0000003")
+    return {key: checkpoint.read(key) for key in checkpoint.keys()}  # noqa: SIM118  # not a mapping
+
+
+SOURCES = {
+    "zero 1 dp2": (2, {"parallel.zero": "1"}),
+    "zero 2 dp2 tp2": (4, {"parallel.zero": "2", "parallel.tp": "2"}),
+}
+TARGETS = {
+    "one process": (1, {}),
+    "dp2": (2, {}),
+    "zero 2 dp2": (2, {"parallel.zero": "2"}),
+    "zero 1 dp3": (3, {"parallel.zero": "1"}),
+    "tp2": (2, {"parallel.tp": "2"}),
+    "zero 1 dp4 in two replicas": (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "3"}),
+    "zero 1 tp2 dp2 sp": (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true"}),
+}
+
+
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=[pytest.mark.slow] * place) for place, name in enumerate(SOURCES)]
+)
+def test_what_slices_save_every_other_layout_goes_on_from(source: str, tmp_path: Path) -> None:
+    double = {"precision.params": "fp64", "optim.eps": "1e-3"}
+    world, settings = SOURCES[source]
+    expected = run_ranks(_save, world, {**settings, **double}, str(tmp_path))[0]
+    reference = stored(str(tmp_path))
+    for world, settings in TARGETS.values():
+        case = ({**settings, **double}, str(tmp_path))
+        found = _go_on(0, 1, *case) if world == 1 else run_ranks(_go_on, world, *case)[0]
+        assert found.losses == pytest.approx(expected.losses, rel=FP64.relative)
+        assert found.norms == pytest.approx(expected.norms, rel=FP64.relative)
+        assert_close(stored(f"{tmp_path}/again"), reference, FP64)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parallel.zero": "1"},
+        {"parallel.zero": "2", "precision.params": "bf16"},
+        {"parallel.zero": "1", "optim.kind": "sgd"},
+    ],
+)
+def test_the_same_layout_goes_on_to_the_bit(settings: Settings, tmp_path: Path) -> None:
+    expected = run_ranks(_save, 2, settings, str(tmp_path))
+    found = run_ranks(_go_on, 2, settings, str(tmp_path))
+    assert [each.losses for each in found] == [each.losses for each in expected]
+    assert_close(stored(f"{tmp_path}/again"), stored(str(tmp_path)), EXACT)

@@ -1,0 +1,45 @@
+"""Ranks that laid out their parameters differently are told so before they add them up."""
+
+import pytest
+
+from megalith.errors import RankError
+from megalith.parallel.alike import require_alike, require_alike_where_shared
+from megalith.parallel.group import Group, alone
+from megalith.testing.ranks import everyone, run_ranks
+
+PLACES = {"embed.weight": "at elements 0 to 8", "norm.weight": "at elements 8 to 10"}
+
+
+def _compare(rank: int, world: int, changed: dict[str, str], shared: bool) -> bool:
+    group = everyone(rank, world, "dp")
+    mine = PLACES | (changed if rank == 1 else {})
+    (require_alike_where_shared if shared else require_alike)(mine, group)
+    return True
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_equal_layouts_pass(shared: bool) -> None:
+    assert run_ranks(_compare, 3, {}, shared) == [True] * 3
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_text_names_ranks_and_the_first_parameter_that_differs(shared: bool) -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(_compare, 3, {"norm.weight": "at elements 64 to 66"}, shared)
+    assert (
+        "parameters lie differently on ranks 0 and 1, which add them up: first norm.weight at elements 8 to 10 on rank "
+        "0 and norm.weight at elements 64 to 66 on rank 1. Run the same version with the same settings on all."
+    ) in str(caught.value)
+
+
+def test_a_parameter_that_one_rank_lacks_differs_unless_only_shared_ones_count() -> None:
+    with pytest.raises(RankError, match="nothing at all on rank 0 and extra at element 10 on rank 1"):
+        run_ranks(_compare, 2, {"extra": "at element 10"}, False)
+    assert run_ranks(_compare, 2, {"extra": "at element 10"}, True) == [True, True]
+
+
+def test_on_paper_and_alone_there_is_nobody_to_ask() -> None:
+    paper = Group(axes=("dp",), ranks=(0, 1), rank=0, name="paper")
+    for group in (paper, alone("dp")):
+        require_alike(PLACES, group)
+        require_alike_where_shared(PLACES, group)

@@ -1,0 +1,102 @@
+"""Slices of sums and buckets of slices: the numbers, their order, and what may be read when."""
+
+import pytest
+import torch
+
+from megalith.parallel.slices import Transfer, start_gather, start_sum, sum_over_members_
+from megalith.testing.ranks import everyone, run_ranks
+
+N = 5
+"""Elements of a slice."""
+
+
+def bucket_of(rank: int, world: int, dtype: torch.dtype) -> torch.Tensor:
+    """What one rank has before the sum: numbers whose sum depends on its order."""
+    return torch.randn(world * N, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+
+
+def _slice_of_sum(rank: int, world: int, dtype: torch.dtype, wire: torch.dtype | None) -> torch.Tensor:
+    group = everyone(rank, world, "dp_shard")
+    return start_sum(bucket_of(rank, world, dtype), group, tag=3, dtype=wire).wait().clone()
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_rank_gets_its_slice_of_the_sum_added_in_the_order_of_ranks(world: int) -> None:
+    found = run_ranks(_slice_of_sum, world, torch.float32, None)
+    expected = bucket_of(0, world, torch.float32)
+    for rank in range(1, world):
+        expected = expected + bucket_of(rank, world, torch.float32)
+    assert torch.equal(torch.cat(found), expected)
+
+
+def test_what_travels_in_bf16_is_added_in_fp32() -> None:
+    world = 3
+    found = torch.cat(run_ranks(_slice_of_sum, world, torch.float32, torch.bfloat16))
+    exact, rounded = (
+        torch.stack([bucket_of(rank, world, torch.float32).to(wire).float() for rank in range(world)]).view(
+            world, world, N
+        )
+        for wire in (torch.float32, torch.bfloat16)
+    )
+    for owner in range(world):  # a rank's own part of its slice does not travel
+        parts = [(exact if rank == owner else rounded)[rank, owner] for rank in range(world)]
+        assert torch.equal(found.view(world, N)[owner], parts[0] + parts[1] + parts[2])
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, exact.sum(0).flatten())
+
+
+def _gathered(rank: int, world: int) -> torch.Tensor:
+    group = everyone(rank, world, "dp_shard")
+    bucket = torch.full((world * N,), float("nan"))
+    bucket.view(world, N)[rank] = rank
+    start_gather(bucket, group, tag=0).wait()
+    return bucket
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_gets_every_slice(world: int) -> None:
+    expected = torch.arange(world, dtype=torch.float32).repeat_interleave(N)
+    assert all(torch.equal(found, expected) for found in run_ranks(_gathered, world))
+
+
+def _many_at_once(rank: int, world: int) -> list[float]:
+    group = everyone(rank, world, "dp_shard")
+    started = [start_sum(torch.full((world,), float(k)), group, tag=k) for k in range(6)]
+    gathers = [start_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k) for k in range(3)]
+    for transfer in gathers:
+        transfer.wait()
+    return [float(each.wait()) for each in reversed(started)]
+
+
+def test_transfers_may_be_waited_for_in_any_order() -> None:
+    assert run_ranks(_many_at_once, 3) == [[3.0 * k for k in reversed(range(6))]] * 3
+
+
+def _over_members(rank: int, world: int, members: tuple[int, ...]) -> torch.Tensor:
+    x = bucket_of(rank, world, torch.float32)
+    return sum_over_members_(x, everyone(rank, world, "pp"), members) if rank in members else x
+
+
+@pytest.mark.parametrize("members", [(0, 3), (0, 1, 3), (2,)])
+def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[int, ...]) -> None:
+    world = 4
+    found = run_ranks(_over_members, world, members)
+    expected = bucket_of(members[0], world, torch.float32)
+    for member in members[1:]:
+        expected = expected + bucket_of(member, world, torch.float32)
+    for rank in range(world):
+        assert torch.equal(found[rank], expected if rank in members else bucket_of(rank, world, torch.float32))
+
+
+def test_a_transfer_waits_for_each_of_its_works_once() -> None:
+    class Work:
+        waits = 0
+
+        def wait(self) -> None:
+            self.waits += 1
+
+    works = [Work(), Work()]
+    transfer = Transfer([*works])  # type: ignore[arg-type]  # all it needs is `wait`
+    transfer.wait()
+    transfer.wait()
+    assert [work.waits for work in works] == [1, 1]
