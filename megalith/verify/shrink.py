@@ -13,14 +13,19 @@ MOST_RANKS = 8
 
 
 def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> LayoutCase:
-    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis at its smallest."""
+    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis at its smallest.
+
+    It recomputes and offloads as the run does; counts of layers beyond its own mean all of them.
+    """
     parallel = run.parallel
     dp = parallel.dp or world // parallel.tp
     small_dp = min(dp, 2 if parallel.tp > 1 else 3)
     small_tp, model = _shrink_heads(run.model, parallel.tp, most=max(1, most // small_dp))
     tiny = replace(parallel, tp=small_tp, dp=small_dp, sp=parallel.sp and small_tp > 1)
     assert isinstance(tiny, ParallelConfig)
-    return layout_case(model, tiny, small_tp * small_dp, fault=fault)
+    case = layout_case(model, tiny, small_tp * small_dp, fault=fault)
+    offload = replace(run.offload, min_numel=1)  # no tensor of the tiny model is large
+    return replace(case, run=replace(case.run, recompute=run.recompute, offload=offload))
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:

@@ -105,3 +105,10 @@ def test_every_recipe_has_a_copy(name: str) -> None:
     run = recipes()[name]()
     case = shrink(run, run.parallel.tp * (run.parallel.dp or 1))
     assert run_problems(case.run, case.world) == []
+
+
+def test_it_recomputes_and_offloads_as_the_run_does() -> None:
+    settings = {"recompute.granularity": "full", "recompute.num_layers": "4", "offload.layers": "3"}
+    case = shrink(tiny_run({"parallel.tp": "2", "model.num_layers": "5"} | settings), 2)
+    assert case.run.recompute.granularity == "full" and case.run.recompute.num_layers == 4
+    assert case.run.offload.layers == 3 and case.run.offload.min_numel == 1
