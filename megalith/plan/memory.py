@@ -150,7 +150,7 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     lies alone, so that slices of ranks with other sizes coincide.
     """
     run, divided = workload.run, workload.shards > 1
-    kinds = [_kind(one, sp=run.parallel.sp) if divided else "" for one in parameters]
+    kinds = [_kind(workload, one) if divided else "" for one in parameters]
     stacks: list[list[int]] = []
     for number, one in enumerate(parameters):
         if one.stacked and kinds[number] == kinds[number - 1]:
@@ -168,11 +168,13 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     )
 
 
-def _kind(one: HeldParameter, *, sp: bool) -> str:
-    """Over which tensor-parallel ranks its gradient is summed; keys and values are apart even if nobody shares them."""
-    if ".attention.kv" in one.name:
-        return "shared heads"
-    return "whole" if sp and not one.cut else ""
+def _kind(workload: Workload, one: HeldParameter) -> str:
+    """Over which tensor-parallel ranks its gradient is summed; "" for over none of them."""
+    run = workload.run
+    copies = tensor_part(run.model, tp=run.parallel.tp, rank=0).kv_copies
+    if one.cut or not (run.parallel.sp or ".attention.kv" in one.name):
+        return ""
+    return "those with the same heads" if ".attention.kv" in one.name or copies == run.parallel.tp else "all"
 
 
 def _state(workload: Workload, parameters: Sequence[HeldParameter], shard_rank: int) -> RankMemory:

@@ -8,10 +8,13 @@ Notation: t tokens of a microbatch on one rank, h hidden, g key/value heads and 
 e bytes per weight or activation, L layers of this rank, M microbatches.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from math import lcm
+from typing import Literal, NamedTuple
 
+from megalith.config.context import ContextKind
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan
@@ -139,31 +142,58 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
 
 def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
     """Keys and values of every layer to the ranks that share its tokens, and their gradients back."""
-    run, many = workload.run, workload.num_microbatches
+    run = workload.run
     if run.parallel.cp == 1:
         return
-    kinds = [kind_of_layer(run.parallel.context, layer) for stage in workload.chunks(pp_rank) for layer in stage.layers]
-    part = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank)
-    token = run.model.head_size() * WIDTHS[run.precision.params].value
-    keys, queries = 2 * part.kv_heads * token * workload.tokens, 2 * part.heads * token * workload.tokens
-    cp, ring, near = run.parallel.cp, workload.grid.size("cp_ring"), workload.grid.size("cp_a2a")
-    for kind in sorted(set(kinds)):
-        layers = kinds.count(kind) * many
-        if kind == "gather":
-            yield _row("cp", "keys and values", "all_gather", ranks=cp, calls=layers, nbytes=layers * keys * cp)
-            yield _row("cp", "their gradients", "reduce_scatter", ranks=cp, calls=layers, nbytes=layers * keys * cp)
-            continue
-        if kind in ("a2a", "a2a+ring"):
-            yield _row(
-                "cp", "heads for tokens", "all_to_all",
-                ranks=near, calls=8 * layers, nbytes=2 * layers * (keys + queries),
-            )  # fmt: skip
-        if kind in ("ring", "a2a+ring"):
-            yield _row(
-                "cp", "keys, values, their gradients", "message",
-                ranks=ring, calls=3 * (ring - 1) * layers, nbytes=3 * (ring - 1) * layers * keys,
-                behind="attention" if run.parallel.overlap else "",
-            )  # fmt: skip
+    layers: Counter[ContextKind] = Counter()
+    again: Counter[ContextKind] = Counter()
+    for stage in workload.chunks(pp_rank):
+        kinds = [kind_of_layer(run.parallel.context, layer) for layer in stage.layers]
+        layers.update(kinds)
+        again.update(kinds[: sum(spans_again(workload, stage))])
+    if "core_attention" in modules_again(run.recompute):
+        again = layers
+    for kind in sorted(layers):
+        passes = _Passes(layers[kind] * workload.num_microbatches, again[kind] * workload.num_microbatches)
+        yield from _exchange(workload, tp_rank, kind, passes)
+
+
+class _Passes(NamedTuple):
+    """Layers times microbatches in a step."""
+
+    all: int
+    again: int
+    """Of them, those whose attention runs forward twice."""
+
+
+def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Passes) -> Iterator[Traffic]:
+    """What layers of one kind send in `passes.all` passes forward and backward, and once more forward in some."""
+    run, t = workload.run, workload.tokens
+    part, d = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank), run.model.head_size()
+    width, ring, near = WIDTHS[run.precision.params], workload.grid.size("cp_ring"), workload.grid.size("cp_a2a")
+    keys, forwards = 2 * part.kv_heads * d * t, passes.all + passes.again
+    if kind == "gather":
+        cp, whole = run.parallel.cp, run.parallel.cp * keys * width.value
+        yield _row("cp", "keys and values", "all_gather", ranks=cp, calls=forwards, nbytes=forwards * whole)
+        yield _row("cp", "their gradients", "reduce_scatter", ranks=cp, calls=passes.all, nbytes=passes.all * whole)
+        return
+    behind = "attention" if run.parallel.overlap else ""
+    if kind in ("a2a", "a2a+ring"):
+        ranks = near if kind == "a2a+ring" else run.parallel.cp
+        sent_heads = part.heads + 2 * lcm(part.kv_heads, ranks)
+        # The way back of the results is not taken again where only attention itself is.
+        results = forwards if run.recompute.granularity == "full" else passes.all
+        heads = (forwards + passes.all) * sent_heads + (results + passes.all) * part.heads
+        calls = forwards + results + 2 * passes.all
+        yield _row("cp", "heads for tokens", "all_to_all", ranks=ranks, calls=calls, nbytes=heads * d * t * width.value)
+        keys = 2 * max(1, part.kv_heads // ranks) * d * t * ranks
+    if kind in ("ring", "a2a+ring"):
+        steps = ring - 1
+        nbytes = steps * keys * ((forwards + passes.all) * width.value + passes.all * width.sums)
+        calls = steps * (forwards + 2 * passes.all)
+        yield _row(
+            "cp", "keys, values, their gradients", "message", ranks=ring, calls=calls, nbytes=nbytes, behind=behind
+        )
 
 
 # --- pp

@@ -54,6 +54,8 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         (3, {"parallel.zero": "1", "train.micro_batch_size": "1"}),
         (4, {"parallel.zero": "2", "parallel.cp": "2", "precision.params": "bf16"}),
         (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
+        (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true", "model.num_kv_heads": "1"}),
+        (8, {"parallel.zero": "1", "parallel.tp": "4", "parallel.sp": "true", "model.qkv_bias": "true"}),
         (2, {"parallel.pp": "2", "precision.params": "fp64"}),
         (4, {"parallel.pp": "2", "model.tied_embeddings": "true", "parallel.zero": "1"}),
         (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
