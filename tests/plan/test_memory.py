@@ -2,16 +2,22 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
+from megalith.data.loader import Masks, StepBatches, build_batch
+from megalith.data.sample import Sample
 from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.observe.meter import metered
 from megalith.optim.adamw import AdamW
+from megalith.parallel.context import my_slicing
 from megalith.parallel.data import IN_FLIGHT as SUMS_IN_FLIGHT
 from megalith.parallel.data import DataParallel
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.mesh import build_mesh, destroy_mesh, mesh_on_paper, model_grid
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
@@ -19,8 +25,10 @@ from megalith.plan.memory import chunk_kept, distinct_places, memory_ledger, pla
 from megalith.plan.stages import whole_model
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
-from megalith.train.build import DTYPES
+from megalith.train.build import DTYPES, build_trainer
+from megalith.train.step import train_step
 
 GIB = 2**30
 UNEVEN = {"model.num_heads": "8", "model.num_kv_heads": "4", "model.hidden_size": "48", "model.ffn_hidden_size": "41"}
@@ -122,6 +130,41 @@ def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> 
         assert found.activations + found.loss <= most
         if schedule != "zb-h1":  # what works may be largest at another moment than what is kept
             assert found.activations + found.loss == most
+
+
+def metered_peak(rank: int, world: int, run: TrainRun) -> int:
+    """The most that autograd keeps on this rank in a step."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    length, rows = run.train.seq_len, run.train.micro_batch_size
+    sample = Sample(ids=np.arange(length + 1) % run.model.vocab_size, num_valid=length + 1)
+    batch = build_batch([sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh))
+    many = run.train.global_batch_size // (rows * mesh.dp.size)
+    with metered(*trainer.staged.chunks) as meter:
+        train_step(trainer, StepBatches([batch] * many, many), lr=0.0, weight_decay=0.0)
+    destroy_mesh(mesh)
+    return meter.peak
+
+
+@pytest.mark.parametrize(
+    "world, settings",
+    [
+        (1, {}),
+        (2, {"parallel.tp": "2", "parallel.sp": "true"}),
+        (2, {"parallel.cp": "2"}),
+        (2, {"parallel.pp": "2", "model.num_layers": "5", "parallel.pipeline.first_layers": "2"}),
+        (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}),
+        (2, {"parallel.pp": "2", "parallel.pipeline.schedule": "gpipe", "recompute.granularity": "full"}),
+    ],
+)
+def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(world: int, settings: dict[str, str]) -> None:
+    run = tiny_run({"train.global_batch_size": "24"} | settings)
+    workload = plan_workload(run, world)
+    for rank, found in enumerate(run_ranks(metered_peak, world, run)):
+        place = workload.grid.coordinates(rank)
+        memory = place_memory(workload, place["pp"], place["tp"]).memory
+        # The plan counts a rank's rotations of positions once for each chunk in flight, as the chunks keep them.
+        assert memory.activations + memory.loss == found, rank
 
 
 def test_interleaving_keeps_its_known_factor_more_in_flight() -> None:
