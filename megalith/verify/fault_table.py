@@ -6,6 +6,7 @@ from typing import Literal
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
 from megalith.verify.ranks import Difference, layout_case, prove_layout
@@ -37,7 +38,7 @@ class Verdict:
 def judge(fault: Fault) -> Verdict:
     """Plant a fault into the smallest layout in which it matters, and ask both parts of the proof."""
     model, parallel = smallest_layout(fault)
-    world = parallel.tp * parallel.cp * (parallel.dp or 1)
+    world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
     with planted(fault.name):
         problems = type_check(model, parallel, world=world, ranks=(world - 1,)).problems
     where = problems[0].where if problems else None
@@ -52,12 +53,16 @@ def judge(fault: Fault) -> Verdict:
 def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
     """Two ranks on every axis that the fault needs, and a model with what it needs."""
     needs = fault.needs
-    model = ModelConfig(
-        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=1, num_heads=4,
-        num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
+    tp, cp, dp, pp = (2 if axis in needs else 1 for axis in ("tp", "cp", "dp", "pp"))
+    pipeline = PipelineConfig(
+        vpp=3 if "chunks" in needs else 1, schedule="zb-h1" if "split backward" in needs else "auto"
     )  # fmt: skip
-    tp, cp, dp = (2 if axis in needs else 1 for axis in ("tp", "cp", "dp"))
-    return model, ParallelConfig(tp=tp, cp=cp, dp=dp, sp="sp" in needs)
+    model = ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=pp * pipeline.vpp, num_heads=4,
+        num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
+        tied_embeddings="tied" in needs,
+    )  # fmt: skip
+    return model, ParallelConfig(tp=tp, cp=cp, dp=dp, pp=pp, pipeline=pipeline, sp="sp" in needs)
 
 
 def fault_table() -> list[Verdict]:

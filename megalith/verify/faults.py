@@ -4,7 +4,7 @@ A proof that nothing can fail proves nothing. Each fault is a mistake that peopl
 existing classes until its context ends; nothing here is ever reached without `planted`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,7 +24,10 @@ from megalith.nn.norm import RMSNorm
 from megalith.parallel import context, data
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone
+from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import Chunk, Pipeline
+from megalith.parallel.postpone import Postponed
 from megalith.parallel.tensor import (
     ColumnLinear,
     Region,
@@ -35,13 +38,17 @@ from megalith.parallel.tensor import (
     WholeTokens,
 )
 from megalith.plan.context import Numbers, Slices
+from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
 from megalith.train import loss
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
-Need = Literal["tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks"]
+Need = Literal[
+    "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
+    "pp", "tied", "chunks", "split backward",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +64,8 @@ class Fault:
 
     needs: tuple[Need, ...]
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
-    tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP."""
+    tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
+    two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -153,7 +161,7 @@ def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
 
 
 def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
-    wrong = SplitTokens(mesh.dp) if isinstance(model.embed.region, SplitTokens) else WholeTokens(mesh.dp)
+    wrong = SplitTokens(mesh.dp) if isinstance(model.region, SplitTokens) else WholeTokens(mesh.dp)
     _detour(model, RowLinear, leave=wrong.leave)
 
 
@@ -173,9 +181,9 @@ def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
     return self.region.leave(y if self.bias_name is None else y + getattr(self, self.bias_name))
 
 
-def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any) -> Tensor:
+def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any) -> Tensor:
     """Each rank divides by its own number of labels, as if all had as many."""
-    total = ORIGINAL_LOSS(self, ids, labels, tokens)
+    total = ORIGINAL_LOSS(self, ids, labels, tokens, **received)
     return total if labels.is_meta else total * labels.numel() / max(1, int((labels >= 0).sum()))
 
 
@@ -198,7 +206,7 @@ def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[No
 def _averaged() -> AbstractContextManager[None]:
     finish = data.DataParallel.finish
 
-    def wrong(self: data.DataParallel) -> list[data.Owned]:
+    def wrong(self: data.DataParallel) -> Sequence[data.Owned]:
         owned = finish(self)
         for one in owned:
             one.gradient.div_(self.mesh.dp.size)
@@ -229,6 +237,29 @@ def _late_chunk_first(self: Slices, rank: int) -> Numbers:
 
 
 ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
+
+
+# --- faults in the pipeline
+
+
+def _other_microbatch(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+    """The messages of two microbatches change places on their way forward."""
+    other = message.microbatch ^ 1
+    swapped = message.direction == "forward" and other < self.num_microbatches
+    ORIGINAL_SEND(self, message._replace(microbatch=other) if swapped else message, tensors, target)
+
+
+def _other_chunk(self: Pipeline, schedule: Schedule, chunks: Sequence[Chunk], boundary: Any = None) -> None:
+    """The first rank runs its second chunk where its third is due, and the other way round."""
+    run = [chunks[0], chunks[2], chunks[1]] if self.rank == 0 and len(chunks) == 3 else chunks
+    ORIGINAL_RUN(self, schedule, run, boundary)
+
+
+def _never_added(self: Postponed, microbatch: int) -> None:
+    self._aside.pop(microbatch)
+
+
+ORIGINAL_SEND, ORIGINAL_RUN = Link.send, Pipeline.run
 
 
 def _is_norm(shard: Shard) -> bool:
@@ -307,6 +338,22 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
         "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
+    ),
+    Fault(
+        "tied_sum_left_out", "The two stages that share the vocabulary table do not add up its gradients.",
+        "numbers", ("pp", "tied"), lambda: replaced(data, "_stages", lambda shard: (0,)),
+    ),
+    Fault(
+        "microbatches_swapped", "A stage receives the hidden states of another microbatch.",
+        "numbers", ("pp",), lambda: replaced(Link, "send", _other_microbatch),
+    ),
+    Fault(
+        "chunks_swapped", "A rank runs one of its chunks where another is due.",
+        "numbers", ("pp", "chunks"), lambda: replaced(Pipeline, "run", _other_chunk),
+    ),
+    Fault(
+        "weights_part_left_out", "Weight gradients that were put aside are never added.",
+        "numbers", ("pp", "split backward"), lambda: replaced(Postponed, "add_up", _never_added),
     ),
 )  # fmt: skip
 """Every fault that can be planted."""

@@ -26,6 +26,10 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "ring_gradients_kept": (False, "wrong gradients"),
     "cp_positions_local": (False, "wrong loss"),
     "cp_chunks_swapped": (False, "wrong loss"),
+    "tied_sum_left_out": (False, "wrong gradients"),
+    "microbatches_swapped": (False, "wrong loss"),
+    "chunks_swapped": (False, "wrong loss"),
+    "weights_part_left_out": (False, "wrong gradients"),
     # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "bias_before_sum": (True, "wrong weights after a step"),
@@ -82,7 +86,12 @@ def test_the_table_is_markdown(verdicts: Verdicts) -> None:
 def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     model, parallel = smallest_layout(fault)
     assert (parallel.tp > 1, (parallel.dp or 1) > 1) == ("tp" in fault.needs, "dp" in fault.needs)
-    assert (parallel.cp > 1) == ("cp" in fault.needs)
+    assert (parallel.cp > 1, parallel.pp > 1) == ("cp" in fault.needs, "pp" in fault.needs)
+    assert (parallel.pipeline.vpp > 2, parallel.pipeline.schedule == "zb-h1") == (
+        "chunks" in fault.needs,
+        "split backward" in fault.needs,
+    )
+    assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
