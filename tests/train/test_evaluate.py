@@ -11,6 +11,7 @@ from megalith.data.loader import Masks, build_batch
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -35,7 +36,10 @@ def evaluation(rank: int, world: int, run: TrainRun, rows: int, samples: int = S
     """The mean over some samples, as one rank of a layout."""
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
     trainer = build_trainer(run, mesh, CPU)
-    return evaluate(trainer.staged, dataset(run), Masks(), samples=samples, rows=rows, tokenizer=ByteTokenizer())
+    return evaluate(
+        trainer.staged, dataset(run), Masks(), samples=samples, rows=rows, tokenizer=ByteTokenizer(),
+        slicing=my_slicing(run.parallel, mesh),
+    )  # fmt: skip
 
 
 def test_the_mean_is_over_labels_not_over_rows() -> None:
@@ -69,6 +73,8 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
         (3, {"parallel.dp": "3"}, 2),  # one rank has nothing to do
         (2, {"parallel.tp": "2", "parallel.sp": "true"}, SAMPLES),
         (2, {"parallel.tp": "2", "parallel.sp": "true", "train.seq_len": "11"}, SAMPLES),  # a last row of odd length
+        (2, {"parallel.cp": "2"}, SAMPLES),
+        (2, {"parallel.cp": "2", "train.seq_len": "11", "parallel.context.slicing": "document"}, SAMPLES),
     ],
 )
 def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples: int) -> None:

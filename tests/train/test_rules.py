@@ -58,6 +58,31 @@ CASES = [
         "Set one of them off",
     ),
     (
+        {"train__compile": "true", "parallel__cp": "2"}, 2, "train.compile=true with parallel.cp=2",
+        "Set one of them off",
+    ),
+    (
+        {"parallel__cp": "2", "train__seq_len": "30"}, 2, "train.seq_len=30 does not divide by 2 * 2 = 4",
+        "Set train.seq_len to 32 or 28, or parallel.context.slicing to document, which pads",
+    ),
+    (
+        {"parallel__cp": "2", "parallel__tp": "2", "parallel__sp": "true", "train__seq_len": "28"}, 4,
+        "train.seq_len=28 does not divide by 2 * parallel.cp * parallel.tp = 2 * 2 * 2 = 8", "to 32 or 24",
+    ),
+    (
+        {"parallel__cp": "16", "parallel__context__kind": "a2a", "train__seq_len": "32"}, 16,
+        "parallel.cp=16 with a2a: model.num_heads=8 over parallel.tp=1 are 8 heads on a rank", "to ring or gather",
+    ),
+    (
+        {"parallel__cp": "4", "parallel__context__kind": "a2a+ring"}, 4,
+        "parallel.context.a2a=None does not divide parallel.cp=4", "Set parallel.context.a2a to one of [2]",
+    ),
+    (
+        {"parallel__cp": "2", "parallel__context__layers": "[ring]"}, 2,
+        "parallel.context.layers names 1 kinds for model.num_layers=2", "Use one for each",
+    ),
+    ({"parallel__cp": "0"}, 1, "parallel.cp=0 must be at least 1", "Set parallel.cp to 1 or more"),
+    (
         {"recompute__granularity": "selective", "recompute__modules": "[]"}, 1,
         "recompute.modules=[] names nothing to compute again", "Set recompute.modules to [core_attention]",
     ),

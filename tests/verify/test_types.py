@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import spmd_types as checker
 import torch
@@ -16,6 +17,7 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.autograd import Function
 
+from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -29,8 +31,10 @@ from megalith.nn.mlp import SwiGLU
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
 from megalith.parallel import tensor as layers
+from megalith.parallel.context import ring_attention
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
+from megalith.plan.context import Spans
 from megalith.recipes.llama3 import llama3_70b
 from megalith.verify.faults import FAULTS, changed_model, planted, replaced
 from megalith.verify.types import (
@@ -93,6 +97,33 @@ def test_a_right_pipeline_has_no_problem_on_any_kind_of_stage(
 ) -> None:
     report = type_check(model, parallel, world=world)
     assert report.problems == () and report.axes["pp"] == parallel.pp
+
+
+CONTEXTS = [
+    (ParallelConfig(cp=2), 2, {"ring_attention over cp": 2}),
+    (ParallelConfig(cp=3, tp=2, sp=True), 12, {"ring_attention over cp": 2}),
+    (ParallelConfig(cp=4, tp=2, context=ContextConfig(kind="gather")), 8, {"gather over cp": 2}),
+    (ParallelConfig(cp=3, tp=2, context=ContextConfig(kind="a2a")), 12, {"all_to_all over cp": 4}),
+    (
+        ParallelConfig(cp=6, tp=2, sp=True, context=ContextConfig(kind="a2a+ring", a2a=3)), 4092,
+        {"all_to_all over cp_a2a": 4, "ring_attention over cp_ring": 2},
+    ),
+    (
+        ParallelConfig(cp=3, context=ContextConfig(layers=("ring", "gather"), slicing="document")), 3,
+        {"ring_attention over cp": 1, "gather over cp": 1},
+    ),
+    (ParallelConfig(cp=2, tp=4, sp=True), 16, {"ring_attention over cp": 2}),  # two ranks share each key/value head
+    (ParallelConfig(cp=2, pp=2, tp=2), 16, {"ring_attention over cp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("parallel", "world", "exchanges"), CONTEXTS)
+def test_shared_rows_have_no_problem_in_any_exchange(
+    parallel: ParallelConfig, world: int, exchanges: dict[str, int]
+) -> None:
+    report = type_check(MODEL, parallel, world=world)
+    assert report.problems == () and "cp" not in report.unproved
+    assert {name: count for name, count in report.collectives.items() if "cp" in name} == exchanges
 
 
 def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
@@ -378,6 +409,27 @@ def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
     function = name.removesuffix("_uneven")
     with checking(), pytest.raises(SpmdTypeError, match=f"{function} over MeshAxis\\(4:2\\) expects {before!r} \\("):
         call(tensor(given))
+
+
+def ring(**given: Any) -> Tensor:
+    """A ring over tp, of tensors of these types."""
+    q, k, v = (tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
+    return ring_attention(q, k, v, GROUP, [Spans(1, np.zeros((8, 2), np.int64), ())] * 8)
+
+
+def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
+    with checking() as counts:
+        out = ring()
+        assert types_of(out) == {"dp": V, "tp_kv": V, "tp_copy": V} and out.shape == (8, 4, 2)
+        out.sum().backward(torch.empty((), device="meta"))
+    assert counts == {"ring_attention over tp_kv_tp_copy": 1}
+
+
+@pytest.mark.parametrize("given", [R, I, P])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any) -> None:
+    with checking(), pytest.raises(SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"):
+        ring(**{name: given})
 
 
 def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
