@@ -64,14 +64,14 @@ def note(
     return group.flight.enter(op, group.axes, group.ranks, group.name, shape=shape, dtype=dtype, rows=rows)
 
 
-def note_message(group: Group, x: Tensor, peer: int, *, sends: bool) -> Entry | None:
-    """The same for a message of `x` to, or from, rank number `peer` of the group."""
+def note_message(group: Group, x: Tensor, peer: int, *, sends: bool, tag: int = 0) -> Entry | None:
+    """The same for a message of `x` to, or from, rank number `peer` of the group; those of one tag keep their order."""
     if group.flight is None:
         return None
     other = group.ranks[peer]
     return group.flight.enter(
         "send" if sends else "receive", group.axes, tuple(sorted((group.ranks[group.rank], other))),
-        message_lane(group.name, other, sends=sends), shape=x.shape, dtype=str(x.dtype), peer=other,
+        message_lane(f"{group.name}#{tag}", other, sends=sends), shape=x.shape, dtype=str(x.dtype), peer=other,
     )  # fmt: skip
 
 
@@ -81,9 +81,10 @@ def finished(entry: Entry | None) -> None:
         entry.done = True
 
 
-def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work | None:
+def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work:
     """Note that an operation of `note` is over when `work`, which is given back, is."""
-    if entry is not None and work is not None:
+    assert work is not None, "this process is not in the group"
+    if entry is not None:
         entry.work = ref(work)
     return work
 
@@ -112,6 +113,23 @@ def all_reduce_max_(x: Tensor, group: Group) -> Tensor:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
         finished(entry)
     return x
+
+
+def start_send(x: Tensor, group: Group, to: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None) -> dist.Work:
+    """Start sending `x` to rank number `to` of the group; it must not be written to before `.wait()`.
+
+    `handle`: the process group to use, if it is not the group's own.
+    """
+    entry = note_message(group, x, to, sends=True, tag=tag)
+    return on_its_way(entry, dist.isend(x, group=handle or group.handle, group_dst=to, tag=tag))
+
+
+def start_receive(
+    x: Tensor, group: Group, source: int, *, tag: int = 0, handle: dist.ProcessGroup | None = None
+) -> dist.Work:
+    """Start receiving into `x` what rank number `source` of the group sends; it may be read after `.wait()`."""
+    entry = note_message(group, x, source, sends=False, tag=tag)
+    return on_its_way(entry, dist.irecv(x, group=handle or group.handle, group_src=source, tag=tag))
 
 
 def gather_objects(value: object, group: Group) -> list[object]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.errors import DataError
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, start_receive, start_send
 from megalith.plan.transfers import Direction
 
 Tensors = tuple[Tensor, ...]
@@ -124,13 +124,12 @@ class Link:
         if self.announce:
             parts = [_announcement(specs_of(tensors)).to(self.device), *parts]
         for part in parts:
-            work = dist.isend(part, group=handle, group_dst=target, tag=tag)
-            self._outbox.keep(_some(work), part)
+            self._outbox.keep(start_send(part, self._group, target, tag=tag, handle=handle), part)
 
     def post(self, message: Message, specs: Specs | None, source: int) -> "Posted":
         """Start receiving; `specs`: what to expect, None: wait for the announcement."""
         handle, tag = self._handle(message, source, self._rank), message.tag(self.num_microbatches)
-        posted = Posted(message, source, handle, tag, specs, self.device)
+        posted = Posted(message, source, self._group, handle, tag, specs, self.device)
         if self.announce:
             posted.expect_announcement()
         else:
@@ -139,9 +138,13 @@ class Link:
         return posted
 
     @property
-    def _rank(self) -> int:
+    def _group(self) -> Group:
         assert self.handles is not None
-        return self.handles.group.rank
+        return self.handles.group
+
+    @property
+    def _rank(self) -> int:
+        return self._group.rank
 
     def _handle(self, message: Message, source: int, target: int) -> dist.ProcessGroup:
         assert self.handles is not None, "a pipeline of one rank sends nothing"
@@ -155,6 +158,7 @@ class Posted:
 
     message: Message
     source: int
+    group: Group
     handle: dist.ProcessGroup
     tag: int
     specs: Specs | None
@@ -189,7 +193,7 @@ class Posted:
         return self.buffers
 
     def _receive(self, buffer: Tensor) -> dist.Work:
-        return _some(dist.irecv(buffer, group=self.handle, group_src=self.source, tag=self.tag))
+        return start_receive(buffer, self.group, self.source, tag=self.tag, handle=self.handle)
 
     def _compare(self, announced: Specs) -> None:
         if self.specs is not None and announced != self.specs:
@@ -257,8 +261,3 @@ def _announced(header: Tensor) -> Specs:
         specs.append(Spec(tuple(numbers[:dims]), DTYPES[kind]))
         numbers = numbers[dims:]
     return tuple(specs)
-
-
-def _some(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is not in the group"
-    return work

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, note, on_its_way, start_receive, start_send
 
 
 @dataclass(slots=True)
@@ -72,12 +72,14 @@ def start_sum(bucket: Tensor, group: Group, *, tag: int, dtype: torch.dtype | No
         received = torch.empty_like(sent)
         return SliceSum(_exchange(sent, received, group, tag), slices, received, group.rank)
     if dtype is None:
+        entry = note(group, "reduce_scatter", bucket)
         work = dist.reduce_scatter_tensor(slices[group.rank], bucket, group=group.handle, async_op=True)
-        return SliceSum(Transfer([work]), slices, None, group.rank)
+        return SliceSum(Transfer([on_its_way(entry, work)]), slices, None, group.rank)
     sent = bucket.to(dtype)
     received = torch.empty_like(sent)
+    entry = note(group, "all_to_all", sent)
     work = dist.all_to_all_single(received, sent, group=group.handle, async_op=True)
-    return SliceSum(Transfer([work]), slices, received.view(group.size, -1), group.rank)
+    return SliceSum(Transfer([on_its_way(entry, work)]), slices, received.view(group.size, -1), group.rank)
 
 
 def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Transfer:
@@ -85,8 +87,9 @@ def start_gather(bucket: Tensor, group: Group, *, tag: int) -> Transfer:
     slices = bucket.view(group.size, -1)
     if bucket.device.type == "cpu":
         return _exchange(slices[group.rank].expand_as(slices), slices, group, tag)
+    entry = note(group, "all_gather", bucket)
     work = dist.all_gather_into_tensor(bucket, slices[group.rank], group=group.handle, async_op=True)
-    return Transfer([work])
+    return Transfer([on_its_way(entry, work)])
 
 
 def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Transfer:
@@ -94,8 +97,8 @@ def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Transfe
     works: list[dist.Work] = []
     for distance in range(1, group.size):  # no two ranks send to the same one first
         to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
-        works.append(_some(dist.irecv(received[source], group=group.handle, group_src=source, tag=tag)))
-        works.append(_some(dist.isend(sent[to], group=group.handle, group_dst=to, tag=tag)))
+        works.append(start_receive(received[source], group, source, tag=tag))
+        works.append(start_send(sent[to], group, to, tag=tag))
     return Transfer(works)
 
 
@@ -110,16 +113,11 @@ def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor
     works = []
     for member in members:
         if member != group.rank:
-            works.append(_some(dist.irecv(parts[member], group=group.handle, group_src=member)))
-            works.append(_some(dist.isend(x, group=group.handle, group_dst=member)))
+            works.append(start_receive(parts[member], group, member))
+            works.append(start_send(x, group, member))
     Transfer(works).wait()
     first, *rest = (parts[member] for member in sorted(members))
     x.copy_(first)
     for part in rest:
         x.add_(part)
     return x
-
-
-def _some(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this process is not in the group"
-    return work

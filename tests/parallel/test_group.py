@@ -1,8 +1,11 @@
 """In-place collectives give every rank of a group the same answer, and cost nothing for a group of one."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
+from megalith.observe.flight import Flight, message_lane, reverse_lane
 from megalith.parallel.group import (
     Group,
     all_reduce_,
@@ -12,6 +15,8 @@ from megalith.parallel.group import (
     gather_objects,
     my_range,
     start_all_reduce_,
+    start_receive,
+    start_send,
 )
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -54,6 +59,30 @@ def _in_the_last_two(rank: int, world: int) -> tuple[list[float], list[object]] 
 
 def test_a_group_counts_its_own_ranks_from_zero() -> None:
     assert run_ranks(_in_the_last_two, 3) == [None, ([3.0], [1, 2]), ([3.0], [1, 2])]
+
+
+def _notes(rank: int, world: int) -> list[str]:
+    group = replace(everyone(rank, world, "dp"), flight=Flight())
+    assert group.flight is not None
+    all_reduce_(torch.ones(2), group)
+    got = torch.zeros(3)
+    for tag in (7, 8):
+        works = start_send(torch.ones(3), group, 1 - rank, tag=tag), start_receive(got, group, 1 - rank, tag=tag)
+        for work in works:
+            work.wait()
+        del work, works
+    assert got.tolist() == [1, 1, 1]
+    barrier(group)
+    assert group.flight.unfinished() == []
+    last = group.flight.entries[-2]
+    assert reverse_lane(last.lane, rank) == message_lane(f"{group.name}#8", rank, sends=True)
+    return [f"{entry} {entry.peer}" for entry in group.flight.entries]
+
+
+def test_everything_that_is_entered_is_noted_with_the_other_end_of_a_message() -> None:
+    for rank, noted in enumerate(run_ranks(_notes, 2)):
+        messages = [f"send 0 over dp {1 - rank}", f"receive 0 over dp {1 - rank}"]
+        assert noted == ["all_reduce 0 over dp None", *messages, *messages, "barrier 1 over dp None"]
 
 
 def test_a_group_of_one_does_nothing_and_needs_no_processes() -> None:
