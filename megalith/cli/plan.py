@@ -301,7 +301,7 @@ def _verdict_line(workload: Workload, device: Device, place: PlaceMemory) -> str
 def _changes_table(fixes: Sequence[Change]) -> Table:
     table = _table("single change", "GiB", "saves", "price", "")
     for one in fixes:
-        told = "fits" if one.fits else ""
+        told = one.verdict if one.verdict in ("fits", "tight") else ""
         table.add_row(_spelled(one.overrides), _gib(one.nbytes), _gib(one.saved), one.price, told)
     return table
 

@@ -31,7 +31,7 @@ class Change:
     saved: int
     """Less than without it."""
 
-    fits: bool
+    verdict: Verdict
     """With nothing else changed."""
 
 
@@ -51,16 +51,24 @@ def changes(workload: Workload, device: Device, problems: Problems) -> list[Chan
     for overrides, price in _levers(workload, device):
         nbytes = tried(workload, overrides, device, problems)
         if nbytes is not None and nbytes < before:
-            found.append(Change(overrides, price, nbytes, before - nbytes, verdict(nbytes, device) == "fits"))
+            found.append(Change(overrides, price, nbytes, before - nbytes, verdict(nbytes, device)))
     return found
 
 
 def remedy(workload: Workload, device: Device, problems: Problems) -> Change | None:
-    """The cheapest single change that makes the run fit; else the cheapest ones added up until it does; else None."""
+    """The cheapest single change that makes the run fit; else the cheapest ones added up until it does; else None.
+
+    Filling the device to the brim counts only where nothing else helps.
+    """
     single = changes(workload, device, problems)
-    fitting = next((change for change in single if change.fits), None)
-    if fitting is not None:
-        return fitting
+    fitting = [change for change in single if change.verdict == "fits"]
+    together = None if fitting else _together(workload, device, problems, single)
+    tight = [change for change in single if change.verdict == "tight"]
+    return next(iter([*fitting, *([together] if together else []), *tight]), None)
+
+
+def _together(workload: Workload, device: Device, problems: Problems, single: Sequence[Change]) -> Change | None:
+    """Changes added up, the cheapest first, until they fit."""
     before = worst(memory_ledger(workload, device)).memory.total
     chosen: list[Change] = []
     for change in single:
@@ -73,7 +81,7 @@ def remedy(workload: Workload, device: Device, problems: Problems) -> Change | N
             continue
         chosen = [*kept, change]
         if verdict(nbytes, device) == "fits":
-            return Change(overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, fits=True)
+            return Change(overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, "fits")
     return None
 
 

@@ -33,7 +33,7 @@ def test_a_device_filled_to_the_brim_is_tight(gib: float, told: str) -> None:
 
 def test_the_nearest_fix_of_the_8b_model_is_to_divide_its_optimizer() -> None:
     fix = remedy(workload("llama3_8b", 16), H100, run_problems)
-    assert fix is not None and fix.overrides == {"parallel.zero": "1"} and fix.fits
+    assert fix is not None and fix.overrides == {"parallel.zero": "1"} and fix.verdict == "fits"
     assert fix.nbytes + fix.saved == worst(memory_ledger(workload("llama3_8b", 16), H100)).memory.total
 
 
@@ -47,13 +47,13 @@ def test_every_change_is_true_and_breaks_no_rule() -> None:
         assert run_problems(run, 64) == []
         after = worst(memory_ledger(plan_workload(run, 64), H100)).memory.total
         assert (after, before - after) == (change.nbytes, change.saved) and change.saved > 0
-        assert change.fits == (verdict(after, H100) == "fits") and change.price
+        assert change.verdict == verdict(after, H100) and change.price
 
 
 def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
     base = workload("llama3_70b", 64)
     tight = device(30)
-    assert not any(change.fits for change in changes(base, tight, run_problems))
+    assert not any(change.verdict == "fits" for change in changes(base, tight, run_problems))
     fix = remedy(base, tight, run_problems)
     assert fix is not None and len(fix.overrides) > 1
     assert tried(base, fix.overrides, tight, run_problems) == fix.nbytes <= 0.94 * 30 * GIB

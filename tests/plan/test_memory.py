@@ -114,6 +114,20 @@ def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
     assert states * 8 == pytest.approx(405_853_388_800 * (6 + 12 / 128), rel=1e-3)
 
 
+def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> None:
+    """bf16, tp 8 with sp: per token and rank, 8 query heads and 1 key/value head of 128, 3584 of 28,672 features."""
+    norms, inputs = 2 * (2 * 8192 + 4) / 8, 2 * 2 * 8192 / 8
+    queries, keys, product = 2 * 8 * 128, 2 * 128, 2 * (8 + 2) * 128  # the values keep the whole product alive
+    attention, mlp = queries + keys + product + 4 * 8 + queries, 2 * 2 * 3584 + 2 * 3584
+    layer = norms + inputs + attention + mlp
+    assert layer == 36_641
+    workload = plan_workload(resolve("llama3_70b"), 8)
+    ends = 8 + 1 + 2 * 128 + (2 * 8192 + 4) / 8  # numbers of tokens, rotations, the last norm
+    kept = chunk_kept(workload, whole_model(80), 0, accelerator=True)
+    assert kept.layers == 8192 * (80 * layer + ends)
+    assert kept.loss == 2 * 8192 * 8192 + 4 * 8192 * 128_256 // 8
+
+
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_activations_at_the_height_are_those_of_the_simulator(schedule: str) -> None:
     workload = plan_workload(
@@ -167,14 +181,16 @@ def test_activations_at_the_height_are_what_a_meter_finds_on_real_ranks(world: i
         assert memory.activations + memory.loss == found, rank
 
 
-def test_interleaving_keeps_its_known_factor_more_in_flight() -> None:
+@pytest.mark.parametrize("pp, vpp, factor", [(4, 2, 1.375), (8, 4, 1.21875), (8, 2, 1.4375)])
+def test_interleaving_keeps_its_known_factor_more_in_flight(pp: int, vpp: int, factor: float) -> None:
     """1 + (p - 1)/(p v) times those of p microbatches. Source: Korthikanti et al. 2022, arXiv:2205.05198, sec. 4."""
-    plain = {"parallel.pp": "4", "model.num_layers": "8", "train.micro_batch_size": "1"}
-    one, two = (
-        place_memory(plan_workload(tiny_run(plain | {"parallel.pipeline.vpp": vpp}), 4), 0, 0) for vpp in ("1", "2")
+    plain = {"parallel.pp": str(pp), "model.num_layers": str(pp * vpp), "train.micro_batch_size": "1"}
+    plain |= {"train.global_batch_size": "24"}
+    one, more = (
+        place_memory(plan_workload(tiny_run(plain | {"parallel.pipeline.vpp": str(v)}), pp), 0, 0) for v in (1, vpp)
     )
-    assert (one.in_flight, two.in_flight) == (4, 11)
-    assert two.in_flight / 2 / one.in_flight == 1 + 3 / 8
+    assert one.in_flight == pp
+    assert more.in_flight / vpp == pp * factor
 
 
 def test_tensors_shrink_with_what_divides_them() -> None:
