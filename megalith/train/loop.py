@@ -30,6 +30,7 @@ from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
+from megalith.plan.savings import run_lines
 from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.evaluate import evaluate
 from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
@@ -120,6 +121,9 @@ class _Loop:
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
         self.metrics = self._open_metrics() if self.writer else None
+        place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
+        for line in run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu):
+            self.progress.say(line)
         try:
             with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:
                 loader = self._loader()

@@ -1,0 +1,109 @@
+"""What recomputation and offloading save on one rank, and what they cost: the lines that a run begins with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megalith.config.recompute import RecomputeConfig
+from megalith.config.train import TrainRun
+from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
+from megalith.plan.context import kind_of_layer
+from megalith.plan.costs import step_flops
+from megalith.plan.memory import setting_of
+from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
+from megalith.plan.workload import plan_workload
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """One region of the model that does not keep everything on the device."""
+
+    region: str
+    nbytes: int
+    """That the device holds less of one microbatch, in one stage of one rank."""
+
+    extra: float
+    """Operations that are done a second time, as a part of all useful ones."""
+
+
+def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
+    """What each setting saves and costs in a stage of so many layers; parts of layers in the order they are named."""
+    if setting.recompute.granularity == "full":
+        return [_full(setting, num_layers), *_offloaded(setting, num_layers)]
+    found: list[Saving] = []
+    before: tuple[str, ...] = ()
+    for module in modules_again(setting.recompute):
+        after = (*before, module)
+        freed = total(layer_rows(setting, before)) - total(layer_rows(setting, after))
+        # A part of a layer that is named after the whole of it has nothing left to compute again.
+        extra = 0.0 if module == "mlp_act" else _share(setting, module)
+        found.append(Saving(module, num_layers * freed, extra))
+        before = after
+    return [*found, *_offloaded(setting, num_layers)]
+
+
+def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
+    """The same in words, with everything that is worth one; nothing where everything is kept."""
+    lines = recompute_notes(setting.recompute, stage_layers=num_layers)
+    for saving in savings(setting, num_layers=num_layers):
+        less = f"{_size(saving.nbytes)} less" if saving.nbytes >= 0 else f"{_size(-saving.nbytes)} more"
+        lines.append(
+            f"{saving.region}: {less} for each microbatch on this rank, {100 * saving.extra:.1f} % more operations"
+        )
+        if saving.region == "core_attention" and saving.nbytes <= 0:
+            lines.append(
+                f"recompute.modules has core_attention, which frees {max(saving.nbytes, 0)} bytes here: attention "
+                f"keeps no probabilities that it could drop. Remove it to save its operations."
+            )
+    if not lines:
+        return []
+    kept = stage_kept(setting, num_layers=num_layers)
+    plain = stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=num_layers)
+    everything = plain.nbytes + plain.host_bytes
+    return [*lines, f"activations of a microbatch: {_size(kept.nbytes)} instead of {_size(everything)} on this rank"]
+
+
+def run_lines(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelerator: bool) -> list[str]:
+    """`saving_lines` of a rank's first stage with layers, for a run that starts."""
+    if run.recompute.granularity == "none" and not run.offload.layers:
+        return []
+    workload = plan_workload(run, world)
+    layers = next((stage.layers for stage in workload.chunks(pp_rank) if stage.layers), range(0))
+    if not layers:
+        return []
+    kind = kind_of_layer(run.parallel.context, layers[0])
+    setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator)
+    return saving_lines(setting, num_layers=len(layers))
+
+
+def _full(setting: Setting, num_layers: int) -> Saving:
+    spans = layer_spans(setting.recompute, setting.offload, num_layers)
+    again = sum(span.stop - span.start for span in spans if span.recomputed)
+    here = replace(setting, offload=replace(setting.offload, layers=0))
+    kept = stage_kept(here, num_layers=num_layers)
+    freed = num_layers * total(whole_layer(setting)) - sum(total(rows) for rows in kept.layers)
+    return Saving(f"{again} of {num_layers} layers", freed, _share(setting, "layer") * again / num_layers)
+
+
+def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
+    if not setting.offload.layers:
+        return []
+    return [Saving("host memory", stage_kept(setting, num_layers=num_layers).host_bytes, 0.0)]
+
+
+def _share(setting: Setting, module: str) -> float:
+    """A second forward pass of this part, in every layer of the model, as a part of a step's useful operations."""
+    c, tokens, squares = setting.model, sum(setting.lengths), sum(length**2 for length in setting.lengths)
+    attention = 2 * squares * c.num_heads * c.head_size()
+    mlp = 6 * tokens * c.hidden_size * c.ffn_hidden_size
+    d = c.head_size()
+    projections = 2 * tokens * c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
+    again = {"core_attention": attention, "mlp": mlp, "layer": attention + mlp + projections}.get(module, 0)
+    return again * c.num_layers / step_flops(c, tokens=tokens, squared_lengths=squares)
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in words, with a unit in which they are at least one."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"

@@ -1,0 +1,66 @@
+"""What a run that recomputes or offloads is told when it starts."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.config.model import ModelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.plan.activations import Setting, stage_kept, total, whole_layer
+from megalith.plan.savings import run_lines, saving_lines, savings
+from megalith.testing.tiny import tiny_run
+
+MODEL = ModelConfig(
+    vocab_size=256, hidden_size=64, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=160, max_seq_len=1024
+)
+PLAIN = Setting(model=MODEL, dtype="bf16", lengths=(256,) * 2)
+FULL = RecomputeConfig(granularity="full")
+PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act"))
+
+
+@pytest.mark.parametrize(
+    "recompute", [FULL, replace(FULL, method="block", num_layers=3), replace(FULL, num_layers=3), PARTS]
+)
+def test_what_regions_save_adds_up_to_what_is_no_longer_kept(recompute: RecomputeConfig) -> None:
+    setting = replace(PLAIN, recompute=recompute)
+    saved = sum(saving.nbytes for saving in savings(setting, num_layers=4))
+    assert saved == stage_kept(PLAIN, num_layers=4).nbytes - stage_kept(setting, num_layers=4).nbytes > 0
+
+
+def test_whole_layers_cost_one_forward_pass_of_them_and_parts_only_their_own() -> None:
+    full, half = (savings(replace(PLAIN, recompute=one), num_layers=4)[0].extra for one in (
+        FULL, replace(FULL, method="block", num_layers=2),
+    ))  # fmt: skip
+    assert half == full / 2 and 0.3 < full < 1 / 3  # the head's part of a step is not computed again
+    extra = {saving.region: saving.extra for saving in savings(replace(PLAIN, recompute=PARTS), num_layers=4)}
+    assert 0 < extra["core_attention"] < extra["mlp"] < full and extra["norm"] == extra["mlp_act"] == 0
+
+
+def test_offloading_moves_bytes_and_costs_no_operations() -> None:
+    setting = replace(PLAIN, offload=OffloadConfig(layers=2, min_numel=1))
+    (saving,) = savings(setting, num_layers=4)
+    assert saving.region == "host memory" and saving.extra == 0
+    assert saving.nbytes == 2 * total(whole_layer(PLAIN))
+
+
+def test_the_lines_say_what_is_saved_and_what_it_costs() -> None:
+    lines = saving_lines(replace(PLAIN, recompute=replace(FULL, num_layers=9)), num_layers=4)
+    assert lines[0].startswith("recompute.num_layers=9 is more than the 4 layers of a stage")
+    assert lines[1].startswith("4 of 4 layers: ") and lines[1].endswith("% more operations")
+    assert lines[2].startswith("activations of a microbatch: ") and " instead of " in lines[2]
+
+
+def test_attention_that_has_nothing_to_drop_is_told_with_its_bytes() -> None:
+    long = replace(PLAIN, lengths=(1024,), recompute=RecomputeConfig(granularity="selective"))
+    text = "\n".join(saving_lines(long, num_layers=4))
+    assert "core_attention, which frees 0 bytes here: attention keeps no probabilities" in text
+    short = "\n".join(saving_lines(replace(long, lengths=(512,)), num_layers=4))
+    assert "which frees" not in short and "core_attention: " in short
+
+
+def test_a_run_that_keeps_everything_is_told_nothing() -> None:
+    assert run_lines(tiny_run(), 1, pp_rank=0, tp_rank=0, accelerator=False) == []
+    told = run_lines(
+        tiny_run({"recompute.granularity": "full", "parallel.tp": "2"}), 2, pp_rank=0, tp_rank=1, accelerator=False
+    )
+    assert told[0].startswith("2 of 2 layers: ") and len(told) == 2
