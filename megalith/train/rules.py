@@ -14,6 +14,8 @@ from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.grid import dense_problems
 from megalith.plan.recompute import recompute_problems
+from megalith.plan.schedule import schedule_name
+from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.stages import plan_stages, stages_problems
 
 Rule = Callable[[TrainRun, int], str | None]
@@ -44,7 +46,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
             problems += batch_problems(
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
-            problems += zero_problems(p, dp)
+            problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
@@ -56,6 +58,20 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
         + data_problems(run.data)
         + tokenizer_problems(run.tokenizer)
     )
+
+
+def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
+    """Broken rules of stages and schedule; with one chunk on one rank neither matters."""
+    p, t = run.parallel, run.train
+    if p.pp * p.pipeline.vpp == 1:
+        return []
+    problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
+    rows = t.micro_batch_size * dp
+    if t.global_batch_size % rows == 0:  # else that is another rule
+        problems += pipeline_schedule_problems(
+            p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
+        )
+    return problems
 
 
 def smallest_stage(run: TrainRun) -> int:
@@ -91,13 +107,14 @@ def _count_problems(run: TrainRun) -> list[str]:
         "model.max_seq_len": run.model.max_seq_len, "model.vocab_multiple": run.model.vocab_multiple,
         "model.rope.original_max_position": run.model.rope.original_max_position,
         "parallel.tp": run.parallel.tp, "parallel.cp": run.parallel.cp, "parallel.pp": run.parallel.pp,
-        "parallel.bucket_numel": run.parallel.bucket_numel,
+        "parallel.bucket_numel": run.parallel.bucket_numel, "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
         "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
         "train.micro_batch_size": run.train.micro_batch_size, "train.seq_len": run.train.seq_len,
         "train.log_every": run.train.log_every, "checkpoint.max_save_failures": run.checkpoint.max_save_failures,
     }  # fmt: skip
     optional = {
-        "parallel.dp": run.parallel.dp, "model.head_dim": run.model.head_dim, "train.threads": run.train.threads,
+        "parallel.dp": run.parallel.dp, "parallel.pipeline.group": run.parallel.pipeline.group,
+        "model.head_dim": run.model.head_dim, "train.threads": run.train.threads,
         "train.eval_every": run.train.eval_every, "checkpoint.keep": run.checkpoint.keep,
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
@@ -205,6 +222,19 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     )
 
 
+def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
+    """A compiled layer gives its weights' gradients together with its input's."""
+    pipeline = run.parallel.pipeline
+    name, apart = schedule_name(pipeline), ("zb-h1", "zb-v", "dualpipe-v")
+    if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in apart:
+        return None
+    return (
+        f"train.compile=true with parallel.pipeline.schedule={name}: this schedule adds weight gradients apart from "
+        f"the rest of backward, and a compiled layer computes both at once. Set parallel.pipeline.schedule to one of "
+        f"gpipe, 1f1b, interleaved, or train.compile=false."
+    )
+
+
 def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     """Asking for evaluations means saying how long they are."""
     if run.train.eval_every is None or run.train.eval_steps > 0:
@@ -282,5 +312,6 @@ def _divisors(number: int) -> list[int]:
 LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp)
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
-    rows_fit_the_model, compile_needs_whole_layers, evaluation_has_steps, betas_are_shares, samples_can_be_counted,
+    rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, evaluation_has_steps, betas_are_shares,
+    samples_can_be_counted,
 )  # fmt: skip

@@ -29,8 +29,11 @@ def run(**overrides: str) -> TrainRun:
 def test_a_sound_run_breaks_no_rule() -> None:
     assert run_problems(run(), 1) == []
     assert run_problems(run(parallel__tp="2", parallel__sp="true"), 6) == []
+    assert run_problems(run(parallel__pp="2", parallel__pipeline__schedule="zb-h1"), 4) == []
+    assert run_problems(run(parallel__pipeline__layout="only for pp > 1"), 1) == []
 
 
+TWO_CHUNKS = {"parallel__pp": "2", "parallel__pipeline__vpp": "2", "model__num_layers": "4"}
 CASES = [
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
@@ -61,6 +64,27 @@ CASES = [
         {"train__compile": "true", "parallel__cp": "2"}, 2, "train.compile=true with parallel.cp=2",
         "Set one of them off",
     ),
+    (
+        {"parallel__pp": "3"}, 3, "model.num_layers=2 does not divide over parallel.pp * parallel.pipeline.vpp = 3 * 1",
+        "parallel.pp to one of [1, 2], or parallel.pipeline.layout=E|tt|L.",
+    ),
+    (
+        {"parallel__pp": "2", "parallel__pipeline__layout": "Et|t"}, 2, "has no L: the loss is on no stage",
+        "Use one L at the end.",
+    ),
+    (
+        {"parallel__pp": "2", "parallel__pipeline__schedule": "zb-v"}, 2, "parallel.pipeline.vpp=1: schedule zb-v",
+        "Set parallel.pipeline.vpp=2.",
+    ),
+    (
+        {**TWO_CHUNKS, "train__global_batch_size": "2"},
+        2, "1 microbatches per step are fewer than parallel.pp=2", "Set train.global_batch_size to 4",
+    ),
+    (
+        {"parallel__pp": "2", "parallel__pipeline__schedule": "zb-h1", "train__compile": "true"}, 2,
+        "train.compile=true with parallel.pipeline.schedule=zb-h1", "one of gpipe, 1f1b, interleaved",
+    ),
+    ({"parallel__pipeline__vpp": "0"}, 1, "parallel.pipeline.vpp=0 must be at least 1", "to 1 or more"),
     (
         {"parallel__cp": "2", "train__seq_len": "30"}, 2, "train.seq_len=30 does not divide by 2 * 2 = 4",
         "Set train.seq_len to 32 or 28, or parallel.context.slicing to document, which pads",
