@@ -1,0 +1,89 @@
+"""The same layout gives the same bits twice, and what only changes when things happen changes no bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.train import TrainRun
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import CURVE64
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+
+SHORT = {"train.steps": "3", "train.eval_every": "3", "checkpoint.every": "0", "train.micro_batch_size": "3"}
+LAYOUTS: dict[str, dict[str, str]] = {
+    "dp2": {"parallel.dp": "2"},
+    "tp2 sp": {"parallel.tp": "2", "parallel.sp": "true"},
+    "pp2": {"parallel.pp": "2"},
+    "cp2": {"parallel.cp": "2"},
+    "dp2 zero 1": {"parallel.dp": "2", "parallel.zero": "1"},
+}
+DEFAULT = {"dp2", "tp2 sp"}  # the others train in `make test-all`
+ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in LAYOUTS]
+
+
+def _train(rank: int, world: int, runs: list[tuple[TrainRun, Path]]) -> None:
+    for run, folder in runs:
+        mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+        run_training(run, RunFolder(folder), mesh, torch.device("cpu"), show=False)
+
+
+def trained(tmp_path: Path, *settings: dict[str, str], world: int = 2) -> list[dict[str, Any]]:
+    """What each of these runs logged, and the hash of every tensor it saved."""
+    runs = [(tiny_run(SHORT | each), tmp_path / str(number)) for number, each in enumerate(settings)]
+    run_ranks(_train, world, runs)
+    return [outcome(folder) for _, folder in runs]
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """Losses, norms and bits."""
+    (manifest,) = (folder / "checkpoints").glob("step_*/manifest.json")
+    tensors = json.loads(manifest.read_text())["tensors"]
+    bits = {key: [(box["box"], box["sha256"]) for box in tensor["boxes"]] for key, tensor in tensors.items()}
+    rows = [
+        {name: row.get(name) for name in ("loss", "grad_norm", "eval_loss")}
+        for row in read_metrics(folder / "metrics.jsonl")
+    ]
+    return {"rows": rows, "bits": bits}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_same_layout_twice_is_bitwise_the_same_and_so_it_is_without_overlap(tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    first, again, apart = trained(tmp_path, layout, layout, layout | {"parallel.overlap": "false"})
+    assert len(first["bits"]) > 20
+    assert len({row["loss"] for row in first["rows"] if row["loss"]}) == 3
+    assert first == again
+    assert first == apart
+
+
+def test_bits_would_show_another_seed(tmp_path: Path) -> None:
+    first, other = trained(tmp_path, LAYOUTS["dp2"], LAYOUTS["dp2"] | {"seed": "8"})
+    assert all(first["bits"][key] != other["bits"][key] for key in first["bits"])
+
+
+@pytest.mark.parametrize("recompute", [{"recompute.granularity": "full"}, {"recompute.granularity": "selective"}])
+def test_recomputing_changes_no_bit(tmp_path: Path, recompute: dict[str, str]) -> None:
+    first, again = trained(tmp_path, LAYOUTS["tp2 sp"], LAYOUTS["tp2 sp"] | recompute)
+    assert first == again
+
+
+def test_the_size_of_buckets_changes_no_bit_at_dp_2(tmp_path: Path) -> None:
+    large, small = trained(tmp_path, LAYOUTS["dp2"], LAYOUTS["dp2"] | {"parallel.bucket_numel": "300"})
+    assert large == small
+
+
+@pytest.mark.slow  # four processes
+def test_the_size_of_buckets_changes_only_rounding_at_dp_4(tmp_path: Path) -> None:
+    four = {"parallel.dp": "4", "precision.params": "fp64", "train.global_batch_size": "24", "optim.eps": "1e-3"}
+    large, small = trained(tmp_path, four, four | {"parallel.bucket_numel": "300"}, world=4)
+    for one, other in zip(large["rows"], small["rows"], strict=True):
+        for name, value in one.items():
+            if value is not None:
+                assert other[name] == pytest.approx(value, rel=min(CURVE64.relative, 1e-12))
