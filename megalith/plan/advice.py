@@ -1,15 +1,17 @@
 """Whether a run fits its devices, and the cheapest changes that make it: each is tried on the ledger."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import UserError
 from megalith.plan.costs import step_flops
-from megalith.plan.devices import USABLE, Device
+from megalith.plan.devices import GIB, USABLE, Device
 from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.recompute import modules_again
 from megalith.plan.workload import Workload, plan_workload
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
@@ -149,10 +151,11 @@ def notes(workload: Workload, device: Device) -> list[str]:
     """Settings that do nothing here, or cost more than people expect."""
     run, p = workload.run, workload.run.parallel
     found = []
-    if run.recompute.granularity == "selective" and "core_attention" in run.recompute.modules and device.accelerator:
+    if device.accelerator and "core_attention" in modules_again(run.recompute):
+        saved = _saved_by_core_attention(workload, device)
         found.append(
-            "recompute.modules has core_attention: fused attention keeps no scores, so next to nothing is saved, and "
-            "attention runs twice. Remove it."
+            f"recompute.modules={list(run.recompute.modules)}: fused attention keeps no scores, so running "
+            f"core_attention twice saves {saved / GIB:.2g} GiB a rank. Use [norm, mlp_act] first."
         )
     if p.tp > device.node:
         found.append(
@@ -165,3 +168,12 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"larger train.global_batch_size, or parallel.pipeline.vpp."
         )
     return found
+
+
+def _saved_by_core_attention(workload: Workload, device: Device) -> int:
+    """Bytes on the worst rank that are not kept because attention runs twice."""
+    run = workload.run
+    others = tuple(module for module in run.recompute.modules if module != "core_attention")
+    left = replace(run.recompute, modules=others) if others else RecomputeConfig()
+    without = replace(workload, run=replace(run, recompute=left))
+    return worst(memory_ledger(without, device)).memory.total - worst(memory_ledger(workload, device)).memory.total

@@ -127,8 +127,9 @@ def place_memory(
     workload: Workload, pp_rank: int, tp_rank: int, device: Device | None = None, *, shard_rank: int = 0
 ) -> PlaceMemory:
     """The ledger of the ranks at one place; of those that ZeRO tells apart, number `shard_rank`."""
-    state = _state(workload, workload.parameters(pp_rank, tp_rank), shard_rank)
-    height = _height(workload, pp_rank, tp_rank, accelerator=device is not None and device.accelerator)
+    accelerator = device is not None and device.accelerator
+    state = _state(workload, workload.parameters(pp_rank, tp_rank), shard_rank, accelerator=accelerator)
+    height = _height(workload, pp_rank, tp_rank, accelerator=accelerator)
     tensors = replace(
         state,
         activations=height.layers,
@@ -177,7 +178,9 @@ def _kind(workload: Workload, one: HeldParameter) -> str:
     return "those with the same heads" if ".attention.kv" in one.name or copies == run.parallel.tp else "all"
 
 
-def _state(workload: Workload, parameters: Sequence[HeldParameter], shard_rank: int) -> RankMemory:
+def _state(
+    workload: Workload, parameters: Sequence[HeldParameter], shard_rank: int, *, accelerator: bool
+) -> RankMemory:
     """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
     run, shards = workload.run, workload.shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if shards > 1 else 0
@@ -197,7 +200,7 @@ def _state(workload: Workload, parameters: Sequence[HeldParameter], shard_rank: 
         moments=width.sums * states * owned,
         activations=0,
         loss=0,
-        working=_sharding_bytes(workload, parameters),
+        working=_sharding_bytes(workload, parameters, accelerator=accelerator),
         messages=0,
     )
 
@@ -206,19 +209,21 @@ IN_FLIGHT = 2
 """Sums of buckets on their way at once under ZeRO."""
 
 
-def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter]) -> int:
+def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, accelerator: bool) -> int:
     """What a rank holds for a while because ZeRO has divided something.
 
-    zero=1: what it receives for the buckets whose sums are on their way. zero=2: these buckets themselves, too, and the
-    one that backward fills. zero=3: the weights of the layer at work and of the next, and the gradient of one.
+    zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place for, and what it
+    sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and the one that backward fills. zero=3:
+    the weights of the layer at work and of the next, and the gradient of one.
     """
-    width, zero = WIDTHS[workload.run.precision.params], workload.run.parallel.zero
-    if zero == 0 or workload.shards == 1:
+    width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
+    if p.zero == 0 or workload.shards == 1:
         return 0
-    if zero < 3:
-        largest = max(bucket.stop - bucket.start for bucket in buffer_plan(workload, parameters).buckets)
-        received = WIRE_BYTES[workload.run.parallel.reduce_dtype] * IN_FLIGHT
-        return largest * (received + (width.sums * (IN_FLIGHT + 1) if zero == 2 else 0))
+    if p.zero < 3:
+        largest = max((bucket.stop - bucket.start for bucket in buffer_plan(workload, parameters).buckets), default=0)
+        received = 0 if accelerator else width.sums
+        beside = IN_FLIGHT * (2 * WIRE_BYTES["bf16"] if p.reduce_dtype == "bf16" else received)
+        return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
     units: dict[str, int] = {}
     for one in parameters:
         words = one.name.split(".")
