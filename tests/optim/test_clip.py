@@ -1,10 +1,17 @@
 """The norm is that of all gradients, each element once; the factor never enlarges."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
-from megalith.optim.clip import clip_factor, global_norm
-from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.shards import whole
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.optim.clip import clip_factor, counted, global_norm, num_zeros, sum_of_squares
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.plan.shards import Shard, whole
+
+CPU = torch.device("cpu")
 
 
 def test_norm_is_that_of_torch() -> None:
@@ -27,3 +34,63 @@ def test_small_gradients_stay_and_zero_turns_clipping_off() -> None:
     assert factor is not None
     assert float(factor) == 1.0
     assert clip_factor(torch.tensor(5.0), 0.0) is None
+
+
+def test_squares_are_added_in_float64_whatever_the_size() -> None:
+    for numel in (0, 1, 63, 64, 65, 300_001):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        found = sum_of_squares([gradient, gradient[:5]], CPU)
+        expected = gradient.double().square().sum() + gradient[:5].double().square().sum()
+        assert found.dtype == torch.float64
+        assert float(found) == pytest.approx(float(expected), rel=5e-7)
+    assert float(sum_of_squares([], CPU)) == 0.0
+
+
+def test_the_sum_of_slices_is_the_sum_of_the_whole_to_the_last_bits() -> None:
+    """So that clipping does not depend on who owns what."""
+    gradient = torch.randn(64 * 1000 + 17, generator=torch.Generator().manual_seed(1))
+    whole_sum = sum_of_squares([gradient], CPU)
+    for cuts in ([64], [640, 6400], [64 * 999]):
+        parts = torch.tensor_split(gradient, cuts)
+        assert float(sum(sum_of_squares([part], CPU) for part in parts)) == pytest.approx(float(whole_sum), rel=1e-14)
+
+
+def test_zeros_are_counted_once_each() -> None:
+    assert int(num_zeros([torch.tensor([0.0, 1.0, -0.0]), torch.zeros(2, 3)], CPU)) == 8
+    assert int(num_zeros([], CPU)) == 0
+
+
+MODEL = ModelConfig(vocab_size=32, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=8)
+LAYOUTS = [
+    ParallelConfig(dp=2), ParallelConfig(tp=4, dp=2, zero=1), ParallelConfig(dp=6, zero=1, replicas=3),
+    ParallelConfig(tp=2, cp=2, dp=2, zero=1), ParallelConfig(pp=2, dp=2, zero=2), ParallelConfig(pp=2, tp=2),
+]  # fmt: skip
+
+
+def held(parallel: ParallelConfig, coordinates: dict[str, int]) -> list[Shard]:
+    """A matrix cut over tp_kv, a vector that all have, and a table that the first and last stage share; 60 elements."""
+    row = coordinates["tp_kv"]
+    parts = {1: [(0, 10)], 2: [(0, 5), (5, 10)]}[2 if parallel.tp > 1 else 1]
+    shards = [Shard("w", (10, 2), box=(parts[row], (0, 2)), cut=("tp_kv",)), whole("n", (16,), inputs=0)]
+    shards = [replace(shard, stages=(coordinates["pp"],)) for shard in shards if coordinates["pp"] == 0]
+    shards.append(replace(whole("t", (6, 4)), stages=tuple(range(parallel.pp))))
+    if parallel.zero == 0:
+        return shards
+    ranks = (parallel.dp or 1) // parallel.replicas * parallel.cp
+    place = coordinates["dp_shard"] * parallel.cp + coordinates["cp_ring"]
+    flat = [(shard.numel * place // ranks, shard.numel * (place + 1) // ranks) for shard in shards]
+    axes = ("dp_shard", "cp_ring", "cp_a2a")
+    return [replace(s, flat=f, cut=(*s.cut, *axes)) for s, f in zip(shards, flat, strict=True)]
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_all_ranks_together_count_every_element_once(parallel: ParallelConfig) -> None:
+    world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+    grid = model_grid(parallel, MODEL, world)
+    total = 0
+    for rank in range(world):
+        mesh = mesh_on_paper(grid, rank=rank)
+        shards = held(parallel, mesh.coordinates)
+        pairs = [(shard, torch.ones(shard.flat[1] - shard.flat[0] if shard.flat else shard.numel)) for shard in shards]
+        total += sum(gradient.numel() for gradient in counted(pairs, mesh))
+    assert total == 20 + 16 + 24

@@ -1,16 +1,24 @@
 """The data-parallel engine: flat storage, sinks, buckets that start when they are full, and its oracle, torch's DDP."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.tokens import tokens_of_rows
+from megalith.errors import RankError
+from megalith.kernels.rope import rope_tables
+from megalith.kernels.tokens import Tokens, tokens_of_rows
 from megalith.models.decoder import Decoder, declared_parameters, initialise
+from megalith.nn.attention import with_rotary
 from megalith.parallel import data as engine
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.plan.shards import whole
+from megalith.testing.inject import slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
@@ -165,3 +173,164 @@ def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPa
     fresh.begin_step(1)
     loss_of(fresh_model, 0).backward()
     assert not torch.allclose(found, fresh.owned[2].gradient)
+
+
+# --- divided over ranks
+
+
+class Odd(nn.Module):
+    """Parameters of sizes that no number of ranks divides: one element, fewer than ranks, and one that is not used."""
+
+    SHARDS = (
+        whole("one", (1,), inputs=0),
+        whole("matrix", (2, 3)),
+        whole("unused", (5,), inputs=0),
+        whole("long", (300,), inputs=0),
+    )
+
+    def __init__(self) -> None:
+        super().__init__()
+        for shard in self.SHARDS:
+            self.register_parameter(shard.name, nn.Parameter(torch.ones(shard.matrix_shape, dtype=torch.float64)))
+
+    def forward(self, factor: float) -> torch.Tensor:
+        """A loss whose gradients are the factor times 1, 2 and 3."""
+        return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
+
+
+def _odd_step(rank: int, world: int, zero: int, overlap: bool, replicas: int) -> list[tuple[str, Any, list[float]]]:
+    """What a rank owns after two steps of three microbatches, and the weights that every rank computes with then."""
+    parallel = ParallelConfig(zero=zero, replicas=replicas)
+    mesh = build_mesh(model_grid(parallel, CONFIG, world), rank=rank)
+    model = Odd()
+    data = DataParallel(
+        model, [(shard, model, shard.name) for shard in model.SHARDS], mesh, device=torch.device("cpu"),
+        gradient_dtype=torch.float64, bucket_numel=100, overlap=overlap, zero=zero, chunks=[model],
+    )  # fmt: skip
+    for _ in range(2):
+        data.begin_step(3)
+        for microbatch in range(3):
+            model(float(rank + microbatch)).backward()
+        owned = list(data.finish())
+        for each in owned:
+            each.weight.sub_(each.gradient)
+        data.publish()
+    found = [(o.shard.name, o.shard.flat, o.gradient.tolist()) for o in owned]
+    data.settle()
+    return [*found, ("weights", None, torch.cat([p.detach().flatten() for p in model.parameters()]).tolist())]
+
+
+@pytest.mark.parametrize(("zero", "overlap", "replicas"), [(1, True, 1), (2, True, 1), (2, False, 1), (1, True, 2)])
+def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ranks(
+    zero: int, overlap: bool, replicas: int
+) -> None:
+    world = 4
+    found = run_ranks(_odd_step, world, zero, overlap, replicas)
+    factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
+    expected = {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
+    numel = {shard.name: shard.numel for shard in Odd.SHARDS}
+    weights = [1 - 2 * expected[name] for name in numel for _ in range(numel[name])]
+    seen = {name: [0] * count for name, count in numel.items()}
+    for rank, entries in enumerate(found):
+        *owned, (_, _, mine) = entries
+        assert mine == weights
+        for name, (start, stop), gradient in owned:
+            assert stop > start
+            assert gradient == [expected[name]] * (stop - start)
+            if rank % (world // replicas) == rank:  # the first replica
+                for place in range(start, stop):
+                    seen[name][place] += 1
+    assert all(count == 1 for counts in seen.values() for count in counts)
+    assert any(len(entries) == 1 for entries in found) or replicas > 1  # somebody owns nothing
+
+
+def test_one_rank_alone_divides_nothing() -> None:
+    for zero in (1, 2):
+        model = Odd()
+        data = DataParallel(
+            model, [(shard, model, shard.name) for shard in model.SHARDS], mesh_of_one(), device=torch.device("cpu"),
+            gradient_dtype=torch.float64, bucket_numel=100, overlap=True, zero=zero, chunks=[model],
+        )  # fmt: skip
+        data.begin_step(1)
+        model(2.0).backward()
+        assert {o.shard.name: o.shard.flat for o in data.finish()} == {shard.name: None for shard in model.SHARDS}
+
+
+def _reads(rank: int, world: int) -> list[bool]:
+    """Whether weights are those that were published: read by forward, by forward of a part, and after `settle`."""
+    run_config = ParallelConfig(zero=1)
+    mesh = build_mesh(model_grid(run_config, CONFIG, world), rank=rank)
+    model = Decoder(CONFIG, mesh, dtype=torch.float64)
+    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    data = DataParallel(
+        model, parameters, mesh, device=torch.device("cpu"), gradient_dtype=torch.float64, bucket_numel=200,
+        overlap=True, zero=1, chunks=[model],
+    )  # fmt: skip
+    initialise(model, seed=5)
+    results = []
+    with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
+        data.publish()
+        results.append(bool(loss_of(model, 0).isfinite()))  # through embedding, layers, norm and head
+        results.append(not data._arriving)
+        data.publish()
+        results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
+        results.append(bool(model.layers[0](torch.ones(14, 12, dtype=torch.float64), rotary(model)).isfinite().all()))
+        results.append(bool(data._arriving))  # of other layers
+        data.settle()
+        results.append(bool(data.weights.isfinite().all()))
+        results.append({transfer.waits for transfer in link.transfers} == {1})
+    return results
+
+
+def rotary(model: Decoder) -> Tokens:
+    tokens = tokens_of_rows(2, 7)
+    return with_rotary(tokens, *rope_tables(tokens.positions, model.frequencies, torch.float64))
+
+
+def test_weights_that_are_still_arriving_cannot_be_read_by_forward() -> None:
+    assert run_ranks(_reads, 2) == [[True] * 7] * 2
+
+
+def _other_sizes(rank: int, world: int) -> None:
+    mesh = build_mesh(model_grid(ParallelConfig(zero=1), CONFIG, world), rank=rank)
+    module = nn.Module()
+    shard = whole("w", (3 + rank,), inputs=0)
+    module.register_parameter("w", nn.Parameter(torch.zeros(shard.matrix_shape)))
+    DataParallel(
+        module, [(shard, module, "w")], mesh, device=torch.device("cpu"), gradient_dtype=torch.float32,
+        bucket_numel=100, overlap=True, zero=1,
+    )  # fmt: skip
+
+
+def test_ranks_with_other_parameters_are_refused_before_the_first_step() -> None:
+    with pytest.raises(RankError, match="first w at elements 0 to 3 on rank 0 and w at elements 0 to 4 on rank 1"):
+        run_ranks(_other_sizes, 2)
+
+
+def _tied_over_stages(rank: int, world: int, zero: int) -> list[float]:
+    """The gradient of a table that the first and the last of three stages hold, dp 2 on each."""
+    mesh = build_mesh(model_grid(ParallelConfig(zero=zero, pp=3), CONFIG, world), rank=rank)
+    stage = mesh.coordinates["pp"]
+    module = nn.Module()
+    # Other parameters lie before and after it, of other sizes on each stage.
+    shards = [replace(whole(f"before.{stage}", (70 + 100 * stage,), inputs=0), stages=(stage,))]
+    shards += [] if stage == 1 else [replace(whole("table", (130,), inputs=0), stages=(0, 2))]
+    shards += [replace(whole(f"after.{stage}", (10 + 30 * stage,), inputs=0), stages=(stage,))]
+    for shard in shards:
+        module.register_parameter(shard.name.replace(".", "_"), nn.Parameter(torch.zeros(shard.matrix_shape)))
+    data = DataParallel(
+        module, [(shard, module, shard.name.replace(".", "_")) for shard in shards], mesh, device=torch.device("cpu"),
+        gradient_dtype=torch.float32, bucket_numel=90, overlap=True, zero=zero,
+    )  # fmt: skip
+    data.begin_step(1)
+    sum((parameter * torch.arange(parameter.numel()) * 10**stage).sum() for parameter in module.parameters()).backward()
+    return [x for o in data.finish() if o.shard.name == "table" for x in o.gradient.tolist()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_table_of_two_stages_is_summed_slice_by_slice(zero: int) -> None:
+    found = run_ranks(_tied_over_stages, 6, zero)
+    expected = [2.0 * (1 + 100) * i for i in range(130)]  # dp 2, and 10**stage of both
+    for first, second in ((0, 1), (4, 5)):
+        assert (found[first] if zero == 0 else found[first] + found[second]) == expected
+    assert found[2] == found[3] == []

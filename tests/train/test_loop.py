@@ -354,6 +354,44 @@ def test_a_run_that_never_updates_ends_with_a_message(tmp_path: Path, monkeypatc
         train(tmp_path)
 
 
+FP16 = {
+    "precision.params": "fp16", "precision.loss_scale.window": "3", "precision.loss_scale.hysteresis": "1",
+    "precision.loss_scale.initial": str(2.0**24),
+}  # fmt: skip
+
+
+def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train(whole, {**CONSTANT, **FP16})
+    train(parts, {**CONSTANT, **FP16, "train.steps": "4"})
+    train(parts, {**CONSTANT, **FP16})
+    scales = [row["loss_scale"] for row in rows(whole) if "loss_scale" in row]
+    assert len(set(scales)) > 2 and scales[0] == 2.0**23  # the first step overflows
+    steps = [row for row in rows(whole) if "loss" in row]
+    assert [row for row in rows(parts) if "loss" in row] == steps
+    assert hashes(parts, 8) == hashes(whole, 8)
+    state = open_checkpoint(parts / "checkpoints" / "step_0000008").state
+    assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_tracker"}
+    assert state["loss_scale"]["scale"] == scales[-1]
+
+
+def test_overflows_at_the_lowest_loss_scale_end_the_run_with_a_message(tmp_path: Path) -> None:
+    lowest = str(2.0**40)  # too much for fp16, and it may not get lower
+    settings = {**FP16, "precision.loss_scale.initial": lowest, "precision.loss_scale.min": lowest}
+    with pytest.raises(
+        DataError,
+        match=r"loss scale at its minimum 1.09951e\+12 for 4 steps in a row: gradients are not finite whatever the "
+        r"scale \(in .*embed.weight.* on rank 0\). Reduce schedule.lr, .* or set precision.params=bf16",
+    ):
+        train(tmp_path, {**settings, "precision.loss_scale.max_overflows": "4"})
+
+
+def test_zeros_of_the_gradient_are_logged_when_asked_for(tmp_path: Path) -> None:
+    train(tmp_path, {"optim.count_zeros": "true"})
+    zeros = [row["grad_zeros"] for row in rows(tmp_path) if "grad_zeros" in row]
+    assert len(zeros) == 8 and min(zeros) > 24 * 60  # the rows of tokens that do not occur
+
+
 def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
     train(tmp_path)
     train(tmp_path, {"train.steps": "8", "schedule.lr": "3e-3"})

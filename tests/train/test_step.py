@@ -9,10 +9,11 @@ from torch import Tensor
 from megalith.data.loader import Loader, Masks, StepBatches
 from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import EXACT, FP32_DEEP, FP64, assert_close
-from megalith.train.build import Trainer, build_trainer
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries
 from megalith.train.step import StepResult, train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -94,9 +95,9 @@ def test_a_step_is_the_mean_loss_the_clipped_gradient_and_adamw(clip: float) -> 
     assert_close(weights(ours), {shard.name: p.detach() for shard, p in named.items()}, FP64)
 
 
-@pytest.mark.parametrize("params", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize("params", ["fp32", "bf16", "fp64", "fp16"])
 def test_the_loss_falls_in_every_precision(params: str) -> None:
-    trainer = build(precision__params=params)
+    trainer = build(precision__params=params, precision__loss_scale__initial="65536")
     step = loader(trainer, steps=1).next()
     losses = [train_step(trainer, step, lr=LR, weight_decay=DECAY).loss for _ in range(8)]
     assert losses[-1] < 0.85 * losses[0]
@@ -127,7 +128,9 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     assert not result.updated
     assert result.grad_norm != result.grad_norm
     assert_close(weights(trainer), before, EXACT)
-    assert all(torch.equal(slot.state["exp_avg"], old) for slot, old in zip(trainer.optimizer.slots, moments, strict=True))
+    assert all(
+        torch.equal(slot.state["exp_avg"], old) for slot, old in zip(trainer.optimizer.slots, moments, strict=True)
+    )
     assert trainer.optimizer.updates == 1
 
 
@@ -139,6 +142,65 @@ def test_a_step_that_is_not_finite_can_end_the_run_and_names_the_gradients() -> 
     text = str(caught.value)
     assert text.startswith("gradient norm nan: not finite in embed.weight, ")
     assert text.endswith("on rank 0. Reduce schedule.lr, check the data, or set optim.nonfinite_grad=skip.")
+
+
+def test_an_overflow_of_fp16_leaves_every_bit_and_lowers_the_scale() -> None:
+    trainer = build(
+        precision__params="fp16", precision__loss_scale__initial=str(2.0**40), precision__loss_scale__hysteresis="1"
+    )
+    before = {entry.key: entry.tensor.clone() for entry in checkpoint_entries(trainer)}
+    (result,) = run_steps(trainer, 1)
+    assert not result.updated
+    assert trainer.loss_scale is not None
+    assert trainer.loss_scale.scale == 2.0**39
+    assert_close({entry.key: entry.tensor for entry in checkpoint_entries(trainer)}, before, EXACT)
+    assert trainer.optimizer.updates == 0
+
+
+@pytest.mark.parametrize("clip", ["0", "0.05"])
+def test_the_loss_scale_drops_out_of_norm_and_update(clip: str) -> None:
+    """A power of two changes no digit of what neither overflows nor vanishes; so does one that is taken out again."""
+    small, large, none = (
+        build(precision__params=params, optim__clip_grad=clip, **scale)
+        for params, scale in (
+            ("fp16", {"precision__loss_scale__constant": "1024"}),
+            ("fp16", {"precision__loss_scale__constant": "4096"}),
+            ("fp32", {}),
+        )
+    )
+    found = [run_steps(trainer, 4) for trainer in (small, large, none)]
+    for one, two, plain in zip(*found, strict=True):
+        assert two.loss == pytest.approx(one.loss, rel=1e-3)
+        assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-3)
+        assert one.loss == pytest.approx(plain.loss, rel=5e-3)
+        assert one.grad_norm == pytest.approx(plain.grad_norm, rel=2e-2)
+
+
+def _blame(rank: int, world: int, zero: str) -> str:
+    """The error of a step in which one weight of the last rank is NaN."""
+    run = tiny_run({"optim.nonfinite_grad": "raise", "parallel.zero": zero})
+    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), CPU)
+    if rank == world - 1:  # its row of the norm after the layers: what lies before it becomes NaN, on this rank only
+        (norm,) = [module.weight for name, module in trainer.model.named_modules() if name == "norm"]
+        norm.data[3] = float("nan")
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, ())
+    batches = Loader(
+        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=1, device=CPU
+    )
+    try:
+        train_step(trainer, batches.next(), lr=LR, weight_decay=DECAY)
+    except DataError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("zero", ["0", "1", "2"])
+def test_all_ranks_name_the_rank_and_the_parameters_where_a_gradient_was_not_finite_first(zero: str) -> None:
+    texts = run_ranks(_blame, 3, zero)
+    assert len(set(texts)) == 1
+    assert texts[0].startswith("gradient norm nan: not finite in embed.weight, layers.0.attention")
+    assert "on rank 2. Reduce schedule.lr" in texts[0]
+    assert "rank 0" not in texts[0] and "rank 1" not in texts[0]
 
 
 def test_a_global_batch_without_labels_costs_nothing() -> None:

@@ -1,0 +1,63 @@
+"""SGD is torch's, to the bit; vectors are not decayed."""
+
+import pytest
+import torch
+
+from megalith.config.optim import OptimConfig
+from megalith.optim.build import build_optimizer
+from megalith.optim.sgd import SGD
+from megalith.plan.shards import Shard, whole
+
+SHARDS = [whole("w", (7, 5)), whole("b", (5,), inputs=0)]
+
+
+def weights(dtype: torch.dtype = torch.float32) -> list[tuple[Shard, torch.Tensor]]:
+    """A matrix and a vector."""
+    generator = torch.Generator().manual_seed(3)
+    return [(s, torch.randn(s.box_shape, generator=generator).to(dtype)) for s in SHARDS]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(s.box_shape, generator=generator) for s in SHARDS]
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_ten_steps_have_the_bits_of_torchs_sgd(momentum: float, nesterov: bool, clipped: bool) -> None:
+    ours = build_optimizer(weights(), OptimConfig(kind="sgd", momentum=momentum, nesterov=nesterov))
+    theirs = [torch.nn.Parameter(w.clone()) for _, w in weights()]
+    groups = [{"params": theirs[:1], "weight_decay": 0.1}, {"params": theirs[1:], "weight_decay": 0.0}]
+    oracle = torch.optim.SGD(groups, lr=1e-2, momentum=momentum, nesterov=nesterov)
+    for step in range(10):
+        scale = torch.tensor(0.3, dtype=torch.float64) if clipped else None
+        ours.step(gradients(step), lr=1e-2, weight_decay=0.1, scale=scale)
+        for parameter, gradient in zip(theirs, gradients(step), strict=True):
+            parameter.grad = gradient * 0.3 if clipped else gradient
+        oracle.step()
+    for slot, parameter in zip(ours.slots, theirs, strict=True):
+        assert torch.equal(slot.weight, parameter.detach())
+    assert ours.updates == 10
+
+
+def test_without_momentum_nothing_is_kept() -> None:
+    assert [dict(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd", momentum=0.0)).slots] == [{}, {}]
+    assert [list(slot.state) for slot in SGD(weights(), OptimConfig(kind="sgd")).slots] == [["momentum"]] * 2
+
+
+def test_bf16_weights_follow_fp32_masters() -> None:
+    optimizer = SGD(weights(torch.bfloat16), OptimConfig(kind="sgd"))
+    before = optimizer.slots[0].master.clone()
+    for step in range(3):
+        optimizer.step(gradients(step), lr=1e-5, weight_decay=0.0)
+    slot = optimizer.slots[0]
+    assert not torch.equal(before, slot.master)  # steps far below bf16's resolution are kept
+    assert torch.equal(slot.weight, slot.master.to(torch.bfloat16))
+
+
+def test_a_rank_that_owns_nothing_steps_too() -> None:
+    for kind in ("sgd", "adamw"):
+        optimizer = build_optimizer([], OptimConfig(kind=kind))  # type: ignore[arg-type]  # one of the two
+        optimizer.step([], lr=0.1, weight_decay=0.1)
+        optimizer.set_updates(7)
+        assert optimizer.updates == 7

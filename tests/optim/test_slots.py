@@ -1,0 +1,40 @@
+"""Slots keep a wide copy where weights are narrow, and know which weights decay."""
+
+import pytest
+import torch
+
+from megalith.optim.slots import build_slot, decayed, round_masters
+from megalith.plan.shards import whole
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+)
+def test_masters_are_apart_only_where_weights_are_narrow(dtype: torch.dtype, wide: torch.dtype) -> None:
+    weight = torch.ones(3, 2, dtype=dtype)
+    slot = build_slot(whole("w", (3, 2)), weight, ("momentum",))
+    assert slot.master.dtype == slot.state["momentum"].dtype == wide
+    assert (slot.master is weight) == (dtype == wide)
+    assert not slot.state["momentum"].any()
+
+
+def test_weights_are_the_rounding_of_their_masters() -> None:
+    narrow, wide = (build_slot(whole("w", (2,)), torch.ones(2, dtype=d), ()) for d in (torch.bfloat16, torch.float32))
+    for slot in (narrow, wide):
+        slot.master.fill_(1.0 + 2**-8 + 2**-12)
+    round_masters([narrow, wide])
+    assert torch.equal(narrow.weight, torch.full((2,), 1.0078125, dtype=torch.bfloat16))
+    assert torch.equal(wide.weight, wide.master)
+    round_masters([])
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    shards = [whole("b", (3,), inputs=0), whole("w", (3, 2)), whole("n", (2,), inputs=0)]
+    slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
+    assert decayed(slots) == ([1], [0, 2])
