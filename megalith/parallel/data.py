@@ -276,7 +276,7 @@ class DataParallel:
         for work in self._running:
             work.wait()
         self._running.clear()
-        self._sum_shared_slices()
+        sum_shared_slices(self.owned, self.mesh)
         return self.owned
 
     def _start_next(self) -> None:
@@ -320,22 +320,6 @@ class DataParallel:
             if turn == self._rounds - 1:
                 work = start_all_reduce_(part, self.division.replicas)
                 self._running += [] if work is None else [work]
-
-    def _sum_shared_slices(self) -> None:
-        """Sum over the tensor-parallel ranks, then over the stages, that hold the same slices.
-
-        One message per set of tensor-parallel axes. Stages add in their order, so that their copies stay the same.
-        """
-        for axes in TENSOR_SUMS:
-            group = self.mesh.over(*axes)
-            shared = [o.gradient for o in self.owned if _tensor_axes(o.shard) == axes]
-            if group.size == 1 or not shared:
-                continue
-            message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
-            for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
-                gradient.copy_(part.view_as(gradient))
-        for owned in self.owned:
-            sum_over_members_(owned.gradient, self.mesh.pp, _stages(owned.shard))
 
     def nonfinite(self) -> list[str]:
         """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
@@ -419,12 +403,7 @@ class DataParallel:
         require_alike(
             {shard.name: f"at elements {slot.start} to {slot.stop}" for shard, slot in slots}, self.mesh.dp_cp
         )
-        mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in self.owned]
-        for axes in TENSOR_SUMS:
-            summed = {shard.name: place for shard, place in mine if _tensor_axes(shard) == axes}
-            require_alike(summed, self.mesh.over(*axes))
-        shared = {shard.name: f"{place}, held by stages {shard.stages}" for shard, place in mine if _stages(shard)[1:]}
-        require_alike_where_shared(shared, self.mesh.pp)
+        require_alike_slices(self.owned, self.mesh)
 
     def _owned_part(self, part: Part) -> Owned:
         shard = self.shards[part.number]
@@ -486,6 +465,37 @@ class DataParallel:
             self.contributed((number,))
 
         return add
+
+
+def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
+    """Sum gradients over the tensor-parallel ranks, then over the stages, that hold the same slices.
+
+    One message per set of tensor-parallel axes. Stages add in their order, so that their copies stay the same.
+    """
+    for axes in TENSOR_SUMS:
+        group = mesh.over(*axes)
+        shared = [o.gradient for o in owned if _tensor_axes(o.shard) == axes]
+        if group.size == 1 or not shared:
+            continue
+        message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
+        for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+    for one in owned:
+        sum_over_members_(one.gradient, mesh.pp, _stages(one.shard))
+
+
+def require_alike_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
+    """Make sure that the ranks of `sum_shared_slices` add up the same slices of the same parameters; collective.
+
+    Raises:
+        PlanError: they do not.
+    """
+    mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in owned]
+    for axes in TENSOR_SUMS:
+        summed = {shard.name: place for shard, place in mine if _tensor_axes(shard) == axes}
+        require_alike(summed, mesh.over(*axes))
+    shared = {shard.name: f"{place}, held by stages {shard.stages}" for shard, place in mine if _stages(shard)[1:]}
+    require_alike_where_shared(shared, mesh.pp)
 
 
 def _layers(chunk: nn.Module) -> list[nn.Module]:
