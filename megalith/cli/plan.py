@@ -20,7 +20,7 @@ from megalith.plan.advice import Change, changes, notes, remedy, verdict
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device, device_named
 from megalith.plan.explain import Explanation, GroupRow, StageRow, explain
 from megalith.plan.memory import PlaceMemory, RankMemory, distinct_places, memory_ledger, worst
-from megalith.plan.times import Passage, passage, rank_flops, work_seconds
+from megalith.plan.times import Passage, passage, rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import Traffic, step_traffic
 from megalith.plan.workload import Workload, plan_workload
 
@@ -323,8 +323,9 @@ def _passages(workload: Workload, place: PlaceMemory, device: Device) -> list[tu
 
 
 def _work_line(workload: Workload, device: Device) -> str:
-    seconds = work_seconds(workload, device)
+    seconds, again = work_seconds(workload, device), repeated_share(workload)
     told = f"A rank computes {rank_flops(workload) / 1e12:,.1f} TFLOP a step"
+    told += f" and {100 * again:.1f} % of that again" if again else ""
     if seconds is None:
         return told + "."
     return (
@@ -356,6 +357,7 @@ def _estimate_json(
             for row, way in _passages(workload, place, device)
         ],
         "flops_per_rank": rank_flops(workload),
+        "repeated_share": repeated_share(workload),
         "work_seconds": work_seconds(workload, device),
     }
 

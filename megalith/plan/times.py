@@ -5,9 +5,10 @@ Good for telling which axis costs what and what can hide it, not for predicting 
 
 from dataclasses import dataclass
 
-from megalith.plan.advice import layer_share
 from megalith.plan.costs import step_flops
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
+from megalith.plan.memory import setting_of
+from megalith.plan.savings import savings
 from megalith.plan.traffic import Traffic
 from megalith.plan.workload import Workload
 
@@ -37,10 +38,10 @@ def rank_flops(workload: Workload) -> float:
 
 
 def work_seconds(workload: Workload, device: Device) -> float | None:
-    """Computing of one step, without bubble and messages; None where the device's rate is not known."""
+    """Computing of one step, recomputation too, without bubble and messages; None where the rate is not known."""
     if device.tflops is None:
         return None
-    return rank_flops(workload) / (device.tflops * 1e12 * EFFICIENCY)
+    return rank_flops(workload) * (1 + repeated_share(workload)) / (device.tflops * 1e12 * EFFICIENCY)
 
 
 def passage(workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, device: Device) -> Passage | None:
@@ -79,12 +80,9 @@ def attention_share(workload: Workload) -> float:
 
 
 def repeated_share(workload: Workload) -> float:
-    """What recomputation adds, as a part of the useful work: a third of what it runs forward again."""
-    run = workload.run
-    if run.recompute.granularity == "full":
-        layers = sum(len(stage.layers) for stage in workload.stages)
-        again = layers
-        if run.recompute.method == "block":
-            again = sum(min(run.recompute.num_layers, len(stage.layers)) for stage in workload.stages)
-        return layer_share(run) * again / layers / 3
-    return 0.0
+    """What recomputation adds, as a part of the useful work."""
+    layers = workload.run.model.num_layers
+    kind = workload.run.parallel.context.kind
+    setting = setting_of(workload, 0, kind=kind, accelerator=True)
+    stages = [len(stage.layers) for stage in workload.stages if stage.layers]
+    return sum(count / layers * saving.extra for count in stages for saving in savings(setting, num_layers=count))

@@ -4,7 +4,7 @@ import pytest
 
 from megalith.config.tree import apply_overrides
 from megalith.plan.devices import DEVICES, EFFICIENCY, LINK_EFFICIENCY, device_named
-from megalith.plan.times import Passage, attention_share, passage, rank_flops, work_seconds
+from megalith.plan.times import Passage, attention_share, passage, rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import plan_workload
 from megalith.recipes import resolve
@@ -19,6 +19,20 @@ def test_the_work_of_a_rank_is_its_share_of_the_steps() -> None:
     seconds = work_seconds(workload, H100)
     assert seconds == pytest.approx(rank_flops(workload) / (989.4e12 * EFFICIENCY))
     assert work_seconds(workload, device_named("40", world=8, host_memory=0)) is None
+
+
+def test_work_that_is_done_twice_takes_its_time() -> None:
+    full = {"recompute.granularity": "full"}
+    run = resolve("llama3_8b")
+    plain, again = (plan_workload(apply_overrides(run, settings), 8) for settings in ({}, full))
+    head = 6 * 4096 * 128_256 / 51_470_401_536
+    assert repeated_share(plain) == 0
+    assert repeated_share(again) == pytest.approx((1 - head) / 3)
+    slow, fast = work_seconds(again, H100), work_seconds(plain, H100)
+    assert slow is not None and fast is not None and slow / fast == pytest.approx(1 + (1 - head) / 3)
+    block = full | {"recompute.method": "block", "recompute.num_layers": "8", "parallel.pp": "2"}
+    half = plan_workload(apply_overrides(run, block), 8)
+    assert repeated_share(half) == pytest.approx((1 - head) / 3 / 2), "8 of 16 layers of each stage"
 
 
 def test_a_link_within_a_node_is_the_faster_one() -> None:
