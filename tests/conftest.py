@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,12 @@ os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # before an
 os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["MPLBACKEND"] = "Agg"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, which would make every run of two ranks ask for two of them; `pytest -m gpu` uses them."""
+    if "gpu" not in re.sub(r"not\s+gpu", "", str(config.option.markexpr)):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def is_local(address: Any) -> bool:  # whatever a socket takes: (host, port, ...), or a path

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,19 @@ def test_a_connection_to_another_machine_is_refused() -> None:
 def test_a_connection_to_this_machine_is_allowed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as client:
         client.connect(server.getsockname())
+
+
+@pytest.mark.parametrize(
+    ("expression", "hidden"), [("", True), ("not slow and not gpu", True), ("gpu", False), ("slow or gpu", False)]
+)
+def test_gpus_are_hidden_unless_they_are_asked_for(
+    expression: str, hidden: bool, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    ours = next(each for each in plugins if (getattr(each, "__file__", None) or "").endswith("tests/conftest.py"))
+    ours.pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr=expression)))
+    assert (os.environ["CUDA_VISIBLE_DEVICES"] == "") == hidden
 
 
 def test_tests_run_on_one_thread() -> None:

@@ -19,6 +19,7 @@ from megalith.observe.flight import Flight
 from megalith.observe.limits import available_cores
 from megalith.parallel.group import Group, alone, gather_objects
 from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
+from megalith.plan.grid import Grid
 
 _log = logging.getLogger(__name__)
 
@@ -181,6 +182,18 @@ def disconnect(worker: Worker, *, failed: bool = False) -> None:
         return  # NCCL would wait for operations that cannot finish; the end of the process closes its connections
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def machine_problem(grid: Grid, local_world: int) -> str | None:
+    """What is slow about a grid on machines of `local_world` ranks each; None: tensor parallelism stays inside one."""
+    tp, stride = grid.strides("tp")
+    if all(len({rank // local_world for rank in ranks}) == 1 for ranks in grid.groups(("tp",))):
+        return None
+    fits = [size for size in range(1, tp + 1) if tp % size == 0 and local_world % (size * stride) == 0]
+    return (
+        f"parallel.tp={tp} reaches over machines of {local_world} ranks each: every layer then waits for the network, "
+        f"several times. Set parallel.tp to {max(fits, default=1)}, or begin parallel.order with tp."
+    )
 
 
 def agree(settings: Mapping[str, object], group: Group) -> None:

@@ -1,5 +1,6 @@
 """One rank of a job: joins the others, builds the mesh, and leaves in order."""
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +18,19 @@ from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.launch import end_rank
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
-from megalith.parallel.worker import Worker, agree, another_connection, connect, disconnect, meet, set_threads
+from megalith.parallel.worker import (
+    Worker,
+    agree,
+    another_connection,
+    connect,
+    disconnect,
+    machine_problem,
+    meet,
+    set_threads,
+)
 from megalith.train.rules import check_run
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +67,8 @@ def joined(run: TrainRun, environment: Mapping[str, str], folder: Path | None = 
         yield Job(mesh_of_one(), worker.device)
         return
     grid = model_grid(run.parallel, run.model, worker.world)
+    if worker.rank == 0 and (problem := machine_problem(grid, worker.local_world)) is not None:
+        _log.warning(problem)
     store = meet(worker, timeout_seconds=run.parallel.timeout_seconds)
     assert store is not None
     flight = Flight()

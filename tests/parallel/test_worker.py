@@ -12,7 +12,8 @@ import torch.distributed as dist
 from megalith.errors import ConfigError, RankError
 from megalith.parallel.group import all_reduce_, alone, gather_objects
 from megalith.parallel.launch import LISTENER
-from megalith.parallel.worker import Worker, agree, connect, disconnect, meet, set_threads
+from megalith.parallel.worker import Worker, agree, connect, disconnect, machine_problem, meet, set_threads
+from megalith.plan.grid import dense_grid
 from megalith.testing.ranks import everyone, run_ranks
 
 PLACE = {
@@ -155,6 +156,27 @@ def test_a_job_of_one_rank_joins_nobody() -> None:
     assert connect(worker, timeout_seconds=1) == alone("world")
     assert not dist.is_initialized()
     disconnect(worker)
+
+
+@pytest.mark.parametrize(
+    ("world", "tp", "local_world", "order", "fits"),
+    [
+        (16, 8, 8, "tp-cp-ep-dp-pp", None),
+        (16, 16, 8, "tp-cp-ep-dp-pp", "Set parallel.tp to 8"),
+        (12, 6, 4, "tp-cp-ep-dp-pp", "Set parallel.tp to 2"),
+        (16, 4, 8, "dp-tp-cp-ep-pp", "Set parallel.tp to 2"),
+        (16, 2, 8, "dp-tp-cp-ep-pp", "Set parallel.tp to 1, or begin parallel.order with tp."),
+    ],
+)
+def test_tensor_parallelism_over_several_machines_is_warned_about(
+    world: int, tp: int, local_world: int, order: str, fits: str | None
+) -> None:
+    problem = machine_problem(dense_grid(world=world, tp=tp, order=order), local_world)
+    assert (problem is None) == (fits is None)
+    if fits is not None:
+        assert problem is not None
+        assert problem.startswith(f"parallel.tp={tp} reaches over machines of {local_world} ranks each: ")
+        assert fits in problem
 
 
 def _agrees(rank: int, world: int, settings: list[dict[str, object]]) -> None:
