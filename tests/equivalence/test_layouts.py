@@ -148,6 +148,15 @@ SLOW_ROWS: dict[str, tuple[ModelConfig, ParallelConfig, Case]] = {
         Case(documents=True, rows=2),
     ),
     "cp2 tp4 sp, ring, 2 key/value heads": (SHARED, ParallelConfig(cp=2, tp=4, sp=True), Case(seq_len=16)),
+    "cp2 pp2, ring": (SHARED, ParallelConfig(cp=2, pp=2), Case()),
+    "cp2 pp2, a2a, each document sliced": (
+        tiny(tied=True), ParallelConfig(cp=2, pp=2, context=ContextConfig(kind="a2a", slicing="document")),
+        Case(documents=True),
+    ),
+    "cp2 tp2 pp2 sp, a kind for each layer": (
+        tiny(), ParallelConfig(cp=2, tp=2, pp=2, sp=True, context=ContextConfig(layers=("ring", "gather"))),
+        Case(seq_len=16, documents=True),
+    ),
     "cp2 dp2, zero 1": (tiny(bias=True), ParallelConfig(cp=2, dp=2, zero=1), Case()),
     "cp3 dp2, zero 2, a2a": (
         SIX, ParallelConfig(cp=3, dp=2, zero=2, context=ContextConfig(kind="a2a")), Case(),
@@ -165,7 +174,7 @@ SLOW_ROWS: dict[str, tuple[ModelConfig, ParallelConfig, Case]] = {
 @pytest.mark.parametrize("name", [*SHARED_ROWS, *(pytest.param(name, marks=[pytest.mark.slow]) for name in SLOW_ROWS)])
 def test_shared_rows_equal_one_process(name: str) -> None:
     model, parallel, case = (SHARED_ROWS | SLOW_ROWS)[name]
-    world = parallel.cp * parallel.tp * (parallel.dp or 1)
+    world = parallel.cp * parallel.tp * parallel.pp * (parallel.dp or 1)
     differences = prove_layout(
         layout_case(model, parallel, world, micro_batch_size=case.rows, seq_len=case.seq_len, documents=case.documents)
     )
