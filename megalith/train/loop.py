@@ -95,6 +95,7 @@ class _Loop:
         self.trainer = build_trainer(run, mesh, device, fill=saved is None and run.checkpoint.load is None)
         self._load(saved)
         _compare_replicas(self.trainer)
+        _compare_stages(self.trainer)
         if self.writer:
             if saved is None and (kept := set_aside_metrics(folder)) is not None:
                 progress.say(f"{folder.checkpoints} has no checkpoint: starting from the beginning; see {kept}")
@@ -384,6 +385,27 @@ def _compare_replicas(trainer: Trainer) -> None:
             f"ranks {odd} start from other weights than rank {group.ranks[0]}. Use machines of one type, or set "
             f"checkpoint.load to weights that all of them read."
         )
+
+
+def _compare_stages(trainer: Trainer) -> None:
+    """Make sure that stages that share a table start from the same one: equal gradients then keep it equal.
+
+    Raises:
+        CheckpointError: on every rank of the pipeline, naming the table and the stages.
+    """
+    mine = {
+        owned.shard.name: int(owned.weight.contiguous().view(torch.uint8).sum(dtype=torch.int64))
+        for owned in trainer.data.owned
+        if len(owned.shard.stages) > 1
+    }
+    found = [sums for sums in gather_objects(mine, trainer.mesh.pp) if isinstance(sums, dict)]
+    for name in sorted({name for sums in found for name in sums}):
+        values = {rank: sums[name] for rank, sums in enumerate(found) if name in sums}
+        if len(set(values.values())) > 1:
+            raise CheckpointError(
+                f"{name} is not the same on pipeline ranks {list(values)}, which share it. Use machines of one type, "
+                f"or set checkpoint.load to weights that all of them read."
+            )
 
 
 def matching_tokenizer(run: TrainRun) -> Tokenizer:

@@ -1,0 +1,156 @@
+"""Microbatches through all stages: the same evaluation and the same run as one process, and copies that stay equal."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.train import TrainRun
+from megalith.data.loader import Loader, Masks
+from megalith.data.tokenizer import ByteTokenizer
+from megalith.errors import RankError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import CURVE64, FP64
+from megalith.train.build import build_trainer
+from megalith.train.evaluate import Evaluation, evaluate
+from megalith.train.folder import RunFolder
+from megalith.train.loop import _compare_stages, run_training
+from megalith.train.staged import planned_step, splits_backward
+from megalith.train.step import train_step
+from megalith.verify.ranks import RaggedRows
+
+CPU = torch.device("cpu")
+TIED = {"precision.params": "fp64", "model.tied_embeddings": "true", "model.num_layers": "4"}
+PIPELINES = {
+    "1f1b": {"parallel.pp": "2"},
+    "interleaved": {"parallel.pp": "2", "parallel.pipeline.vpp": "2"},
+    "zb-v": {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.schedule": "zb-v"},
+    "standalone ends": {"parallel.pp": "3", "parallel.pipeline.layout": "E|t*4|L"},
+}
+
+
+def settings(name: str, **others: str) -> dict[str, str]:
+    return {**TIED, **PIPELINES[name], **others}
+
+
+def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
+    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+
+
+def test_without_a_pipeline_microbatch_follows_microbatch_whatever_the_settings() -> None:
+    for pipeline in (PipelineConfig(), PipelineConfig(schedule="zb-h1", group=7, layout="x")):
+        schedule = planned_step(pipeline, 1, 3, overlap=True)
+        assert [f"{kind}{microbatch}" for kind, _, microbatch, _ in schedule.ranks[0]] == [
+            "F0", "B0", "F1", "B1", "F2", "B2",
+        ]  # fmt: skip
+
+
+def test_a_schedule_is_planned_once() -> None:
+    first = planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True)
+    assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True) is first
+    assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True) is not first
+
+
+def test_weight_gradients_wait_only_where_the_schedule_has_a_w() -> None:
+    assert splits_backward(PipelineConfig(schedule="zb-h1"), 2)
+    assert not splits_backward(PipelineConfig(schedule="zb-h1"), 1)
+    assert not splits_backward(PipelineConfig(vpp=2), 2)
+
+
+def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 20, masked=(3,))
+    return evaluate(trainer.staged, rows, Masks(), samples=19, rows=2, tokenizer=ByteTokenizer())
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_evaluation_finds_the_same_on_every_rank_of_a_pipeline(name: str) -> None:
+    run = tiny_run(settings(name))
+    alone = _evaluate(0, 1, tiny_run(TIED))
+    for found in run_ranks(_evaluate, run.parallel.pp, run):
+        assert found.loss == pytest.approx(alone.loss, rel=FP64.relative)
+        assert found.bits_per_byte == pytest.approx(alone.bits_per_byte, rel=FP64.relative)
+        assert found.num_labels == alone.num_labels
+
+
+def _table(rank: int, world: int, run: TrainRun) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of three steps, and what this rank then has of the table that stages share."""
+    mesh = mesh_of(run, rank, world)
+    trainer = build_trainer(run, mesh, CPU)
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
+    loader = Loader(
+        rows, Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU
+    )  # fmt: skip
+    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
+    trainer.data.settle()
+    found = {}
+    for chunk in trainer.staged.chunks:
+        for name in ("embed", "head"):
+            if hasattr(chunk, name):
+                found[name] = getattr(chunk, name).weight.detach().clone()
+    return losses, found
+
+
+@pytest.mark.parametrize("zero", ["0", "1"])
+def test_copies_of_a_tied_table_stay_equal_to_the_bit_in_fp32(zero: str) -> None:
+    changes = {"precision.params": "fp32", "parallel.dp": "2", "parallel.zero": zero}
+    results = run_ranks(_table, 4, tiny_run(settings("1f1b", **changes)))
+    tables = [table for _, found in results for table in found.values()]
+    assert len(tables) == 4 and all(torch.equal(tables[0], table) for table in tables[1:])
+    assert [name for _, found in results for name in found] == ["embed", "embed", "head", "head"]
+
+
+def test_comparing_every_message_changes_no_bit() -> None:
+    plain, compared = (
+        run_ranks(_table, 2, tiny_run(settings("interleaved", **{"parallel.check_collectives": value})))
+        for value in ("false", "true")
+    )
+    assert plain[0][0] == compared[0][0]
+    assert torch.equal(plain[0][1]["embed"], compared[0][1]["embed"])
+
+
+def test_overlap_changes_no_bit() -> None:
+    on, off = (
+        run_ranks(_table, 2, tiny_run(settings("interleaved", **{"parallel.overlap": value})))
+        for value in ("true", "false")
+    )
+    assert on[0][0] == off[0][0]
+    assert torch.equal(on[1][1]["head"], off[1][1]["head"])
+
+
+def _differ(rank: int, world: int, run: TrainRun) -> None:
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    _compare_stages(trainer)
+    if rank == 1:
+        next(owned for owned in trainer.data.owned if owned.shard.name == "embed.weight").weight.view(-1)[7] += 1e-9
+    _compare_stages(trainer)
+
+
+def test_stages_that_start_from_other_tables_are_refused() -> None:
+    with pytest.raises(
+        RankError, match=r"embed.weight is not the same on pipeline ranks \[0, 1\], which share it. Use"
+    ):
+        run_ranks(_differ, 2, tiny_run(settings("1f1b")))
+
+
+def _train(rank: int, world: int, run: TrainRun, folder: str) -> None:
+    run_training(run, RunFolder(Path(folder)), mesh_of(run, rank, world), CPU, show=False)
+
+
+def test_a_run_goes_on_under_another_pipeline_and_without_one(tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    constant = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
+    _train(0, 1, tiny_run({**TIED, **constant}), str(whole))
+    for name, steps in (("interleaved", "3"), ("standalone ends", "6")):
+        run = tiny_run(settings(name, **constant, **{"train.steps": steps}))
+        run_ranks(_train, run.parallel.pp, run, str(parts))
+    _train(0, 1, tiny_run({**TIED, **constant}), str(parts))
+    expected, found = (
+        [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row] for path in (whole, parts)
+    )
+    assert found == pytest.approx(expected, rel=CURVE64.relative) and len(found) == 8
