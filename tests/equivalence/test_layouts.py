@@ -7,6 +7,7 @@ import pytest
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import RaggedRows, layout_case, prove_layout
 
@@ -200,9 +201,15 @@ MEMORY = {
         ParallelConfig(tp=2, dp=2, zero=1), 4, replace(FULL, num_layers=2, shard_inputs=True), OffloadConfig(),
     ),
     "block, offloaded, cp2 tp2": (ParallelConfig(cp=2, tp=2), 4, BLOCK, AWAY),
+    "full, two layers at once, pp2 vpp2": (
+        ParallelConfig(pp=2, pipeline=PipelineConfig(vpp=2)), 2, replace(FULL, num_layers=2), OffloadConfig(),
+    ),
+    "selective, offloaded, pp2, weights last": (
+        ParallelConfig(pp=2, pipeline=PipelineConfig(schedule="zb-h1")), 2, PARTS, AWAY,
+    ),
     "selective, cp2 dp2": (ParallelConfig(cp=2, dp=2), 4, replace(PARTS, modules=("core_attention", "mlp")), AWAY),
 }  # fmt: skip
-LARGE_MEMORY = {name for name, (_, world, _, _) in MEMORY.items() if world > 2}
+LARGE_MEMORY = {name for name, (parallel, world, _, _) in MEMORY.items() if world > 2 or parallel.pp > 1}
 
 
 @pytest.mark.parametrize(
@@ -210,6 +217,7 @@ LARGE_MEMORY = {name for name, (_, world, _, _) in MEMORY.items() if world > 2}
 )
 def test_recomputing_ranks_equal_one_process_that_keeps_everything(name: str) -> None:
     parallel, world, recompute, offload = MEMORY[name]
-    case = layout_case(tiny(bias=True), parallel, world)
+    model = replace(tiny(bias=True), num_layers=4 if parallel.pp > 1 else 2)
+    case = layout_case(model, parallel, world)
     differences = prove_layout(replace(case, run=replace(case.run, recompute=recompute, offload=offload)))
     assert {found.what for found in differences if not found.holds} == set(), differences
