@@ -70,9 +70,14 @@ def same(mine: list[Tensor], theirs: tuple[Tensor, ...]) -> bool:
 
 
 @pytest.mark.parametrize("one", UNIFORM + BLOCK + SELECTIVE, ids=name)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_loss_and_every_gradient_have_the_same_bits(one: RecomputeConfig, dtype: str) -> None:
     assert same(step(built(one, dtype)), reference(dtype))
+
+
+def test_bf16_has_the_same_bits_with_whole_layers_and_with_every_part() -> None:
+    for one in (UNIFORM[1], SELECTIVE[-1]):
+        assert same(step(built(one, "bf16")), reference("bf16"))
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)

@@ -97,7 +97,7 @@ def test_a_layer_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16", "fp64
     agrees(Setting(model=replace(MODEL, num_kv_heads=4, qkv_bias=True, mlp_bias=True), dtype=dtype, lengths=lengths))
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("recompute", FULL + BLOCK + SELECTIVE, ids=str)
 def test_recomputation_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16"], recompute: RecomputeConfig) -> None:
     for lengths in ((12, 12), (70,)):
@@ -118,7 +118,14 @@ def test_tensor_parallel_ranks_keep_what_the_ledger_says(tp: int, sp: bool) -> N
 
 @pytest.mark.parametrize(
     ("kind", "cp", "length"),
-    [("ring", 2, 24), ("gather", 2, 24), ("a2a", 2, 24), ("a2a", 2, 80), ("ring", 4, 24), ("a2a+ring", 4, 24)],
+    [
+        ("ring", 2, 24),
+        ("gather", 2, 24),
+        ("a2a", 2, 24),
+        ("a2a", 2, 80),
+        pytest.param("ring", 4, 24, marks=pytest.mark.slow),
+        pytest.param("a2a+ring", 4, 24, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: int, length: int) -> None:
     plain = Setting(model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2)
