@@ -1,15 +1,17 @@
 """A rank joins the others only when the run fits them and all were started alike, and leaves in order."""
 
 import os
+import re
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.errors import ConfigError
-from megalith.parallel.group import gather_objects
-from megalith.testing.ranks import run_ranks
+from megalith.errors import CollectiveError, ConfigError
+from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.parallel.launch import LISTENER
+from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.job import joined
 
@@ -18,12 +20,6 @@ def environment(rank: int, world: int, port: int) -> dict[str, str]:
     """What a launcher tells a rank."""
     places = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     return {name: str(value) for name, value in places.items()} | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 def test_without_a_launcher_one_process_is_the_whole_job() -> None:
@@ -49,12 +45,20 @@ def test_a_run_that_does_not_fit_the_ranks_is_refused_before_they_meet() -> None
         pass
 
 
-def meet(rank: int, world: int, port: int, seeds: list[str], fail: bool) -> list[object]:
-    """Join as a rank of a launcher would; the pool's own process group makes way."""
+def told_to(rank: int, world: int) -> dict[str, str]:
+    """What our launcher tells a rank; the pool's own process group makes way."""
+    server = socket.create_server(("127.0.0.1", 0))  # rank 0's is used, and stays open until then
+    ports = gather_objects(server.getsockname()[1], everyone(rank, world, "world"))
     dist.barrier()  # a rank that leaves while another still connects would take it down
     dist.destroy_process_group()
-    told = environment(rank, world, port)
+    told = environment(rank, world, int(str(ports[0])))
     os.environ.update(told)
+    return told | ({LISTENER: str(server.detach())} if rank == 0 else {})
+
+
+def meet(rank: int, world: int, seeds: list[str], fail: bool) -> list[object]:
+    """Join as a rank of our launcher would."""
+    told = told_to(rank, world)
     try:
         with joined(tiny_run({"seed": seeds[rank], "parallel.tp": "2"}), told) as job:
             found = gather_objects((job.mesh.coordinates["tp_kv"], job.first), job.mesh.tp)
@@ -66,18 +70,18 @@ def meet(rank: int, world: int, port: int, seeds: list[str], fail: bool) -> list
 
 
 def test_two_ranks_meet_and_leave() -> None:
-    assert run_ranks(meet, 2, free_port(), ["1", "1"], False) == [[(0, True), (1, False)]] * 2
+    assert run_ranks(meet, 2, ["1", "1"], False) == [[(0, True), (1, False)]] * 2
 
 
-def refused(rank: int, world: int, port: int) -> str:
+def refused(rank: int, world: int) -> str:
     """What a rank is told when the others were started with another seed."""
     with pytest.raises(ConfigError) as caught:
-        meet(rank, world, port, ["1", "2"], False)
+        meet(rank, world, ["1", "2"], False)
     return str(caught.value)
 
 
 def test_ranks_with_other_settings_are_refused_with_what_differs() -> None:
-    said = run_ranks(refused, 2, free_port())
+    said = run_ranks(refused, 2)
     assert (
         said[0]
         == said[1]
@@ -88,11 +92,26 @@ def test_ranks_with_other_settings_are_refused_with_what_differs() -> None:
     )
 
 
-def fails(rank: int, world: int, port: int) -> None:
+def fails(rank: int, world: int) -> None:
     """A fault inside leaves no process group behind."""
     with pytest.raises(ValueError, match="a fault of ours"):
-        meet(rank, world, port, ["1", "1"], True)
+        meet(rank, world, ["1", "1"], True)
 
 
 def test_a_rank_that_fails_leaves_too() -> None:
-    run_ranks(fails, 2, free_port())
+    run_ranks(fails, 2)
+
+
+def checks(rank: int, world: int) -> str:
+    """What a rank is told that enters something else than the other, when every collective is compared."""
+    told = told_to(rank, world)
+    run = tiny_run({"parallel.tp": "2", "parallel.check_collectives": "true"})
+    with pytest.raises(CollectiveError) as caught, joined(run, told) as job:
+        all_reduce_(torch.ones(3 + rank), job.mesh.tp)
+    return str(caught.value)
+
+
+def test_the_setting_turns_the_comparison_on() -> None:
+    for said in run_ranks(checks, 2):
+        assert re.search(r"rank 0 \(tp=0\): all_reduce \d+ over tp of float32 \[3\], at ", said)
+        assert re.search(r"rank 1 \(tp=1\): all_reduce \d+ over tp of float32 \[4\], at ", said)
