@@ -1,6 +1,7 @@
 """`megalith plan`: explain and estimate."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.testing.tiny import tiny_yaml
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.fixture
@@ -114,6 +117,25 @@ def test_mistakes_are_told_all_at_once(line: str, texts: list[str], capsys: pyte
     assert captured.out == ""
     for text in texts:
         assert text in captured.err
+
+
+def documented(page: str) -> list[tuple[str, list[str]]]:
+    """(command line, lines it prints) of every example on a page of the documentation."""
+    text = (DOCS / page).read_text()
+    return [
+        (line, [row for row in block.splitlines() if row])
+        for line, block in re.findall(r"<!-- megalith (.*?) -->\n```\n(.*?)\n```", text, re.DOTALL)
+    ]
+
+
+@pytest.mark.parametrize("line, lines", documented("howto/plan.md"))
+def test_the_examples_of_the_documentation_are_true(
+    line: str, lines: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    main(line.split())
+    printed = [row.rstrip() for row in capsys.readouterr().out.splitlines()]
+    assert [row for row in printed if row] == lines
 
 
 def test_the_usage_names_both(capsys: pytest.CaptureFixture[str]) -> None:

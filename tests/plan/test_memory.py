@@ -1,6 +1,8 @@
 """Tests of megalith/plan/memory.py: the ledger is what a really built rank takes."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,6 +128,31 @@ def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> No
     kept = chunk_kept(workload, whole_model(80), 0, accelerator=True)
     assert kept.layers == 8192 * (80 * layer + ends)
     assert kept.loss == 2 * 8192 * 8192 + 4 * 8192 * 128_256 // 8
+
+
+def test_the_numbers_of_the_documentation_are_true() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "concepts" / "memory.md").read_text()
+    run, ledgers = resolve("llama3_8b"), {}
+    for zero in "0123":
+        workload = plan_workload(apply_overrides(run, {"parallel.zero": zero}), 64)
+        ledgers[zero] = place_memory(workload, 0, 0, DEVICES["h100"]).memory
+        assert f"{ledgers[zero].state / GIB:.1f} GiB" in page
+    for name in ("weights", "gradients", "master", "moments"):
+        numbers = " +".join(f"{getattr(memory, name) / GIB:.1f}" for memory in ledgers.values())
+        assert re.search(rf"{name} +{numbers}", page), name
+    rest = " +".join(f"{(memory.total - memory.state) / GIB:.1f}" for memory in ledgers.values())
+    assert re.search(rf"the rest +{rest}", page)
+    selective = {"recompute.granularity": "selective"}
+    for settings in (
+        {},
+        selective | {"recompute.modules": "[norm]"},
+        selective | {"recompute.modules": "[norm, mlp_act]"},
+        selective | {"recompute.modules": "[mlp]"},
+        {"recompute.granularity": "full"},
+    ):
+        workload = plan_workload(apply_overrides(run, settings), 2)
+        kept = chunk_kept(workload, whole_model(32), 0, accelerator=True).layers
+        assert f"| {kept / 8192 / 32 / 1000:.0f} |" in page, settings
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
