@@ -62,7 +62,11 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
         tied_embeddings="tied" in needs,
     )  # fmt: skip
-    return model, ParallelConfig(tp=tp, cp=cp, dp=dp, pp=pp, pipeline=pipeline, sp="sp" in needs)
+    replicas = 2 if "replicas" in needs else 1
+    return model, ParallelConfig(
+        tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs, zero=1 if "zero" in needs else 0,
+        replicas=replicas,
+    )  # fmt: skip
 
 
 def fault_table() -> list[Verdict]:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.config.suggest import did_you_mean
@@ -21,13 +22,15 @@ from megalith.kernels.rebuilt import Input
 from megalith.kernels.tokens import Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn.norm import RMSNorm
+from megalith.optim import clip
 from megalith.parallel import context, data
 from megalith.parallel.autograd import partial
-from megalith.parallel.group import Group, alone
+from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import Postponed
+from megalith.parallel.slices import SliceSum, Transfer
 from megalith.parallel.tensor import (
     ColumnLinear,
     Region,
@@ -47,7 +50,7 @@ Change = Callable[[Decoder, Mesh], None]
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
-    "pp", "tied", "chunks", "split backward",
+    "pp", "tied", "chunks", "split backward", "zero", "replicas",
 ]  # fmt: skip
 
 
@@ -215,6 +218,26 @@ def _averaged() -> AbstractContextManager[None]:
     return replaced(data.DataParallel, "finish", wrong)
 
 
+# --- faults in dividing optimizer state and gradients
+
+
+def _slice_shifted() -> AbstractContextManager[None]:
+    right = SliceSum.wait
+
+    def wrong(self: SliceSum) -> Tensor:
+        part = right(self)
+        return part.copy_(part.roll(1))
+
+    return replaced(SliceSum, "wait", wrong)
+
+
+def _without_replicas() -> AbstractContextManager[None]:
+    def wrong(x: Tensor, group: Group) -> dist.Work | None:
+        return None if group.axes == ("dp_replica",) else start_all_reduce_(x, group)
+
+    return replaced(data, "start_all_reduce_", wrong)
+
+
 # --- faults in sharing tokens over context-parallel ranks
 
 
@@ -354,6 +377,26 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "weights_part_left_out", "Weight gradients that were put aside are never added.",
         "numbers", ("pp", "split backward"), lambda: replaced(Postponed, "add_up", _never_added),
+    ),
+    Fault(
+        "stale_weights", "Ranks compute with weights that the ranks that own them have updated, and do not get them.",
+        "numbers", ("dp", "zero"), lambda: replaced(data, "start_gather", lambda *_, **__: Transfer([])),
+    ),
+    Fault(
+        "slice_off_by_one", "A rank's slice of the gradient lies one element further than its slice of the weights.",
+        "numbers", ("dp", "zero"), _slice_shifted,
+    ),
+    Fault(
+        "replicas_not_summed", "Slices are summed over the ranks that divide them, and not over the replicas.",
+        "numbers", ("dp", "zero", "replicas"), _without_replicas,
+    ),
+    Fault(
+        "slices_not_summed_over_tp", "Slices of norms under sp are left out of the sum over tp.",
+        "numbers", ("tp", "sp", "dp", "zero"), lambda: _without_sum(_is_norm),
+    ),
+    Fault(
+        "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",
+        "numbers", ("dp",), lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
     ),
 )  # fmt: skip
 """Every fault that can be planted."""

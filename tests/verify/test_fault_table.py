@@ -30,6 +30,11 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "microbatches_swapped": (False, "wrong loss"),
     "chunks_swapped": (False, "wrong loss"),
     "weights_part_left_out": (False, "wrong gradients"),
+    "stale_weights": (False, "wrong weights after a step"),
+    "slice_off_by_one": (False, "wrong gradients"),
+    "replicas_not_summed": (False, "wrong gradients"),
+    "slices_not_summed_over_tp": (False, "wrong gradients"),
+    "norm_counts_copies": (False, "wrong gradients"),
     # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "bias_before_sum": (True, "wrong weights after a step"),
@@ -91,6 +96,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "chunks" in fault.needs,
         "split backward" in fault.needs,
     )
+    assert (parallel.zero > 0, parallel.replicas > 1) == ("zero" in fault.needs, "replicas" in fault.needs)
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
