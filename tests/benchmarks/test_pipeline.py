@@ -1,0 +1,19 @@
+"""A measured pipeline takes what its simulation says: within 5 % where stages sleep 20 ms."""
+
+import json
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
+def test_a_pipeline_of_sleeping_stages_takes_what_the_simulation_says(
+    schedule: str, run_benchmark: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    done = run_benchmark("pipeline.py", "--schedule", schedule, "--rounds", "5", "--json")
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads(done.stdout)
+    # Nobody is faster than the simulation; the fastest quarter is what other jobs on the machine left alone.
+    assert 1.0 <= report["against_simulation"]["lower"] <= 1.05, report
