@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
@@ -201,7 +202,7 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[s
 
 
 def _stages(counts: Sequence[int]) -> tuple[Stage, ...]:
-    starts = [sum(counts[:stage]) for stage in range(len(counts))]
+    starts = [0, *accumulate(counts[:-1])]
     last = len(counts) - 1
     return tuple(
         Stage(range(start, start + count), embedding=stage == 0, loss=stage == last)

@@ -11,14 +11,42 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="gradients are always summed in fp32, in buckets, each as soon as it is full",
+        reason="gradients are always added in fp32, in buckets, each sent as soon as it is full",
         flags="""
-            --DDP-impl --accumulate-allreduce-grads-in-fp32! --align-grad-reduce! --ddp-average-in-collective!
-            --ddp-num-buckets --ddp-pad-buckets-for-high-nccl-busbw!
-            --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation!
-            --disable-align-grad-reduce! --fp32-allreduce! --gradient-accumulation-fusion! --no-align-grad-reduce!
-            --no-contiguous-buffers-in-local-ddp! --no-delay-grad-reduce! --no-gradient-accumulation-fusion!
-            --no-gradient-reduce-div-fusion! --overlap-grad-reduce! --use-contiguous-buffers-in-ddp!
+            --DDP-impl --accumulate-allreduce-grads-in-fp32! --ddp-average-in-collective! --ddp-num-buckets
+            --ddp-pad-buckets-for-high-nccl-busbw! --ddp-param-name-patterns-for-fp32-local-accumulation
+            --ddp-reduce-scatter-with-fp32-accumulation! --fp32-allreduce! --gradient-accumulation-fusion!
+            --no-contiguous-buffers-in-local-ddp! --no-gradient-accumulation-fusion! --no-gradient-reduce-div-fusion!
+            --use-contiguous-buffers-in-ddp!
+        """,
+    ),
+    Group(
+        verdict="already", effect="none",
+        reason=(
+            "communication hides behind computation wherever it can, with the same numbers; parallel.overlap=false "
+            "turns all of it off"
+        ),
+        flags="""
+            --align-grad-reduce! --align-param-gather! --delay-param-gather! --disable-align-grad-reduce!
+            --no-align-grad-reduce! --no-align-param-gather! --no-delay-grad-reduce! --no-overlap-p2p-communication!
+            --overlap-grad-reduce! --overlap-p2p-communication! --overlap-p2p-communication-warmup-flush!
+            --overlap-param-gather! --overlap-param-gather-with-optimizer-step!
+        """,
+    ),
+    Group(
+        verdict="already", effect="none",
+        reason="stages send each other hidden states in the one way there is here, cut over tp where they are cut",
+        flags="""
+            --no-scatter-gather-tensors-in-pipeline! --pipeline-model-parallel-comm-backend --use-ring-exchange-p2p!
+        """,
+    ),
+    Group(
+        verdict="already", effect="none",
+        reason="buffers of sharded weights and gradients are planned here",
+        flags="""
+            --fsdp-db-use-persist-buf-on-alloc-fail! --fsdp-double-buffer! --fsdp-manual-registration!
+            --megatron-fsdp-enable-fine-grained-param-gather! --megatron-fsdp-max-pool-double-buffer!
+            --megatron-fsdp-version --no-use-layer-wise-param-layout! --suggested-communication-unit-size
         """,
     ),
     Group(
@@ -119,8 +147,21 @@ EXPLAINED = (
     ),
     Group(
         verdict="explained", effect="none",
-        reason="gradients are summed in fp32 here, which is more exact",
-        flags="--grad-reduce-in-bf16!",
+        reason=(
+            "the schedule decides when gradients of weights are computed, with the same numbers: "
+            "parallel.pipeline.schedule=zb-h1, zb-v or dualpipe-v moves them into the bubble"
+        ),
+        flags="--defer-embedding-wgrad-compute! --delay-wgrad-compute! --wgrad-deferral-limit",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="main weights and gradients of sharded parameters are fp32, whatever travels",
+        flags="--megatron-fsdp-grad-comm-dtype --megatron-fsdp-main-grads-dtype --megatron-fsdp-main-params-dtype",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="the loss is computed in fp32, which is more exact",
+        flags="--fp16-lm-cross-entropy!",
     ),
     Group(
         verdict="explained", effect="none",

@@ -29,6 +29,16 @@ REMOVED = (
     ),
     Group(
         verdict="not mapped", effect="model",
+        reason="removed from Megatron. Use --pipeline-model-parallel-layout with E|... , or remove it",
+        flags="--standalone-embedding-stage!",
+    ),
+    Group(
+        verdict="not mapped", effect="model",
+        reason="divides encoders from decoders, which this model does not have. Remove it",
+        flags="--pipeline-model-parallel-split-rank",
+    ),
+    Group(
+        verdict="not mapped", effect="model",
         reason="removed from Megatron. Use the model of Megatron Core, or remove it",
         flags="--use-legacy-models!",
     ),

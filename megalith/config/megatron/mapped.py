@@ -127,9 +127,31 @@ STEPS = (
     Row(name="--exit-duration-in-mins", takes="float", fields=("train.max_minutes",)),
     Row(name="--seed", takes="int", fields=("seed",), default=1234),
     Row(name="--bf16", takes="nothing", fields=("precision.params",), how="bf16; left out: fp32"),
+    Row(
+        name="--fp16", takes="nothing", fields=("precision.params", "optim.nonfinite_grad"),
+        how="fp16; a step whose gradients overflow is left out",
+    ),
+    Row(
+        name="--initial-loss-scale", takes="float", fields=("precision.loss_scale.initial",), default=2.0**32,
+        how="the loss scale is read with --fp16 only",
+    ),
+    Row(
+        name="--min-loss-scale", takes="float", fields=("precision.loss_scale.min",), default=1.0,
+        aliases=("--min-scale",),
+    ),
+    Row(name="--loss-scale-window", takes="int", fields=("precision.loss_scale.window",), default=1000),
+    Row(name="--hysteresis", takes="int", fields=("precision.loss_scale.hysteresis",), default=2),
+    Row(name="--loss-scale", takes="float", fields=("precision.loss_scale.constant",)),
 )  # fmt: skip
 
 OPTIMIZER = (
+    Row(
+        name="--optimizer", takes="choice", fields=("optim.kind",), default="adam",
+        choices=("adam", "sgd", "muon", "dist_muon", "adaptive_muon", "lion", "soap"), how="adam: adamw; sgd: sgd",
+    ),
+    Row(
+        name="--sgd-momentum", takes="float", fields=("optim.momentum",), default=0.9, how="with --optimizer sgd",
+    ),
     Row(name="--lr", takes="float", fields=("schedule.lr",)),
     Row(name="--min-lr", takes="float", fields=("schedule.min_lr",), default=0.0),
     Row(
@@ -170,19 +192,108 @@ OPTIMIZER = (
     Row(name="--clip-grad", takes="float", fields=("optim.clip_grad",), default=1.0),
     Row(
         name="--no-check-for-nan-in-loss-and-grad", takes="nothing", fields=("optim.nonfinite_grad",),
-        how="skip; left out: raise",
+        how="skip; left out: raise, or with --fp16 skip",
     ),
+    Row(name="--log-num-zeros-in-grad", takes="nothing", fields=("optim.count_zeros",)),
 )  # fmt: skip
 
 LAYOUT = (
     Row(name="--tensor-model-parallel-size", takes="int", fields=("parallel.tp",), default=1),
     Row(name="--sequence-parallel", takes="nothing", fields=("parallel.sp",), how="false when tp is 1, as in Megatron"),
     Row(name="--use-tp-pp-dp-mapping", takes="nothing", fields=("parallel.order",), how="tp-cp-ep-pp-dp"),
-    Row(name="--ddp-bucket-size", takes="int", fields=("parallel.bucket_numel",), how="left out: ours"),
     Row(
         name="--distributed-timeout-minutes", takes="float", fields=("parallel.timeout_seconds",), default=10.0,
         factor=60.0, how="in seconds",
     ),
+)  # fmt: skip
+
+PIPELINE = (
+    Row(name="--pipeline-model-parallel-size", takes="int", fields=("parallel.pp",), default=1),
+    Row(
+        name="--num-virtual-stages-per-pipeline-rank", takes="int", fields=("parallel.pipeline.vpp",),
+        how="more than 1: the schedule is interleaved",
+    ),
+    Row(
+        name="--num-layers-per-virtual-pipeline-stage", takes="int", fields=("parallel.pipeline.vpp",),
+        how="layers of a rank divided by it",
+    ),
+    Row(
+        name="--microbatch-group-size-per-virtual-pipeline-stage", takes="int", fields=("parallel.pipeline.group",),
+        how="with a virtual pipeline; left out: parallel.pp",
+    ),
+    Row(
+        name="--pipeline-model-parallel-layout", takes="text",
+        fields=("parallel.pipeline.layout", "parallel.pipeline.vpp"),
+        how="the same string; vpp is the number of its stages divided by pp",
+    ),
+    Row(name="--decoder-first-pipeline-num-layers", takes="int", fields=("parallel.pipeline.first_layers",)),
+    Row(name="--decoder-last-pipeline-num-layers", takes="int", fields=("parallel.pipeline.last_layers",)),
+    Row(
+        name="--account-for-embedding-in-pipeline-split", takes="nothing",
+        fields=("parallel.pipeline.count_embedding",),
+    ),
+    Row(name="--account-for-loss-in-pipeline-split", takes="nothing", fields=("parallel.pipeline.count_loss",)),
+)  # fmt: skip
+
+CONTEXT = (
+    Row(name="--context-parallel-size", takes="int", fields=("parallel.cp",), default=1),
+    Row(
+        name="--cp-comm-type", takes="words", fields=("parallel.context.kind", "parallel.context.layers"),
+        how="p2p: ring; all_gather: gather; a2a: a2a; a2a+p2p: a2a+ring; one word, or one for each layer",
+    ),
+    Row(
+        name="--hierarchical-context-parallel-sizes", takes="words", fields=("parallel.context.a2a",),
+        how="the first of the two; the second follows",
+    ),
+)  # fmt: skip
+
+DATA = (
+    Row(name="--use-distributed-optimizer", takes="nothing", fields=("parallel.zero",), how="1"),
+    Row(
+        name="--use-megatron-fsdp", takes="nothing", fields=("parallel.zero",), aliases=("--use-custom-fsdp",),
+        how="as --data-parallel-sharding-strategy says",
+    ),
+    Row(
+        name="--data-parallel-sharding-strategy", takes="choice", fields=("parallel.zero",),
+        default="optim_grads_params", choices=("no_shard", "optim", "optim_grads", "optim_grads_params"),
+        how="no_shard: 0; optim: 1; optim_grads: 2; optim_grads_params: 3",
+    ),
+    Row(name="--use-torch-fsdp2", takes="nothing", fields=("parallel.zero",), how="3"),
+    Row(
+        name="--torch-fsdp2-no-reshard-after-forward", takes="nothing", fields=("parallel.zero",),
+        how="2: weights stay whole, gradients and optimizer states do not",
+    ),
+    Row(
+        name="--num-distributed-optimizer-instances", takes="int", fields=("parallel.replicas",), default=1,
+        how="groups of data-parallel ranks that each hold everything once",
+    ),
+    Row(
+        name="--grad-reduce-in-bf16", takes="nothing", fields=("parallel.reduce_dtype",),
+        how="bf16, where something is sharded; sums are taken in fp32",
+    ),
+    Row(name="--ddp-bucket-size", takes="int", fields=("parallel.bucket_numel",), how="left out: ours"),
+)  # fmt: skip
+
+MEMORY = (
+    Row(
+        name="--recompute-granularity", takes="choice", fields=("recompute.granularity",),
+        choices=("full", "selective"),
+    ),
+    Row(
+        name="--recompute-activations", takes="nothing", fields=("recompute.granularity",),
+        how="selective, unless --recompute-granularity is given",
+    ),
+    Row(
+        name="--recompute-method", takes="choice", fields=("recompute.method",), choices=("uniform", "block"),
+        how="left out: uniform",
+    ),
+    Row(name="--recompute-num-layers", takes="int", fields=("recompute.num_layers",), how="left out: 1"),
+    Row(
+        name="--recompute-modules", takes="words", fields=("recompute.modules",),
+        how="core_attn: core_attention; layernorm: norm; mlp: mlp; those of other models are left out",
+    ),
+    Row(name="--distribute-saved-activations", takes="nothing", fields=("recompute.shard_inputs",)),
+    Row(name="--cpu-offloading-num-layers", takes="int", fields=("offload.layers",), default=0),
 )  # fmt: skip
 
 FOLDERS = (
@@ -204,4 +315,4 @@ FOLDERS = (
     ),
 )  # fmt: skip
 
-MAPPED = (*MODEL, *TOKENS, *STEPS, *OPTIMIZER, *LAYOUT, *FOLDERS)
+MAPPED = (*MODEL, *TOKENS, *STEPS, *OPTIMIZER, *LAYOUT, *PIPELINE, *CONTEXT, *DATA, *MEMORY, *FOLDERS)

@@ -1,19 +1,9 @@
-"""Megatron's learning rate, weight decay and optimizer as our `schedule` and `optim` settings."""
+"""Megatron's learning rate and weight decay as our `schedule` settings."""
 
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.steps import global_batch, total_steps
 
 _STYLES = {"inverse-square-root": "inverse_square_root", "WSD": "wsd"}
-
-
-def translate_optimizer(draft: Draft) -> None:
-    """AdamW, clipping, and what happens to gradients that are not finite."""
-    for flag in ("--adam-beta1", "--adam-beta2", "--adam-eps", "--clip-grad"):
-        draft.copy(flag)
-    if draft.arguments.value("--no-decoupled-weight-decay"):
-        draft.put("--no-decoupled-weight-decay", "optim.decoupled_weight_decay", False)
-    flag = "--no-check-for-nan-in-loss-and-grad"
-    draft.put(flag, "optim.nonfinite_grad", "skip" if draft.arguments.value(flag) else "raise")
 
 
 def translate_schedule(draft: Draft) -> None:

@@ -1,24 +1,8 @@
-"""Megatron's batches, steps, evaluation, layout and checkpoints as our settings of the same."""
+"""Megatron's batches, steps, evaluation and checkpoints as our settings of the same."""
 
 from megalith.config.data import parse_split
 from megalith.config.megatron.draft import Draft
 from megalith.errors import ConfigError
-
-
-def data_parallel_ranks(draft: Draft, world: int | None) -> int | None:
-    """How many ranks read different rows in Megatron's job of `world` ranks; None when the world is not known."""
-    if world is None:
-        return None
-    tp = draft.number("--tensor-model-parallel-size")
-    pp, cp = draft.count("--pipeline-model-parallel-size", 1), draft.count("--context-parallel-size", 1)
-    if world % (tp * pp * cp) == 0:
-        return world // (tp * pp * cp)
-    if not draft.arguments.given("--global-batch-size"):
-        draft.problems.append(
-            f"{world} ranks are not a multiple of tensor · pipeline · context parallel = {tp}·{pp}·{cp} = "
-            f"{tp * pp * cp}. Use --world with the number of ranks that the job runs on."
-        )
-    return None
 
 
 def translate_steps(draft: Draft, dp: int | None) -> None:
@@ -30,7 +14,6 @@ def translate_steps(draft: Draft, dp: int | None) -> None:
     _global_batch(draft, dp)
     _length(draft)
     _evaluation(draft)
-    draft.put("--bf16", "precision.params", "bf16" if draft.arguments.value("--bf16") else "fp32")
 
 
 def global_batch(draft: Draft) -> int:
@@ -96,18 +79,6 @@ def _has_validation(draft: Draft) -> bool:
         return split is None or parse_split(split)[1] is not None
     except ConfigError:  # reported with the rules of the run
         return True
-
-
-def translate_layout(draft: Draft) -> None:
-    """The division of work over ranks, as far as it exists here."""
-    tp = draft.number("--tensor-model-parallel-size")
-    draft.copy("--tensor-model-parallel-size")
-    for flag in ("--ddp-bucket-size", "--distributed-timeout-minutes"):
-        draft.copy(flag)
-    if draft.arguments.value("--sequence-parallel"):
-        draft.put("--sequence-parallel", "parallel.sp", tp > 1, "" if tp > 1 else "off at tp 1, as in Megatron")
-    if draft.arguments.value("--use-tp-pp-dp-mapping"):
-        draft.put("--use-tp-pp-dp-mapping", "parallel.order", "tp-cp-ep-pp-dp")
 
 
 def translate_folders(draft: Draft) -> None:

@@ -7,9 +7,12 @@ from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments, read_arguments
 from megalith.config.megatron.data import translate_data
 from megalith.config.megatron.draft import Draft, Entry, judge_unmapped, mention_the_rest
+from megalith.config.megatron.layout import data_parallel_ranks, ranks_of, translate_layout
+from megalith.config.megatron.memory import translate_memory
 from megalith.config.megatron.model import translate_model
-from megalith.config.megatron.schedule import translate_optimizer, translate_schedule
-from megalith.config.megatron.steps import data_parallel_ranks, translate_folders, translate_layout, translate_steps
+from megalith.config.megatron.optimizer import translate_optimizer
+from megalith.config.megatron.schedule import translate_schedule
+from megalith.config.megatron.steps import translate_folders, translate_steps
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict
 
@@ -28,7 +31,7 @@ class Translation:
     """Why there is no run."""
 
     ranks: int
-    """Ranks on which the run has Megatron's data-parallel replicas; one replica when their number is not known."""
+    """Ranks on which the run has Megatron's data-parallel ranks; as few as can be when their number is not known."""
 
     def refusals(self, *, strict: bool) -> list[str]:
         """Why the run must not be used: it cannot be written, would be another model, or (`strict`) other numbers."""
@@ -55,6 +58,7 @@ def translate(
     translate_schedule(draft)
     translate_optimizer(draft)
     translate_layout(draft)
+    translate_memory(draft)
     translate_folders(draft)
     judge_unmapped(draft)
     mention_the_rest(draft)
@@ -63,7 +67,7 @@ def translate(
         run=None if problems else from_dict(TrainRun, _nested({"name": name, **draft.settings})),
         entries=tuple(draft.entries),
         problems=problems,
-        ranks=draft.number("--tensor-model-parallel-size") * (dp or 1),
+        ranks=ranks_of(draft, dp),
     )
 
 

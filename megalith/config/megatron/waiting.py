@@ -7,71 +7,27 @@ LATER = (
     Group(
         verdict="not mapped", effect="none",
         reason=(
-            "not yet: sharding the optimizer over replicas. The numbers are the same; every rank holds the whole "
-            "optimizer state"
+            "not yet: dividing optimizer states over replicas of a sharded model, too. The numbers are the same; each "
+            "replica holds them once"
         ),
+        flags="--enable-full-sharding-in-hsdp! --outer-dp-sharding-strategy=no_shard",
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason="not yet: as many context-parallel ranks as each row needs. The numbers are the same",
         flags="""
-            --align-param-gather! --delay-param-gather! --no-align-param-gather! --no-use-layer-wise-param-layout!
-            --num-distributed-optimizer-instances --overlap-param-gather!
-            --overlap-param-gather-with-optimizer-step! --use-distributed-optimizer!
+            --create-all-gather-group! --hybrid-context-parallel! --max-seqlen-per-cp-rank --max-seqlen-per-dp-cp-rank
+            --sequence-packing-scheduler
         """,
     ),
     Group(
         verdict="not mapped", effect="none",
         reason=(
-            "not yet: fully sharded data parallelism. The numbers are the same; every rank holds whole weights, "
-            "gradients and optimizer states"
+            "not yet: keeping parts of layers or optimizer states in host memory; offload.layers sends whole layers. "
+            "The numbers are the same"
         ),
         flags="""
-            --data-parallel-sharding-strategy --enable-full-sharding-in-hsdp!
-            --fsdp-db-use-persist-buf-on-alloc-fail! --fsdp-double-buffer! --fsdp-manual-registration!
-            --megatron-fsdp-enable-fine-grained-param-gather! --megatron-fsdp-grad-comm-dtype
-            --megatron-fsdp-main-grads-dtype --megatron-fsdp-main-params-dtype
-            --megatron-fsdp-max-pool-double-buffer! --megatron-fsdp-version --outer-dp-sharding-strategy
-            --suggested-communication-unit-size --torch-fsdp2-no-reshard-after-forward! --use-custom-fsdp!
-            --use-megatron-fsdp! --use-torch-fsdp2!
-        """,
-    ),
-    Group(
-        verdict="not mapped", effect="none",
-        reason=(
-            "not yet: pipeline stages. The numbers are the same; every rank holds all layers of its "
-            "tensor-parallel part"
-        ),
-        flags="""
-            --account-for-embedding-in-pipeline-split! --account-for-loss-in-pipeline-split!
-            --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --defer-embedding-wgrad-compute!
-            --delay-wgrad-compute! --microbatch-group-size-per-virtual-pipeline-stage
-            --no-overlap-p2p-communication! --no-scatter-gather-tensors-in-pipeline!
-            --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
-            --overlap-p2p-communication! --overlap-p2p-communication-warmup-flush!
-            --pipeline-model-parallel-comm-backend --pipeline-model-parallel-layout --pipeline-model-parallel-size=1
-            --pipeline-model-parallel-split-rank --standalone-embedding-stage! --use-ring-exchange-p2p!
-            --wgrad-deferral-limit
-        """,
-    ),
-    Group(
-        verdict="not mapped", effect="none",
-        reason="not yet: context parallelism. The numbers are the same; every rank computes whole rows",
-        flags="""
-            --context-parallel-size=1 --cp-comm-type --create-all-gather-group!
-            --hierarchical-context-parallel-sizes --hybrid-context-parallel! --max-seqlen-per-cp-rank
-            --max-seqlen-per-dp-cp-rank --sequence-packing-scheduler
-        """,
-    ),
-    Group(
-        verdict="not mapped", effect="none",
-        reason="not yet: recomputing activations in backward. The numbers are the same; activations take more memory",
-        flags="""
-            --distribute-saved-activations! --recompute-activations! --recompute-granularity --recompute-method
-            --recompute-modules --recompute-num-layers
-        """,
-    ),
-    Group(
-        verdict="not mapped", effect="none",
-        reason="not yet: keeping activations or optimizer states in host memory. The numbers are the same",
-        flags="""
-            --activation-offload-fraction --cpu-offloading-num-layers --cpu-offloading-retain-pinned-cpu-buffers!
+            --activation-offload-fraction --cpu-offloading-retain-pinned-cpu-buffers!
             --delay-offload-until-cuda-graph! --delta-offload-bytes-across-pp-ranks
             --fine-grained-activation-offloading! --fine-grained-offloading-max-inflight-offloads
             --min-offloaded-tensor-size --no-pin-cpu-grads! --no-pin-cpu-params! --offload-modules
@@ -153,7 +109,7 @@ LATER = (
         flags="""
             --config-logger-dir --disable-log-loss-scale-to-tensorboard! --dump-param-to-param-group-map
             --log-batch-size-to-tensorboard! --log-device-memory-used! --log-energy! --log-max-attention-logit!
-            --log-memory-interval --log-memory-to-tensorboard! --log-num-zeros-in-grad! --log-params-norm!
+            --log-memory-interval --log-memory-to-tensorboard! --log-params-norm!
             --log-progress! --log-timers-to-tensorboard! --log-validation-ppl-to-tensorboard!
             --log-world-size-to-tensorboard! --logging-level --no-barrier-with-level-1-timing!
             --no-log-learnig-rate-to-tensorboard! --no-log-loss-scale-to-tensorboard! --otel-enabled!
@@ -494,31 +450,12 @@ MODEL = (
         """,
     ),
     Group(
-        verdict="not mapped", effect="model",
-        reason="the optimizer here is AdamW. Use --optimizer adam",
-        flags="--optimizer=adam",
-    ),
-    Group(
         verdict="already", effect="none",
         reason="is read with another --optimizer only",
         flags="""
             --lion-beta1 --lion-beta2 --muon-coefficient-type --muon-extra-scale-factor --muon-fp32-matmul-prec
             --muon-momentum --muon-nesterov! --muon-no-split-qkv! --muon-no-use-nesterov! --muon-num-ns-steps
             --muon-scalar-optimizer --muon-scale-mode --muon-tp-mode --muon-use-nesterov! --muon-use-syrk!
-            --sgd-momentum
-        """,
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: fp16 and its loss scale. Use --bf16",
-        flags="--fp16!",
-    ),
-    Group(
-        verdict="already", effect="none",
-        reason="is read with --fp16 only",
-        flags="""
-            --fp16-lm-cross-entropy! --hysteresis --initial-loss-scale --loss-scale --loss-scale-window
-            --min-loss-scale --min-scale
         """,
     ),
     Group(

@@ -6,26 +6,6 @@ from megalith.optim.schedule import learning_rate, schedule_lengths, schedule_pr
 from tests.config.megatron.conftest import Translate
 
 
-def test_the_optimizer_takes_megatrons_defaults_and_not_ours(tiny: Translate) -> None:
-    done = tiny()
-    assert done.run is not None
-    o, s = done.run.optim, done.run.schedule
-    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (0.9, 0.999, 1e-8, 1.0, True)
-    assert (s.style, s.weight_decay, s.min_lr, s.warmup_steps) == ("linear", 0.01, 0.0, 0)
-    listed = {entry.setting: entry.flag for entry in done.entries if entry.verdict == "mapped"}
-    assert listed["optim.beta2"] == "--adam-beta2 0.999 (left out)"
-    assert "optim.beta1" not in listed  # the same here
-
-
-def test_the_optimizer_is_copied(tiny: Translate) -> None:
-    added = "--adam-beta1 0.8 --adam-beta2 0.9 --adam-eps 1e-6 --clip-grad 0 --no-decoupled-weight-decay"
-    run = tiny(f"{added} --no-check-for-nan-in-loss-and-grad").run
-    assert run is not None
-    o = run.optim
-    assert (o.beta1, o.beta2, o.eps, o.clip_grad, o.decoupled_weight_decay) == (0.8, 0.9, 1e-6, 0.0, False)
-    assert o.nonfinite_grad == "skip"
-
-
 @pytest.mark.parametrize(
     ("added", "expected"),
     [
@@ -122,8 +102,3 @@ def test_dropout_that_was_left_out_counts_as_megatrons(tiny: Translate) -> None:
         "--attention-dropout 0.1 (left out)",
         "--hidden-dropout 0.1 (left out)",
     ]
-
-
-@pytest.mark.parametrize("added", ["--optimizer sgd", "--optimizer muon", "--fp16"])
-def test_another_optimizer_or_precision_is_another_training(tiny: Translate, added: str) -> None:
-    assert len(tiny(added).refusals(strict=False)) == 1

@@ -32,12 +32,6 @@ def test_the_global_batch_is_one_microbatch_of_every_replica_when_left_out(tiny:
     assert tiny(layout, world=25).run is not None  # the batch is given: the layout decides nothing
 
 
-def test_the_run_is_checked_on_the_replicas_that_megatron_has(tiny: Translate) -> None:
-    layout = "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2"
-    assert tiny(layout, world=36).ranks == 3 * 6
-    assert tiny(layout).ranks == 3
-
-
 def test_samples_become_steps_and_keep_their_order(tiny: Translate) -> None:
     run = tiny("--train-samples 100", without=("--train-iters",)).run
     assert run is not None and (run.train.steps, run.data.num_train_samples) == (16, 100)
@@ -64,18 +58,6 @@ def test_without_validation_data_nothing_is_evaluated(tiny: Translate, added: st
     done = tiny(f"{added} --eval-interval 10", without=("--mock-data",) if "path" in added else ())
     assert done.run is not None and (done.run.train.eval_every, done.run.train.eval_steps) == (None, 0)
     assert any("no validation data" in entry.text for entry in done.entries)
-
-
-def test_the_layout_is_kept_as_far_as_there_is_one(tiny: Translate) -> None:
-    added = "--tensor-model-parallel-size 3 --sequence-parallel --use-tp-pp-dp-mapping --ddp-bucket-size 1000"
-    run = tiny(f"{added} --distributed-timeout-minutes 1").run
-    assert run is not None
-    p = run.parallel
-    assert (p.tp, p.sp, p.order, p.bucket_numel, p.timeout_seconds) == (3, True, "tp-cp-ep-pp-dp", 1000, 60.0)
-    alone = tiny("--sequence-parallel").run
-    assert alone is not None and not alone.parallel.sp
-    memory = "--pipeline-model-parallel-size 4 --use-distributed-optimizer --recompute-activations"
-    assert tiny(memory).refusals(strict=True) == []
 
 
 def test_checkpoints_are_kept_as_in_megatron(tiny: Translate) -> None:

@@ -1,0 +1,54 @@
+"""Megatron's recomputation and offloading of activations as our `recompute` and `offload` settings."""
+
+from megalith.config.megatron.draft import Draft
+
+_GRANULARITY, _SHORT = "--recompute-granularity", "--recompute-activations"
+_METHOD, _LAYERS, _MODULES = "--recompute-method", "--recompute-num-layers", "--recompute-modules"
+_SHARD, _OFFLOAD = "--distribute-saved-activations", "--cpu-offloading-num-layers"
+
+_NAMES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp"}
+_OF_OTHER_MODELS = (
+    "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc",
+)  # fmt: skip
+"""Modules that a dense decoder does not have; Megatron passes over them there."""
+
+
+def translate_memory(draft: Draft) -> None:
+    """What backward computes again, and what waits in host memory."""
+    draft.copy(_OFFLOAD)
+    granularity, flag = draft.arguments.value(_GRANULARITY), _GRANULARITY
+    if granularity is None and draft.arguments.value(_SHORT):
+        granularity, flag = "selective", _SHORT
+    if granularity is None:
+        for name in (_METHOD, _LAYERS, _MODULES, _SHARD):
+            if draft.arguments.given(name):
+                draft.say("already", name, f"is read with {_GRANULARITY} only")
+        return
+    modules = _modules(draft) if granularity == "selective" else []
+    if granularity == "selective" and not modules:
+        draft.say("already", flag, "computes nothing again: this model has none of the modules")
+        return
+    draft.put(flag, "recompute.granularity", granularity)
+    if modules:
+        draft.put(_MODULES if draft.arguments.given(_MODULES) else flag, "recompute.modules", modules)
+    for name in (_METHOD, _LAYERS):
+        draft.copy(name)
+    if draft.arguments.value(_SHARD):
+        draft.put(_SHARD, "recompute.shard_inputs", True)
+
+
+def _modules(draft: Draft) -> list[str]:
+    """Our names of the modules that are recomputed, each once."""
+    found, others = [], []
+    for word in draft.arguments.value(_MODULES) or ["core_attn"]:
+        if word in _NAMES:
+            found.append(_NAMES[word])
+        elif word in _OF_OTHER_MODELS:
+            others.append(word)
+        else:
+            draft.problems.append(
+                f"{_MODULES} {word}: Megatron has no such choice. Use one of {', '.join((*_NAMES, *_OF_OTHER_MODELS))}."
+            )
+    if others:
+        draft.say("already", _MODULES, f"this model has no {', '.join(others)}")
+    return list(dict.fromkeys(found))

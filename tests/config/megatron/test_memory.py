@@ -1,0 +1,67 @@
+"""Tests of megalith/config/megatron/memory.py."""
+
+import pytest
+
+from megalith.config.recompute import RecomputeConfig
+from megalith.train.rules import run_problems
+from tests.config.megatron.conftest import Translate
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ("", RecomputeConfig()),
+        ("--recompute-granularity full", RecomputeConfig(granularity="full")),
+        ("--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+         RecomputeConfig(granularity="full", method="block", num_layers=2)),
+        ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+         "--distribute-saved-activations --tensor-model-parallel-size 3",
+         RecomputeConfig(granularity="full", shard_inputs=True)),
+        ("--recompute-activations", RecomputeConfig(granularity="selective")),
+        ("--recompute-granularity selective --recompute-modules layernorm core_attn mlp",
+         RecomputeConfig(granularity="selective", modules=("norm", "core_attention", "mlp"))),
+        ("--recompute-activations --recompute-granularity full", RecomputeConfig(granularity="full")),
+        ("--recompute-granularity selective --recompute-modules core_attn moe_act",
+         RecomputeConfig(granularity="selective")),
+        ("--recompute-granularity selective --recompute-modules moe moe_act", RecomputeConfig()),
+        ("--recompute-method block --recompute-num-layers 2 --distribute-saved-activations", RecomputeConfig()),
+    ],
+)  # fmt: skip
+def test_recomputation_is_megatrons(tiny: Translate, added: str, expected: RecomputeConfig) -> None:
+    done = tiny(added)
+    assert done.run is not None and done.refusals(strict=True) == []
+    assert done.run.recompute == expected
+    assert run_problems(done.run, done.ranks) == []
+
+
+def test_what_is_passed_over_is_said(tiny: Translate) -> None:
+    texts = [entry.text for entry in tiny("--recompute-method block").entries]
+    assert "is read with --recompute-granularity only" in texts
+    texts = [entry.text for entry in tiny("--recompute-activations --recompute-modules moe mlp").entries]
+    assert "this model has no moe" in texts
+
+
+def test_an_unknown_module_is_refused(tiny: Translate) -> None:
+    (problem,) = tiny("--recompute-activations --recompute-modules attention").problems
+    assert problem.startswith("--recompute-modules attention: Megatron has no such choice. Use one of core_attn, ")
+
+
+@pytest.mark.parametrize(
+    ("added", "rule"),
+    [
+        ("--recompute-granularity selective --recompute-num-layers 2", "count whole layers, which recompute.granul"),
+        ("--recompute-granularity full --distribute-saved-activations", "but parallel.tp=1. Set parallel.tp to 2"),
+        ("--recompute-granularity full --recompute-num-layers 0", "recompute.num_layers=0 must be at least 1"),
+        ("--cpu-offloading-num-layers 2", "offload.layers=2 must be at least 0 and less than the 2 layers"),
+    ],
+)
+def test_what_cannot_work_is_told_with_the_words_of_the_rules(tiny: Translate, added: str, rule: str) -> None:
+    run = tiny(added).run
+    assert run is not None
+    (problem,) = run_problems(run, 1)
+    assert rule in problem
+
+
+def test_layers_wait_in_host_memory(tiny: Translate) -> None:
+    run = tiny("--cpu-offloading-num-layers 1").run
+    assert run is not None and run.offload.layers == 1
