@@ -230,6 +230,9 @@ def _print_estimate(
     if len(ledger) > 1:
         console.print(_places_table(ledger))
     console.print(_verdict_line(workload, device, place))
+    host = max(one.host for one in ledger)
+    if host:
+        console.print(f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} GiB a node.")
     if fix is not None:
         console.print(f"Nearest fix: {_spelled(fix.overrides)}: {_gib(fix.nbytes)} GiB ({fix.price}).")
     elif fixes or verdict(place.memory.total, device) != "fits":

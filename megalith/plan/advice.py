@@ -10,8 +10,9 @@ from megalith.config.tree import Override, apply_overrides
 from megalith.errors import UserError
 from megalith.plan.costs import step_flops
 from megalith.plan.devices import GIB, USABLE, Device
-from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.memory import chunk_kept, memory_ledger, worst
 from megalith.plan.recompute import modules_again
+from megalith.plan.times import work_seconds
 from megalith.plan.workload import Workload, plan_workload
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
@@ -123,10 +124,24 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
     yield {"parallel.pp": str(2 * p.pp)}, "a larger bubble"
     if again != "full":
         yield {"recompute.granularity": "full"}, f"{100 * layer_share(run) / 3:.0f} % more work"
+    if again == "none" and not run.offload.layers:
+        spare = str(min(len(stage.layers) for stage in workload.stages) - 1)
+        yield {"offload.layers": spare}, _offload_price(workload, spare, device)
     if p.zero < 2:
         yield {"parallel.zero": "2"}, f"gradients sent {workload.num_microbatches} times a step"
     if p.zero < 3:
         yield {"parallel.zero": "3"}, f"weights sent {2 * workload.num_microbatches} times a step"
+
+
+def _offload_price(workload: Workload, layers: str, device: Device) -> str:
+    """Free as long as the way to host memory takes no longer than forward, and the way back no longer than backward."""
+    work, words = work_seconds(workload, device), "activations go to host memory and back"
+    if work is None or not device.host_gbs:
+        return words
+    away = plan_workload(apply_overrides(workload.run, {"offload.layers": layers}), workload.world)
+    kept = sum(chunk_kept(away, stage, 0, accelerator=True).host for stage in away.chunks(0))
+    there, forward = kept / (device.host_gbs * 1e9), work / 3 / workload.num_microbatches
+    return f"{words}: {there:.2g} s each way for {forward:.2g} s of forward"
 
 
 def _selective(modules: str) -> dict[str, str]:

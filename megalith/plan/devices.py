@@ -28,15 +28,18 @@ class Device:
     far_gbs: float = 0.0
     """Its share of the network between nodes: 10^9 bytes a second, one way."""
 
+    host_gbs: float = 0.0
+    """Link to the host's memory: 10^9 bytes a second, one way."""
+
     node: int = 8
     """Devices that the near link joins."""
 
 
 DEVICES = {
-    "a100": Device(name="a100", memory=79 * GIB, tflops=312, near_gbs=300, far_gbs=25),
-    "h100": Device(name="h100", memory=79 * GIB, tflops=989.4, near_gbs=450, far_gbs=50),
-    "h200": Device(name="h200", memory=139 * GIB, tflops=989.4, near_gbs=450, far_gbs=50),
-    "b200": Device(name="b200", memory=178 * GIB, tflops=2250, near_gbs=900, far_gbs=50),
+    "a100": Device(name="a100", host_gbs=25, memory=79 * GIB, tflops=312, near_gbs=300, far_gbs=25),
+    "h100": Device(name="h100", host_gbs=55, memory=79 * GIB, tflops=989.4, near_gbs=450, far_gbs=50),
+    "h200": Device(name="h200", host_gbs=55, memory=139 * GIB, tflops=989.4, near_gbs=450, far_gbs=50),
+    "b200": Device(name="b200", host_gbs=55, memory=178 * GIB, tflops=2250, near_gbs=900, far_gbs=50),
 }
 """SXM modules with one network interface each. Rates are the makers' dense ones (their "sparse" figures are twice
 these); memory is what torch reports of the 80, 80, 141 and 180 GB on the label."""

@@ -84,6 +84,9 @@ class PlaceMemory:
     moment: str
     """When that is."""
 
+    host: int
+    """Bytes of activations that wait in host memory, at most; no part of the ledger."""
+
 
 class Kept(NamedTuple):
     """Activations of one microbatch in one chunk, in bytes."""
@@ -99,6 +102,9 @@ class Kept(NamedTuple):
 
     again: int
     """For a while in backward, when the largest part that is computed again is."""
+
+    host: int
+    """In host memory from forward to backward."""
 
 
 def memory_ledger(workload: Workload, device: Device | None = None) -> list[PlaceMemory]:
@@ -138,7 +144,7 @@ def place_memory(
         messages=_message_bytes(workload, pp_rank),
     )
     memory = tensors if device is None else _with_software(tensors, workload, device)
-    return PlaceMemory(pp_rank, tp_rank, memory, height.in_flight, height.moment)
+    return PlaceMemory(pp_rank, tp_rank, memory, height.in_flight, height.moment, height.host)
 
 
 # --- what stays from step to step
@@ -260,15 +266,15 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
     kinds = Counter(kind_of_layer(workload.run.parallel.context, layer) for layer in stage.layers)
     if not kinds:
         kinds[workload.run.parallel.context.kind] = 1
-    layers = again = loss = 0.0
+    layers = again = loss = host = 0.0
     for kind, count in kinds.items():
         setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator)
         kept = stage_kept(setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss)
         part = count / kinds.total()
         head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
         layers, loss = layers + part * (kept.nbytes - head), loss + part * head
-        again = max(again, kept.transient)
-    return Kept(round(layers), _for_weights(workload, stage, tp_rank), round(loss), round(again))
+        again, host = max(again, kept.transient), host + part * kept.host_bytes
+    return Kept(round(layers), _for_weights(workload, stage, tp_rank), round(loss), round(again), round(host))
 
 
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
@@ -290,6 +296,8 @@ class _Height:
     working: int
     in_flight: int
     moment: str
+    host: int = 0
+    """Most at any moment of the step."""
 
     @property
     def total(self) -> int:
@@ -308,16 +316,20 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
         ]
         for kind in kinds
     }
-    layers = loss = passes = 0
+    layers = loss = passes = host = most_host = 0
     best: _Height | None = None
     for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
         if kind == "F":
             layers, loss, passes = layers + kept[chunk].layers, loss + kept[chunk].loss, passes + 1
+            host += kept[chunk].host
+            most_host = max(most_host, host)
         total = layers + loss + working[kind][chunk]
         if best is None or total > best.total:
             words = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
             moment = f"{words[kind]} of microbatch {microbatch} in chunk {chunk}, action {number}"
             best = _Height(layers, loss, working[kind][chunk], passes, moment)
+        if kind in ("B", "I"):
+            host -= kept[chunk].host
         if kind == "I":
             layers, loss = layers - kept[chunk].layers + kept[chunk].for_weights, loss - kept[chunk].loss
         elif kind == "W":
@@ -325,7 +337,7 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
         elif kind == "B":
             layers, loss, passes = layers - kept[chunk].layers, loss - kept[chunk].loss, passes - 1
     assert best is not None
-    return best
+    return replace(best, host=most_host)
 
 
 def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) -> int:

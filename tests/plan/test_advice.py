@@ -74,6 +74,17 @@ def test_a_change_that_breaks_a_rule_is_not_offered() -> None:
     assert tried(base, {"parallel.qp": "7"}, H100, lambda run, world: []) is None
 
 
+def test_offloading_is_priced_by_the_link_to_the_host() -> None:
+    (away,) = [c for c in changes(workload("llama3_8b", 16), H100, run_problems) if "offload.layers" in c.overrides]
+    # 18 GiB at 55 GB/s each way; a third of 34 s of work for 64 microbatches.
+    assert away.price == "activations go to host memory and back: 0.35 s each way for 0.18 s of forward"
+    (unknown,) = [
+        c for c in changes(workload("llama3_8b", 16), replace(H100, tflops=None), run_problems)
+        if "offload.layers" in c.overrides
+    ]  # fmt: skip
+    assert unknown.price == "activations go to host memory and back"
+
+
 def test_shares_of_the_work() -> None:
     run = resolve("llama3_8b")
     assert layer_share(run) == pytest.approx(1 - 6 * 4096 * 128_256 / 51_470_401_536)

@@ -252,6 +252,18 @@ def test_what_is_computed_again_is_whole_for_a_while() -> None:
     assert pairs.again > 1.8 * full.again
 
 
+def test_what_waits_in_host_memory_is_counted_there() -> None:
+    away = {"offload.layers": "2", "offload.min_numel": "1", "model.num_layers": "3", "train.micro_batch_size": "1"}
+    plain, offloaded = (
+        place_memory(plan_workload(tiny_run(settings | {"parallel.pp": "2", "model.num_layers": "6"}), 2), 0, 0)
+        for settings in ({"train.micro_batch_size": "1"}, away)
+    )
+    assert plain.host == 0 and plain.in_flight == 2
+    assert offloaded.host > 0
+    assert plain.memory.activations - offloaded.memory.activations == offloaded.host
+    assert offloaded.host / plain.memory.activations == pytest.approx(2 / 3, rel=0.1), "two of three layers"
+
+
 def test_what_a_device_adds_is_apart_from_the_tensors() -> None:
     workload = plan_workload(resolve("llama3_70b"), 16)
     plain, h100 = (memory_ledger(workload, device)[0].memory for device in (None, DEVICES["h100"]))
