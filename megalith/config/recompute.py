@@ -25,6 +25,9 @@ class RecomputeConfig:
     shard_inputs: bool = False
     """full: keep 1/tp of each saved input on each tensor-parallel rank; needs tp > 1 without sp."""
 
+    check: bool = False
+    """Compare everything that is computed again with the first time, and stop where a bit differs; slow."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:

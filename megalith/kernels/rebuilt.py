@@ -31,6 +31,42 @@ class Rebuilt:
         return Rebuilt(value, partial(_one_after_the_other, self.again, function), self.inputs)
 
 
+Rebuilding = Callable[[Tensor, Callable[..., Tensor], tuple[Tensor, ...]], Rebuilt]
+"""How a layer that can rebuild its result makes it known: `Rebuilt` or `checked`."""
+
+
+def checked(value: Tensor, again: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Rebuilt:
+    """`Rebuilt`, and each time the value is computed again its bits are compared with the first time's."""
+    return Rebuilt(value, Comparison(again, fingerprint(value)), inputs)
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """Two sums over the bits of x, int64 [2]: any change of one value shows, and nearly any change of several."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.detach().contiguous().view(-1).view(whole).to(torch.int64)
+    place = torch.arange(1, bits.numel() + 1, device=bits.device)
+    return torch.stack([bits.sum(), (bits * place).sum()])
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A function whose results must have the bits of one that is known."""
+
+    function: Callable[..., Tensor]
+    expected: Tensor
+    """Its fingerprint."""
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """The result; waits for the device."""
+        y = self.function(*inputs)
+        if not torch.equal(fingerprint(y), self.expected):
+            raise RuntimeError(
+                f"recompute.check: {self.function} of {[list(x.shape) for x in inputs]} did not give the same bits a "
+                f"second time. Something in it is not deterministic, or has changed what it reads: gradients are wrong"
+            )
+        return y
+
+
 Input = Tensor | Rebuilt
 """What layers take whose backward needs their input."""
 

@@ -29,7 +29,6 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
-from megalith.plan.recompute import modules_again
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks, whole_model
 
@@ -69,7 +68,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             Block(
                 f"layers.{index}", config, mesh, region, dtype=dtype, core=build_attend(context, index, mesh),
-                again=modules_again(recompute),
+                recompute=recompute,
             )
             for index in self.stage.layers
         )  # fmt: skip

@@ -1,12 +1,14 @@
 """The gated MLP, its inner features split over the tensor-parallel ranks."""
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.rebuilt import Input, Rebuilt
+from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
 from megalith.kernels.swiglu import swiglu
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
@@ -18,11 +20,11 @@ class SwiGLU(nn.Module):
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        act_again: bool = False,
+        act_again: Rebuilding | None = None,
     ) -> None:  # fmt: skip
         """`act_again`: backward computes the gated features again instead of keeping them."""
         super().__init__()
-        self.activation = swiglu_again if act_again else swiglu
+        self.activation: Callable[[Tensor], Input] = swiglu if act_again is None else partial(swiglu_again, act_again)
         h, f = config.hidden_size, config.ffn_hidden_size
         sizes, rank, axes = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
         gate_up = cut_dim(whole(f"{name}.gate_up", (2, f, h)), 1, sizes, rank, axes)
@@ -43,6 +45,6 @@ class SwiGLU(nn.Module):
         return self.down(self.activation(self.gate_up(x)))
 
 
-def swiglu_again(gate_up: Tensor) -> Rebuilt:
+def swiglu_again(again: Rebuilding, gate_up: Tensor) -> Rebuilt:
     """`swiglu`, of which backward keeps gate_up alone, as it does anyway."""
-    return Rebuilt(swiglu(gate_up), swiglu, (gate_up,))
+    return again(swiglu(gate_up), swiglu, (gate_up,))

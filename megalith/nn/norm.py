@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.kernels.norm import add_rms_norm, rms_norm
-from megalith.kernels.rebuilt import Input, Rebuilt
+from megalith.kernels.rebuilt import Input, Rebuilding
 from megalith.parallel.tensor import ONES, Declared, declare
 from megalith.plan.shards import whole
 
@@ -20,8 +20,9 @@ class RMSNorm(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype, again: bool = False
-    ) -> None:
+        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
+        again: Rebuilding | None = None,
+    ) -> None:  # fmt: skip
         """`again`: the layer that reads the result computes it again in backward instead of keeping it."""
         super().__init__()
         self.eps, self.again = eps, again
@@ -38,6 +39,6 @@ class RMSNorm(nn.Module):
         return total, self._result(normed, total)
 
     def _result(self, normed: Tensor, x: Tensor) -> Input:
-        if not self.again:
+        if self.again is None:
             return normed
-        return Rebuilt(normed, partial(rms_norm, eps=self.eps), (x, self.weight))
+        return self.again(normed, partial(rms_norm, eps=self.eps), (x, self.weight))

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
+from megalith.kernels.rebuilt import Comparison, Input, Rebuilt, fingerprint, rebuild, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import gathered_again
 from megalith.parallel.group import Group
@@ -26,18 +26,36 @@ from megalith.plan.recompute import Span, layer_spans
 Function = Callable[..., Tensor]
 
 
-def recompute(function: Function, x: Input, *others: Tensor) -> Tensor:
+def recompute(function: Function, x: Input, *others: Tensor, check: bool = False) -> Tensor:
     """`function(x, *others)`, of which only x, or what it is rebuilt from, and `others` are kept for backward.
 
     Backward runs the function again, with gradients, and goes through the first pass's graph with the second pass's
     numbers; so a sink is given each product once, and parameters inside get gradients whatever x wants. Collectives
-    inside run again, in the same order. Without gradients nothing is kept anyway, and the function just runs.
+    inside run again, in the same order. Without gradients nothing is kept anyway, and the function just runs. With
+    `check` the second pass must give the bits of the first.
     """
     if not torch.is_grad_enabled():
         return function(value_of(x), *others)
+    function = _Compared(function) if check else function
     region, inputs = (_Again(function, x), x.inputs) if isinstance(x, Rebuilt) else (function, (x,))
-    y: Tensor = checkpoint(region, *inputs, *others, use_reentrant=False, preserve_rng_state=False)
+    with set_checkpoint_early_stop(not check):  # the second pass ends with what is saved last, unless it is compared
+        y: Tensor = checkpoint(region, *inputs, *others, use_reentrant=False, preserve_rng_state=False)
     return y
+
+
+class _Compared:
+    """A region whose results must have the same bits every time."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.first: Tensor | None = None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        if self.first is not None:
+            return Comparison(self.function, self.first)(*tensors)
+        y = self.function(*tensors)
+        self.first = fingerprint(y)
+        return y
 
 
 class _Again:
@@ -59,15 +77,15 @@ class _Again:
 class Recomputed(nn.Module):
     """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for backward."""
 
-    def __init__(self, function: Function) -> None:
+    def __init__(self, function: Function, *, check: bool = False) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.check = function, check
 
     def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
         """The same result; `others` may end with the tokens."""
         # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys and values).
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
-        return recompute(partial(_call, self.function, others[len(tensors) :]), x, *tensors)
+        return recompute(partial(_call, self.function, others[len(tensors) :]), x, *tensors, check=self.check)
 
 
 def _call(function: Function, last: Sequence[Tensor | Tokens], *first: Tensor) -> Tensor:
@@ -121,7 +139,7 @@ class LayerRunner:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
         assert tokens.rotary is not None
-        return recompute(partial(_run, layers, tokens), kept, *tokens.rotary)
+        return recompute(partial(_run, layers, tokens), kept, *tokens.rotary, check=self.recompute.check)
 
 
 def _run(layers: Sequence[Layer], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:

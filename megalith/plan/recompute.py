@@ -75,6 +75,11 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
             f"recompute.modules={list(recompute.modules)} belongs to recompute.granularity=selective, but that is "
             f"{kind}. Set recompute.granularity to selective, or remove recompute.modules."
         )
+    if recompute.check and kind == "none":
+        problems.append(
+            f"recompute.check=true compares what is computed again, which is nothing with recompute.granularity="
+            f"{kind}. Set recompute.granularity to full or selective, or recompute.check to false."
+        )
     if kind == "selective" and compiled:
         problems.append(
             f"recompute.granularity={kind} with train.compile=true: a compiled layer decides by itself what it keeps. "

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import Rebuilt, rebuilt, value_of
+from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, rebuilt, value_of
 from megalith.testing.tolerance import EXACT, assert_equals
 
 
@@ -95,3 +95,27 @@ def test_a_wrong_input_changes_the_gradient_so_comparing_bits_finds_it() -> None
     (found,) = torch.autograd.grad(linear(Rebuilt(right, lambda x: x, (wrong,)), [w]).sum(), w)
     with pytest.raises(AssertionError, match="expected the same bits"):
         assert_equals("w", found, expected, EXACT)
+
+
+def test_a_checked_input_that_comes_out_otherwise_the_second_time_is_refused() -> None:
+    w, x = seeded(3, 5, seed=2).requires_grad_(), seeded(7, 5)
+    linear(checked(x * 2, lambda x: x * 2, (x,)), [w]).sum().backward()
+    y = linear(checked(x * 2, lambda x: x * 2.0000002, (x,)), [w])
+    with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
+def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.dtype) -> None:
+    x = (
+        (torch.arange(30).view(5, 6) % 7 > 3).to(dtype)
+        if dtype == torch.bool
+        else torch.arange(30).view(5, 6).to(dtype)
+    )
+    assert torch.equal(fingerprint(x), fingerprint(x.clone()))
+    assert torch.equal(fingerprint(x[:, 1:4]), fingerprint(x[:, 1:4].contiguous()))
+    for place in range(30):
+        other = x.clone().view(-1)
+        other[place] = ~other[place] if dtype == torch.bool else other[place] + 1
+        assert not torch.equal(fingerprint(x), fingerprint(other.view(5, 6)))
+    assert not torch.equal(fingerprint(x), fingerprint(x.T.contiguous()))

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.kernels import norm
+from megalith.kernels import attention, norm, swiglu
 from megalith.kernels.linear import LinearFunction
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.tokens import tokens_of_lengths
@@ -184,6 +184,37 @@ def on_two_ranks(rank: int, world: int, sp: bool) -> None:
     ]
     for setting, mine in zip(settings[1:], found[1:], strict=True):
         assert same(mine, tuple(found[0])), setting
+
+
+@pytest.mark.parametrize("one", [UNIFORM[1], BLOCK[0], SELECTIVE[-1]], ids=name)
+def test_checking_changes_nothing_where_the_second_pass_is_like_the_first(one: RecomputeConfig) -> None:
+    assert same(step(built(replace(one, check=True))), reference("fp32"))
+
+
+@pytest.mark.parametrize("one", [UNIFORM[1], *SELECTIVE[:4]], ids=name)
+def test_checking_refuses_a_second_pass_that_gives_other_numbers(
+    one: RecomputeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = built(replace(one, check=True))
+    trainer.data.begin_step(1)
+    ids = torch.arange(72) * 3 % 257
+    loss = trainer.model.loss(ids, ids, tokens_of_lengths([40, 32]))
+    for kernel, function in ((norm, "_forward"), (swiglu, "_forward"), (attention, "_probabilities")):
+        monkeypatch.setattr(kernel, function, slightly_off(getattr(kernel, function)))
+    with pytest.raises(RuntimeError, match="did not give the same bits a second time"):
+        loss.backward()
+
+
+def slightly_off(function: Any) -> Any:
+    """As a kernel whose sums run in another order each time."""
+
+    def changed(*arguments: Any) -> Any:
+        result = function(*arguments)
+        first = result[0] if isinstance(result, tuple) else result
+        first.view(-1)[0] += 1e-6
+        return result
+
+    return changed
 
 
 # --- planted faults

@@ -64,6 +64,8 @@ def problems(
          "selective, but that is none. Set recompute.granularity to selective"),
         (problems(RecomputeConfig(granularity="selective"), compiled=True), "recompute.granularity=selective with "
          "train.compile=true"),
+        (problems(RecomputeConfig(check=True)), "recompute.check=true compares what is computed again, which is "
+         "nothing with recompute.granularity=none. Set recompute.granularity to full or selective"),
         (problems(RecomputeConfig(shard_inputs=True), tp=2), "recompute.shard_inputs=true divides the inputs of "
          "recomputed layers, but recompute.granularity=none. Set recompute.granularity to full"),
         (problems(RecomputeConfig(granularity="full", shard_inputs=True)), "but parallel.tp=1. Set parallel.tp to 2"),
