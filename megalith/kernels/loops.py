@@ -328,6 +328,16 @@ def logit_gradients(block: Block) -> None:
             logits[i, j] = narrow(exp(wide(logits[i, j]) - top) * f, logits)
 
 
+@part
+def unseen(row: Array, start: Any, stop: Any) -> None:
+    """Zero before `start` and from `stop` on."""
+    before, after = row[:start], row[stop:]
+    for j in range(len(before)):
+        before[j] = narrow(np.float32(0), before)
+    for j in range(len(after)):
+        after[j] = narrow(np.float32(0), after)
+
+
 def visible_softmax(block: Block) -> None:
     """rows, keys, queries, scores fp32 [rows, keys], visible int64 [queries, 2] -> p [rows, keys].
 
@@ -349,8 +359,35 @@ def visible_softmax(block: Block) -> None:
         factor = np.float32(1) / total
         for j in range(len(seen)):
             out[j] = narrow(seen[j] * factor, out)
-        before, after = p[i, :start], p[i, stop:]
-        for j in range(len(before)):
-            before[j] = narrow(np.float32(0), before)
-        for j in range(len(after)):
-            after[j] = narrow(np.float32(0), after)
+        unseen(p[i], start, stop)
+
+
+def visible_exp(block: Block) -> None:
+    """rows, keys, queries, known, largest fp32 [rows], total fp32 [rows], scores fp32 [rows, keys],
+    visible int64 [queries, 2] -> p [rows, keys].
+
+    exp(score - largest) of the keys that each row's query sees, `visible[i % queries]` being the first of them and one
+    past the last; 0 elsewhere. Unless `known`, largest is written: that of the seen scores, or the lowest fp32 where
+    there are none; and total, the sum over the keys. The scores become p before rounding; p may be the same memory.
+    """
+    rows, keys, queries, known = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
+    largest, total = wides(block, 4, (rows,)), wides(block, 5, (rows,))
+    scores, visible = wides(block, 6, (rows, keys)), longs(block, 7, (queries, 2))
+    p = data(block, 8, (rows, keys))
+    first, last = share(rows)
+    for i in range(first, last):
+        start, stop = visible[i % queries, 0], visible[i % queries, 1]
+        seen, out = scores[i, start:stop], p[i, start:stop]
+        if not known:
+            largest[i] = largest_of(seen) if stop > start else np.float32(-3.4028234663852886e38)
+        top, found = largest[i], np.float32(0)
+        for j in range(len(seen)):
+            e = exp(seen[j] - top)
+            seen[j] = e
+            found += e
+        if not known:
+            total[i] = found
+        for j in range(len(seen)):
+            out[j] = narrow(seen[j], out)
+        unseen(scores[i], start, stop)
+        unseen(p[i], start, stop)

@@ -20,6 +20,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 
+from megalith.kernels import cpu
 from megalith.kernels.attention import TILE_SCORES, by_head, by_token, wide
 from megalith.kernels.linear import Context
 from megalith.kernels.tokens import Tokens
@@ -46,11 +47,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result) -> Non
     """Let queries see these keys, too: merges into `result`, in place."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
-        scores = _scores(wide_q, wide_k, tile, heads)
-        largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(scores.dtype).min)  # -inf where nothing is seen
-        p = scores.sub_(largest).exp_()
-        total = p.sum(-1, keepdim=True)
-        found = torch.bmm(p.to(v.dtype), v[heads, tile.first : tile.last]).to(result.out.dtype)
+        p, largest, total = _exponentials(_scores(wide_q, wide_k, tile, heads), tile, v.dtype)
+        found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
         shape = result.lse[place].shape
         _merge(result, place, found.view(*shape, -1), largest.view(shape), total.view(shape))
@@ -85,9 +83,7 @@ def attend_backward(
     for tile, heads in _work(q, spans):
         queries, keys = (heads, slice(None), slice(tile.start, tile.stop)), (heads, slice(tile.first, tile.last))
         rows, drows = q[queries].flatten(1, 2), dout[queries].flatten(1, 2)
-        # exp(score - lse), and dp - delta below: the subtraction is the matmul's own addend.
-        p = _scores(wide_q, wide_k, tile, heads, minus=lse[queries].flatten(1, 2)).exp_()
-        narrow = p.to(q.dtype)
+        p, narrow = _probabilities(_scores(wide_q, wide_k, tile, heads), tile, lse[queries].flatten(1, 2), q.dtype)
         into.dv[keys] += torch.bmm(narrow.transpose(1, 2), drows)
         minus = -delta[queries].flatten(1, 2).unsqueeze(-1)
         if q.dtype == p.dtype:
@@ -107,28 +103,54 @@ def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
             yield tile, slice(head, head + together)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice, *, minus: Tensor | None = None) -> Tensor:
-    """q k^T / sqrt(d) of a tile, less `minus` [heads, rows] where given; -inf where a query does not see a key."""
+def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice) -> Tensor:
+    """q k^T / sqrt(d) of a tile [heads, shared * rows, keys], of keys that are not seen, too."""
     rows, keys = q[heads, :, tile.start : tile.stop].flatten(1, 2), k[heads, tile.first : tile.last]
     scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
-    if minus is not None:
-        # lse of a query without any key is -inf, and so is its score: 0 probability, not NaN.
-        scores.copy_(minus.clamp(min=torch.finfo(minus.dtype).min).neg().unsqueeze(-1).expand_as(scores))
-    torch.baddbmm(
-        scores, rows, keys.transpose(1, 2), beta=0 if minus is None else 1, alpha=1 / math.sqrt(q.shape[-1]), out=scores
-    )
-    if tile.visible is not None:
-        hidden = _hidden(tile, scores.device)
-        scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(hidden, -math.inf)
-    return scores
+    scale = 1 / math.sqrt(q.shape[-1])
+    return torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
 
 
-def _hidden(tile: Tile, device: torch.device) -> Tensor:
-    """bool [queries, keys] of a tile: True where a query does not see a key."""
+def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum. Overwrites the scores."""
+    largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
+    if cpu.takes(scores):
+        return _loop(scores, tile, dtype, largest, total, known=False), largest, total
+    _hide(scores, tile)
+    torch.amax(scores, -1, out=largest).clamp_(min=torch.finfo(scores.dtype).min)  # -inf where nothing is seen
+    p = scores.sub_(largest.unsqueeze(-1)).exp_()
+    return p.to(dtype), largest, torch.sum(p, -1, out=total)
+
+
+def _probabilities(scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the scores."""
+    if cpu.takes(scores):
+        return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
+    _hide(scores, tile)
+    # lse of a query without any key is -inf, and so is its score: 0, not NaN.
+    p = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
+    return p, p.to(dtype)
+
+
+def _loop(scores: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor, total: Tensor, *, known: bool) -> Tensor:
+    """exp(score - largest) in one compiled pass, in `dtype`; finds largest and total unless they are `known`."""
+    p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
+    rows, keys, queries = largest.numel(), scores.shape[-1], tile.stop - tile.start
+    seen = np.tile([[0, keys]], (queries, 1)) if tile.visible is None else np.ascontiguousarray(tile.visible)
+    cpu.run(
+        "visible_exp", dtype, rows, keys, queries, int(known), largest, total, scores, torch.from_numpy(seen), p,
+        elements=scores.numel(),
+    )  # fmt: skip
+    return p
+
+
+def _hide(scores: Tensor, tile: Tile) -> None:
+    """Set the scores of keys that a query does not see to -inf."""
+    if tile.visible is None:
+        return
     place = np.arange(tile.last - tile.first)
-    assert tile.visible is not None
-    hidden = (place < tile.visible[:, :1]) | (place >= tile.visible[:, 1:])
-    return torch.from_numpy(hidden).to(device)
+    hidden = torch.from_numpy((place < tile.visible[:, :1]) | (place >= tile.visible[:, 1:]))
+    scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(hidden.to(scores.device), -math.inf)
 
 
 class SpanAttention(Function):

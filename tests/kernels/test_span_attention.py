@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.kernels import cpu
 from megalith.kernels.attention import reference_attention
 from megalith.kernels.span_attention import (
     Gradients,
@@ -22,7 +23,7 @@ from megalith.kernels.span_attention import (
 )
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
 from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans
-from megalith.testing.tolerance import BF16, FP64, assert_equals
+from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -161,3 +162,25 @@ def test_only_inputs_output_and_lse_are_kept_for_backward() -> None:
         span_attention(*inputs, spans_of_documents(tokens))
     per_token = 4 * 6 + 2 * 2 * 6 + 4 * 6 + 4  # q, k and v, output, lse
     assert sum(kept.values()) == 256 * per_token * 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiled_pass_computes_what_torch_operations_do(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tiles of which all is seen, some of it by each query, and nothing by some queries."""
+    spans = plan_spans(np.arange(100, 228), np.arange(90, 220), np.repeat([0, 220], [150, 78]))
+    assert {tile.visible is None for tile in spans.tiles} == {False}
+    dense = plan_spans(np.arange(200, 300), np.arange(100), np.zeros(300, np.int64))
+    for what in (spans, dense):
+        q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv(len(what.visible), 130 if what is spans else 100))
+        dy = torch.ones(q.shape[0], 4, 5, dtype=dtype).cumsum(0).div(100)
+        found = []
+        for compiled in (True, False):
+            with monkeypatch.context() as patch:
+                if not compiled:
+                    patch.setattr(cpu, "takes", lambda *tensors: False)
+                out = span_attention(q, k, v, what)
+                found.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dy)])
+        for mine, theirs in zip(*found):
+            assert_equals("value", mine, theirs, FP32 if dtype == torch.float32 else BF16)
