@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from contenders.sleeps import Naps, run_rank
 from paired import Spread, spread
 
-from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
+from megalith.config.pipeline import ScheduleName
+from megalith.plan.schedule import Schedule, build_schedule
 from megalith.plan.simulate import even_costs, simulate
 from megalith.plan.transfers import with_transfers
 from megalith.testing.ranks import run_ranks
@@ -71,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", action="append", choices=list(SCHEDULES), help="again for more; all if unset")
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count")
-    parser.add_argument("--nap-ms", type=float, default=20.0, help="what each F, I and W takes")
+    parser.add_argument("--nap-ms", type=float, default=50.0, help="what each F, I and W takes")
     parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     options = parser.parse_args()
     reports = []

@@ -1,4 +1,4 @@
-"""A measured pipeline takes what its simulation says: within 5 % where stages sleep 20 ms."""
+"""A measured pipeline takes what its simulation says: within 5 % where stages sleep 50 ms."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 def test_a_pipeline_of_sleeping_stages_takes_what_the_simulation_says(
     schedule: str, run_benchmark: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    done = run_benchmark("pipeline.py", "--schedule", schedule, "--rounds", "5", "--json")
+    done = run_benchmark("pipeline.py", "--schedule", schedule, "--rounds", "4", "--json")
     assert done.returncode == 0, done.stderr
     (report,) = json.loads(done.stdout)
     # Nobody is faster than the simulation; the fastest quarter is what other jobs on the machine left alone.
