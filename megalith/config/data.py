@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 from megalith.errors import ConfigError
 
+Sampler = Literal["sequential", "cyclic", "cyclic_per_rank"]
 SPLIT_NAMES = ("train", "valid", "test")
 DEFAULT_SPLIT = "969,30,1"  # Megatron's default, so that the same corpus gives the same three splits
 MOCK_SPLIT = "1,1,1"
@@ -42,6 +44,10 @@ class DataConfig:
     The number of epochs, and with it the order, follows from this count. A run keeps the order of its first start and
     can be made longer as far as that has samples; set this higher at the first start to leave room.
     """
+    sampler: Sampler = "sequential"
+    """How samples are taken from that order. sequential: one after the other, until they are used up. cyclic: shuffled
+    again in every epoch, without end. cyclic_per_rank: each data-parallel rank shuffles a part of its own, so that what
+    a step reads depends on parallel.dp and train.micro_batch_size. Shuffles depend on the epoch alone, not on seed."""
     mid_level_dataset_surplus: float = 0.005
     """Extra share of samples that every member of a weighted blend is built for, against rounding."""
     cache_path: str | None = None

@@ -73,7 +73,8 @@ def build_datasets(
     builder = _Builder(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
     pinned = data.num_train_samples if train_samples else None
     train = builder.split("train", pinned or train_samples)
-    if train is not None and train_samples is not None and train.num_samples < train_samples:
+    ends = data.sampler == "sequential"
+    if ends and train is not None and train_samples is not None and train.num_samples < train_samples:
         raise DataError(
             f"the training data has {train.num_samples} samples, and the run reads {train_samples}. "
             + (

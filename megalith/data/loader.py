@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -9,10 +10,11 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.config.data import Sampler
 from megalith.data.sample import Dataset, Sample
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.parallel.group import Group, start_all_reduce_
-from megalith.plan.batches import sample_ids
+from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
 from megalith.plan.packing import documents_from_eod, labels_inside_documents
 
@@ -65,10 +67,11 @@ class Loader:
 
     def __init__(
         self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
-        consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE,
+        consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE, sampler: Sampler = "sequential",
     ) -> None:  # fmt: skip
         self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
+        self.sampler = sampler
         self._position = consumed
         self._left = steps
         self._ahead = self._read()
@@ -87,10 +90,7 @@ class Loader:
         if self._left == 0:
             return None
         self._left -= 1
-        rows = sample_ids(
-            consumed=self._position, global_batch_size=self.global_batch_size, micro_batch_size=self.micro_batch_size,
-            dp=self.dp.size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
-        )  # fmt: skip
+        rows = self._rows()
         self._position += self.global_batch_size
         batches = [
             build_batch(
@@ -100,6 +100,26 @@ class Loader:
         ]  # fmt: skip
         count = torch.tensor(sum(batch.num_labels for batch in batches), device=self.device)
         return batches, count, start_all_reduce_(count, self.dp)
+
+    def _rows(self) -> list[list[int]]:
+        """The samples of the next step that this rank reads, microbatch by microbatch."""
+        if self.sampler == "sequential":
+            return sample_ids(
+                consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
+                micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
+            )  # fmt: skip
+        return cyclic_sample_ids(
+            consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
+            micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
+            permutation=shuffle_of_epoch, sharded=self.sampler == "cyclic_per_rank",
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
+def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
+    """The numbers 0 to length - 1 in the order in which Megatron's cyclic sampler shuffles them in an epoch."""
+    order: NDArray[np.int64] = torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).numpy()
+    return order
 
 
 def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE) -> Batch:

@@ -6,9 +6,12 @@ sequential order a step therefore reads the same samples under any layout; only 
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megalith.errors import DataError, PlanError
 
-Permutation = Callable[[int, int], Sequence[int]]
+Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 """(length, epoch) -> the numbers 0 to length - 1, shuffled; the same for the same arguments."""
 
 

@@ -317,7 +317,8 @@ class _Loop:
         needed = self.run_config.train.steps * rows
         first = needed if saved is None else int(saved.state["order_samples"])
         splits = self._datasets(first)
-        if splits.train is None or splits.train.num_samples >= needed:
+        ends = self.run_config.data.sampler == "sequential"
+        if splits.train is None or splits.train.num_samples >= needed or not ends:
             return _RunData(splits, first, "Use the data and the data.num_train_samples that the run was started with")
         enough = splits.train.num_samples // rows
         return _RunData(
@@ -344,7 +345,7 @@ class _Loop:
             self.data.splits.train, self._masks(), self.mesh.dp, global_batch_size=train.global_batch_size,
             micro_batch_size=train.micro_batch_size, consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step, device=self.trainer.device,
-            slicing=my_slicing(self.run_config.parallel, self.mesh),
+            slicing=my_slicing(self.run_config.parallel, self.mesh), sampler=self.run_config.data.sampler,
         )  # fmt: skip
 
     def _open_metrics(self) -> MetricsFile:

@@ -5,6 +5,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from megalith.config.data import Sampler
 from megalith.config.parallel import ParallelConfig
 from megalith.data.loader import Batch, Loader, Masks, build_batch
 from megalith.data.sample import Sample
@@ -53,6 +54,27 @@ def test_a_step_is_rows_of_tokens_and_their_next_tokens() -> None:
     assert first.tokens.uniform == 4
     assert step.microbatches[1].labels.tolist()[4:] == [31, 32, -1, -1]
     assert step.num_labels == 8 * 4 - 2
+
+
+def _cyclic(rank: int, world: int, sampler: Sampler) -> list[int]:
+    """First token, over 10, of every row that one rank reads in five steps of 8 of 22 samples."""
+    dataset, dp = Counting(), build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
+    dataset.num_samples = 22
+    endless = Loader(
+        dataset, PLAIN, dp, global_batch_size=8, micro_batch_size=2, consumed=0, steps=5, device=CPU, sampler=sampler
+    )  # fmt: skip
+    steps = [endless.next() for _ in range(5)]
+    return [int(batch.ids[4 * row]) // 10 for step in steps for batch in step.microbatches for row in range(2)]
+
+
+def test_cyclic_samplers_go_round_in_megatrons_order() -> None:
+    first, second = run_ranks(_cyclic, 2, "cyclic_per_rank")
+    assert first[:10] == [4, 1, 7, 5, 3, 9, 0, 8, 6, 2]
+    assert second[:10] == [14, 11, 17, 15, 13, 19, 10, 18, 16, 12]
+    assert first[10:] == [5, 6, 1, 2, 0, 8, 9, 3, 7, 4], "the second epoch has another order"
+    first, second = run_ranks(_cyclic, 2, "cyclic")
+    assert first[:10] == [10, 15, 11, 9, 19, 2, 18, 7, 6, 17]
+    assert second[:10] == [4, 3, 5, 20, 13, 0, 16, 8, 14, 1]
 
 
 def _rows_read(rank: int, world: int) -> tuple[list[int], int]:

@@ -111,6 +111,19 @@ def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path)
     assert train(tmp_path / "parts") == Outcome("done", 8)
 
 
+@pytest.mark.parametrize("sampler", ["cyclic", "cyclic_per_rank"])
+def test_a_cyclic_run_goes_round_and_can_be_made_longer(tmp_path: Path, sampler: str) -> None:
+    fixed = CONSTANT | {"train.eval_every": "none", "train.eval_steps": "0", "data.sampler": sampler}
+    fixed |= {"data.num_train_samples": "20", "data.mock_num_documents": "12"}  # of the 96 that are read
+    train(tmp_path / "whole", fixed)
+    train(tmp_path / "longer", fixed | {"train.steps": "4"})
+    train(tmp_path / "longer", fixed)
+    assert rows(tmp_path / "longer") == rows(tmp_path / "whole")
+    assert hashes(tmp_path / "longer", 8) == hashes(tmp_path / "whole", 8)
+    with pytest.raises(ConfigError, match=f"data.sampler: {sampler} before, sequential now"):
+        train(tmp_path / "longer", fixed | {"data.sampler": "sequential"})
+
+
 def test_a_run_made_longer_is_the_long_run(tmp_path: Path) -> None:
     fixed = {"schedule.decay_steps": "8"}
     train(tmp_path / "whole", fixed)
