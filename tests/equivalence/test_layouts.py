@@ -79,12 +79,21 @@ ZERO = {
     "zero 1 tp3 dp2 sp": (tiny(bias=True), ParallelConfig(tp=3, dp=2, sp=True, zero=1), 6),
     "zero 1 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=1), 8),
     "zero 2 tp4 dp2, 2 key/value heads, 6 heads": (UNEVEN, ParallelConfig(tp=4, dp=2, zero=2), 8),
+    "zero 1 cp2 dp2": (tiny(), ParallelConfig(cp=2, dp=2, zero=1), 4),
+    "zero 2 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=2), 4),
+    "zero 1 pp2 dp2 tied": (tiny(tied=True), ParallelConfig(pp=2, dp=2, zero=1), 4),
+    "zero 2 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=2), 4),
+    "zero 1 pp2 tp2 dp2 sp tied": (tiny(tied=True), ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=1), 8),
 }
-LARGE_ZERO = {name for name, (_, _, world) in ZERO.items() if world > 4}
+SMALL_ZERO = {
+    "zero 1 dp2", "zero 2 dp2 tied, without overlap", "zero 1 dp3 tied", "zero 2 dp4 in two replicas",
+    "zero 1 tp2 dp2 sp", "zero 1 pp2 dp2 tied",
+}  # fmt: skip
+"""In `make test`; the others in `make test-all`."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LARGE_ZERO else []) for name in ZERO]
+    "name", [pytest.param(name, marks=[] if name in SMALL_ZERO else [pytest.mark.slow]) for name in ZERO]
 )
 def test_divided_state_equals_one_process(name: str) -> None:
     differences = prove_layout(layout_case(*ZERO[name]))
