@@ -9,7 +9,7 @@ value, w bytes of a statistic. One layer keeps, each row where it is kept first:
     attention.qkv    its input                           h·e·t        not with `norm`: rebuilt from the row above
     attention        queries, keys, values               (n + 2 g)·d·e·t
                      probabilities of short documents    n·(pairs of a tile's queries and keys)·e
-                     or, by torch's kernel: a log-sum    n·w·t, and (n + g)·d·e·t for values that are part of q, k, v
+                     or, by torch's kernel: a log-sum    n·w·t
     attention.out    its input                           n·d·e·t      torch's kernel has it already
     (the layer)      mlp_norm's input and a scale        (h·e + w)·t
     mlp.gate_up      its input                           h·e·t        not with `norm`
@@ -231,19 +231,14 @@ def _core_rows(setting: Setting, again: bool) -> list[Row]:
 
 
 def _alone_rows(setting: Setting, heads: int, kv_heads: int, *, separate: bool) -> list[Row]:
-    """Attention of whole documents; `separate`: the values are a tensor of their own, not a part of q, k and v's."""
+    """Attention of whole documents; `separate`: its output is not what the projection after it reads."""
     d, e, t = setting.model.head_size(), setting.element, sum(setting.lengths)
     q, k = heads * d * t, kv_heads * d * t
-    names = (("q", q), ("k", k), ("v", k))
+    rows = [Row("attention", what, numel, numel * e) for what, numel in (("q", q), ("k", k), ("v", k))]
     if tiled(setting):
-        rows = [Row("attention", what, numel, numel * e) for what, numel in names]
         kept = max(setting.lengths) <= KEPT_LENGTH
-        return rows + [
-            Row("attention", "probabilities", numel, numel * e)
-            for numel in (_tile_numels(setting.lengths, heads, kv_heads) if kept else ())
-        ]
-    values = k if separate else q + 2 * k
-    rows = [Row("attention", "q", q, q * e), Row("attention", "k", k, k * e), Row("attention", "v", k, values * e)]
+        numels = _tile_numels(setting.lengths, heads, kv_heads) if kept else ()
+        return rows + [Row("attention", "probabilities", numel, numel * e) for numel in numels]
     calls = kernel_lengths(setting.lengths)
     for length in calls if len(calls) > 1 else (t,):
         tokens = heads * length

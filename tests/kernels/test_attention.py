@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels import cpu
 from megalith.kernels.attention import (
@@ -161,3 +162,20 @@ def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: t
     assert ours.dtype == dtype
     assert not ours[expected == 0].any()
     torch.testing.assert_close(ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7)
+
+
+def test_values_that_are_a_part_of_a_larger_tensor_do_not_keep_all_of_it() -> None:
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        kept[saved.untyped_storage()._cdata] = saved.untyped_storage().nbytes()
+        return saved
+
+    product = torch.randn(12, 8 * 6, requires_grad=True) * 1
+    q, k, v = (part.unflatten(-1, (-1, 6)) for part in product.split([24, 12, 12], dim=-1))
+    with saved_tensors_hooks(note, lambda saved: saved):
+        out = attention(q.contiguous(), k.contiguous(), v, tokens_of_rows(1, 12))
+    assert sorted(kept.values()) == sorted(4 * size for size in (12 * 24, 12 * 12, 12 * 12, 12 * 4, 12 * 24))
+    with saved_tensors_hooks(note, lambda saved: saved):
+        assert torch.equal(attention(q, k, v, tokens_of_rows(1, 12)), out)
+    assert product.untyped_storage()._cdata in kept, "where queries keep it anyway, a copy would only add to it"
