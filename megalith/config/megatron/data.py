@@ -19,6 +19,7 @@ def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
         draft.put("--no-mmap-bin-files", "data.mmap", False)
     _split(draft)
     _documents(draft)
+    _sampler(draft)
     _tokenizer(draft, tokenizer_vocab)
     _padding(draft)
     draft.settings.setdefault("model.vocab_size", draft.number("--vocab-size"))  # of a run that is refused
@@ -64,6 +65,19 @@ def _documents(draft: Draft) -> None:
             "--calculate-per-token-loss"
         )
         draft.say("explained", either, text, "numbers")
+
+
+def _sampler(draft: Draft) -> None:
+    """In which order samples are read."""
+    kind, whole = draft.arguments.value("--dataloader-type"), draft.arguments.value("--no-data-sharding")
+    if kind == "external":
+        text = "samples come from code that Megatron is given. Write them into a .bin/.idx pair with `megalith prepare`"
+        draft.say("not mapped", "--dataloader-type", text, "numbers")
+    elif kind == "cyclic" and whole:
+        for flag in ("--dataloader-type", "--no-data-sharding"):
+            draft.put(flag, "data.sampler", "cyclic")
+    else:
+        draft.put("--dataloader-type", "data.sampler", "cyclic_per_rank" if kind == "cyclic" else "sequential")
 
 
 def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:

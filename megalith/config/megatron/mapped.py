@@ -104,6 +104,14 @@ TOKENS = (
         how="together with --reset-attention-mask",
     ),
     Row(name="--dataloader-inter-document-masking", takes="nothing", fields=("data.documents",)),
+    Row(
+        name="--dataloader-type", takes="choice", fields=("data.sampler",), default="single",
+        choices=("single", "cyclic", "external"), how="single: sequential; cyclic: cyclic_per_rank",
+    ),
+    Row(
+        name="--no-data-sharding", takes="nothing", fields=("data.sampler",),
+        how="together with --dataloader-type cyclic: cyclic",
+    ),
 )  # fmt: skip
 
 STEPS = (

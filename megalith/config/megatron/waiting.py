@@ -246,13 +246,8 @@ NUMBERS = (
     ),
     Group(
         verdict="not mapped", effect="numbers",
-        reason="not yet: other orders of samples than the one that Megatron calls single",
-        flags="--dataloader-type=single --phase-transition-iterations --renormalize-blend-weights!",
-    ),
-    Group(
-        verdict="already", effect="none",
-        reason="is read with another --dataloader-type only",
-        flags="--no-data-sharding!",
+        reason="not yet: orders of samples that change during the run",
+        flags="--phase-transition-iterations --renormalize-blend-weights!",
     ),
     Group(
         verdict="not mapped", effect="numbers",

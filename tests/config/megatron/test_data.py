@@ -33,6 +33,22 @@ def test_paths_per_split_are_copied(tiny: Translate) -> None:
     assert (run.data.train_path, run.data.valid_path, run.data.test_path) == (("a", "b", "c"), ("d",), ("e",))
 
 
+@pytest.mark.parametrize(
+    ("typed", "sampler"),
+    [
+        ("", "sequential"),
+        ("--dataloader-type single", "sequential"),
+        ("--no-data-sharding", "sequential"),
+        ("--dataloader-type cyclic", "cyclic_per_rank"),
+        ("--dataloader-type cyclic --no-data-sharding", "cyclic"),
+    ],
+)
+def test_the_sampler_keeps_its_order(tiny: Translate, typed: str, sampler: str) -> None:
+    done = tiny(typed)
+    assert done.run is not None and done.run.data.sampler == sampler
+    assert done.refusals(strict=True) == []
+
+
 def test_resetting_the_attention_mask_makes_documents(tiny: Translate) -> None:
     done = tiny("--reset-attention-mask --reset-position-ids --eod-mask-loss --calculate-per-token-loss")
     assert done.run is not None

@@ -87,7 +87,7 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
         ("--fp32-residual-connection", "fp32 residual"),
         ("--fp8-format hybrid --fp8-recipe delayed", "8-bit"),
         ("--init-method-xavier-uniform", "first weights of another kind"),
-        ("--dataloader-type cyclic", "other orders of samples"),
+        ("--dataloader-type external", "samples come from code that Megatron is given"),
         ("--exp-avg-dtype bf16", "optimizer states of other formats"),
     ],
 )
