@@ -130,6 +130,30 @@ def test_shared_tokens_attend_like_one_ranks(name: str) -> None:
     assert max(found.values()) < FP64.relative, found
 
 
+def _changed(rank: int, world: int, case: Case) -> list[bool]:
+    """For each document: whether any rank's part of it came out other when only the second document was changed."""
+    outs = []
+    mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
+    slices, tokens = shared(case, mesh, world)
+    read = torch.from_numpy(slices.as_read(rank))
+    first, second = case.lengths[:2]
+    for change in (0.0, 1.0):
+        q, k, v, _ = case.whole(torch.float32)
+        for x in (q, k, v):
+            x[first : first + second] += change
+        attend = build_attend(case.parallel(world).context, 0, mesh)
+        outs.append(attend(*(x[read.clamp(min=0)] for x in (q, k, v)), tokens))
+    changed = (outs[0] != outs[1]).flatten(1).any(1) & (read >= 0)
+    return [bool(changed[tokens.document == number].any()) for number in range(len(case.lengths))]
+
+
+@pytest.mark.parametrize("document", [False, True])
+@pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
+def test_a_document_changes_no_bit_of_the_others(kind: ContextKind, document: bool) -> None:
+    found = run_ranks(_changed, 2, Case(kind, lengths=(5, 3, 8), row=16, document=document))
+    assert [any(ranks) for ranks in zip(*found)] == [False, True, False]
+
+
 def test_more_groups_of_neighbours_than_two() -> None:
     found = errors(6, Case("a2a+ring", a2a=2, heads=(2, 1)))
     assert max(found.values()) < FP64.relative, found

@@ -28,6 +28,7 @@ RAGGED = {
     "one row": ([24], 24),
     "documents": ([5, 7, 1, 11, 12], 12),
     "long and short": ([1, 1, 20, 2, 24], 24),
+    "an empty one": ([5, 0, 3, 16], 12),
 }
 
 
