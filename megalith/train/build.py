@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from megalith.checkpoint.boxes import Entry
 from megalith.config.train import TrainRun
-from megalith.models.decoder import Decoder, declared_parameters, initialise
+from megalith.models.decoder import Decoder, declared_parameters
+from megalith.nn.init import fill
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
@@ -49,7 +50,7 @@ def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool
     model = staged.modules
     data = build_engine(run, model, mesh, device)
     if fill:
-        initialise(model, seed=run.seed)
+        _give_first_weights(model, data, seed=run.seed)
     for chunk in staged.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
@@ -61,13 +62,30 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
     """Give the parameters of my chunks memory, and a way for their gradients to be summed over ranks."""
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
+    if p.zero == 3 and mesh.shard.size > 1:
+        from megalith.parallel.fsdp import FullySharded  # here, because torch's part of it takes half a second to load
+
+        return FullySharded(
+            list(model), parameters, mesh, device=device, gradient_dtype=sums, keep_gathered=len(model) * p.pp > 1,
+            watch=watch,
+        )  # fmt: skip
     return DataParallel(
-        model, parameters, mesh, device=device, gradient_dtype=torch.promote_types(dtype, torch.float32),
+        model, parameters, mesh, device=device, gradient_dtype=sums,
         bucket_numel=p.bucket_numel, overlap=p.overlap, sinks=not run.train.compile, zero=p.zero,
         reduce_dtype=torch.bfloat16 if p.reduce_dtype == "bf16" else None,
         chunks=[] if run.train.compile else list(model),  # a graph cannot wait
-        watch=run.optim.nonfinite_grad == "raise",
+        watch=watch,
     )  # fmt: skip
+
+
+def _give_first_weights(model: nn.Module, data: Engine, *, seed: int) -> None:
+    """Each rank draws the slices that it owns, and gets the others from their owners: the same under every layout."""
+    init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
+    for owned in data.owned:
+        fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=seed)
+    data.publish()
+    data.settle()
 
 
 def publish_loaded(trainer: Trainer) -> None:

@@ -1,0 +1,293 @@
+"""ZeRO-3: weights, gradients and optimizer state all divided over ranks, by torch's FSDP2 (`fully_shard`).
+
+Every rank keeps some rows of every matrix. A layer's weights are gathered before its forward and before its backward,
+and freed after each; its gradients are summed to the ranks that keep the rows. The only file that knows DTensor.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices
+from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import VocabEmbedding, VocabHead
+from megalith.plan.fsdp import padded_numel, rows_of
+from megalith.plan.shards import Shard
+
+DIVIDE_BY = 1.0
+"""What FSDP2 divides its sums by. Left alone it takes means; but the loss was divided once, by all ranks' labels."""
+
+
+class FullySharded:
+    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in parallel/data.py.
+
+    The layers, the embedding and the head are each gathered together; the last norm, and a table that embedding and
+    head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are summed after
+    every microbatch, so that only those of one layer are ever held whole, and my rows of them are added up in fp32.
+    Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done.
+
+    Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
+    """
+
+    def __init__(
+        self, chunks: Sequence[nn.Module], parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *,
+        device: torch.device, gradient_dtype: torch.dtype, keep_gathered: bool = False, watch: bool = False,
+    ) -> None:  # fmt: skip
+        """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
+        `watch`: note which gradients are not finite before they are summed."""
+        self.mesh, self.keep_gathered = mesh, keep_gathered
+        self.units = [
+            Unit(module, mesh.over("dp_replica")) for chunk in chunks for module in (*_inner_units(chunk), chunk)
+        ]
+        unit_of: dict[int, Unit] = {}
+        for unit in self.units:  # a chunk comes after the units inside it, and gets what they leave
+            for module in unit.module.modules():
+                unit_of.setdefault(id(module), unit)
+        for chunk in chunks:
+            fully_shard_chunk(chunk, mesh.shard, device, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered)
+        self.owned: list[Owned] = []
+        for shard, module, name in parameters:
+            unit = unit_of[id(module)]
+            mine = rows_of(shard, mesh.shard.rank, mesh.shard.size, SHARD_AXES)
+            owned = unit.take_charge(mine, getattr(module, name), gradient_dtype, ranks=mesh.shard.size)
+            self.owned += [owned] if owned.weight.numel() else []
+        for unit in self.units:
+            unit.connect(mesh.shard, watch=watch)
+        require_alike_slices(self.owned, mesh)
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expect this many backward passes before `finish`."""
+        for unit in self.units:
+            unit.begin_step(microbatches)
+
+    def finish(self) -> Sequence[Owned]:
+        """My rows of every gradient, summed over every rank that holds the same box; zeros where there was none."""
+        for unit in self.units:
+            unit.finish()
+        self._free()
+        sum_shared_slices(self.owned, self.mesh)
+        return self.owned
+
+    def publish(self) -> None:
+        """Let the next forward gather the weights anew: the optimizer wrote to the rows that are sent."""
+        self._free()
+
+    def settle(self) -> None:
+        """Nothing to wait for: weights are gathered where they are used."""
+
+    def nonfinite(self) -> list[str]:
+        """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
+        return sorted({name for unit in self.units for name, finite in unit.seen if not bool(finite)})
+
+    def checksum(self) -> tuple[int, Group]:
+        """A sum over the bytes of my rows; replicas have the same."""
+        sums = [int(owned.weight.view(torch.uint8).sum(dtype=torch.int64)) for owned in self.owned]
+        return sum(sums), self.mesh.over("dp_replica")
+
+    def _free(self) -> None:
+        for unit in self.units:
+            unit.fsdp.reshard()
+
+
+class Unit:
+    """Parameters that are gathered together, and the fp32 or float64 gradient of my rows of them."""
+
+    def __init__(self, module: nn.Module, replicas: Group) -> None:
+        self.module, self.replicas = module, replicas
+        self.gradients: list[Tensor] = []
+        self.seen: list[tuple[str, Tensor]] = []
+        """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
+        self._expected = self._rounds = 0
+        self._running: list[dist.Work] = []
+        self._sum: Tensor | None = None
+        self._read = 0
+        self._finite: Tensor | None = None
+
+    @property
+    def fsdp(self) -> FSDPModule:
+        """The module, once `fully_shard` has changed its class."""
+        assert isinstance(self.module, FSDPModule), self.module
+        return self.module
+
+    def take_charge(self, mine: Shard, parameter: nn.Parameter, gradient_dtype: torch.dtype, *, ranks: int) -> Owned:
+        """My rows of a parameter that was cut over `ranks`, their memory, and a place for their gradient."""
+        local = _local(parameter)
+        gradient = torch.zeros(local.shape, dtype=gradient_dtype, device=local.device)
+        sent = padded_numel(mine, ranks)
+        assert mine.flat is not None and mine.flat[1] - mine.flat[0] == local.numel(), (mine, local.shape)
+        self.gradients.append(gradient)
+        parameter.register_post_accumulate_grad_hook(partial(self._add, mine.name, gradient, sent))
+        return Owned(mine, local, gradient)
+
+    def connect(self, group: Group, *, watch: bool) -> None:
+        """Let FSDP2 sum over `group`, through us."""
+        if not self.gradients:
+            return
+        self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
+        self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
+        self.fsdp.set_reduce_scatter_unused_params(True)  # else what is sent depends on what forward used
+        self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
+        self.fsdp.set_custom_reduce_scatter(Sum(group, self if watch else None))  # type: ignore[arg-type]  # the same
+        self.fsdp.set_all_reduce_hook(self._arrived)
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expect this many sums."""
+        self._expected, self._rounds = microbatches, 0
+        self.seen.clear()
+
+    def finish(self) -> None:
+        """Wait for the sums of the step; a unit without any has zeros."""
+        if self._rounds == 0:
+            for gradient in self.gradients:
+                gradient.zero_()
+        if self._rounds < self._expected:
+            self._sum_over_replicas()
+        for work in self._running:
+            work.wait()
+        self._running.clear()
+
+    def look_at(self, message: Tensor, ranks: int) -> None:
+        """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before they are summed."""
+        self._finite = message.view(ranks, -1).isfinite().all(0)
+
+    def _arrived(self, message: Tensor) -> None:
+        """Take the sums of one microbatch before FSDP2 rounds them to the weights' dtype.
+
+        They lie one after the other, each padded to what the first rank keeps. FSDP2 then visits the parameters in
+        that order, so `_add` knows which is which.
+        """
+        self._sum, self._read = message, 0
+        if message.is_cuda:  # it was allocated on the stream that sums, and is read on this one
+            message.record_stream(torch.cuda.current_stream())
+
+    def _add(self, name: str, gradient: Tensor, sent: int, parameter: Tensor) -> None:
+        """Add the next part of the message, of `sent` elements, to a gradient."""
+        assert self._sum is not None, name
+        part = self._sum[self._read : self._read + gradient.numel()].view_as(gradient)
+        if self._rounds == 0:
+            gradient.copy_(part)
+        else:
+            gradient.add_(part)
+        if self._finite is not None:
+            self.seen.append((name, self._finite[self._read : self._read + sent].all()))
+        parameter.grad = None
+        self._read += sent
+        if self._read == self._sum.numel():
+            self._sum = None
+            self._rounds += 1
+            if self._rounds == self._expected:
+                self._sum_over_replicas()
+
+    def _sum_over_replicas(self) -> None:
+        for gradient in self.gradients:
+            work = start_all_reduce_(gradient, self.replicas)
+            self._running += [] if work is None else [work]
+
+
+class Gather:
+    """FSDP2's all-gather, noted for the report of a hang."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Every rank's input, in the order of ranks."""
+        entry = note(self.group, "all_gather", input_tensor)
+        work: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        finished(entry) if work is None else on_its_way(entry, work)
+        return work
+
+
+class Sum:
+    """FSDP2's reduce-scatter, noted for the report of a hang."""
+
+    def __init__(self, group: Group, watched_by: Unit | None) -> None:
+        self.group, self.watched_by = group, watched_by
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for a message."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:  # fmt: skip
+        """My part of the sum of all ranks' inputs."""
+        if self.watched_by is not None:
+            self.watched_by.look_at(input_tensor, self.group.size)
+        entry = note(self.group, "reduce_scatter", input_tensor)
+        work: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        finished(entry) if work is None else on_its_way(entry, work)
+        return work
+
+
+def fully_shard_chunk(
+    chunk: nn.Module, group: Group, device: torch.device, *, gradient_dtype: torch.dtype, keep_gathered: bool
+) -> None:
+    """Cut the parameters of a model on the meta device over `group`, and give my rows of them memory: zeros.
+
+    The chunk frees nothing after forward: its head is asked for the loss when forward has returned.
+    """
+    assert group.handle is not None, "a group of one rank has nothing to divide"
+    ranks = DeviceMesh.from_group(group.handle, device.type, mesh_dim_names=("shard",))
+    assert ranks.get_local_rank() == group.rank, (ranks, group)
+    policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype, cast_forward_inputs=False)
+    for module in list(_inner_units(chunk)):
+        fully_shard(module, mesh=ranks, reshard_after_forward=not keep_gathered, mp_policy=policy)
+        if isinstance(module, VocabEmbedding | VocabHead) and isinstance(module, FSDPModule):
+            module.set_unshard_in_backward(False)  # their backward does not read the table
+        if isinstance(module, VocabHead):
+            register_fsdp_forward_method(module, "loss")
+    fully_shard(chunk, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
+    if keep_gathered:
+        assert isinstance(chunk, FSDPModule)
+        chunk.set_reshard_after_backward(False)
+    _give_memory(chunk, device)
+
+
+def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered apart from the rest of a chunk: its layers, and tables that are used in one place."""
+    tables = [child for child in chunk.children() if isinstance(child, VocabEmbedding | VocabHead)]
+    shared = len(tables) > 1 and len({id(table.weight) for table in tables}) == 1
+    yield from () if shared else tables
+    for child in chunk.children():
+        if isinstance(child, nn.ModuleList):
+            yield from child
+
+
+def _give_memory(chunk: nn.Module, device: torch.device) -> None:
+    """Memory for every parameter; one that two modules share stays shared."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in chunk.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            places.setdefault(id(parameter), []).append((module, name))
+    chunk.to_empty(device=device)
+    for (first, its_name), *others in places.values():
+        parameter = first.get_parameter(its_name)
+        _local(parameter).zero_()
+        for module, name in others:
+            module.register_parameter(name, parameter)
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    """My rows, as a plain tensor."""
+    assert isinstance(parameter, DTensor)
+    with torch.no_grad():
+        return parameter.to_local()

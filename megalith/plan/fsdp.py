@@ -1,0 +1,59 @@
+"""Fully sharded weights on paper: which rows a rank keeps, and what ZeRO-3 cannot serve."""
+
+from dataclasses import replace
+
+from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig
+from megalith.plan.schedule import schedule_name
+from megalith.plan.shards import Shard
+
+
+def rows_of(shard: Shard, rank: int, ranks: int, axes: tuple[str, ...]) -> Shard:
+    """The rows of a matrix, or elements of a vector, that rank number `rank` of `ranks` along `axes` keeps.
+
+    All keep equally many but the last ones, which keep what is left, down to nothing.
+
+    >>> from megalith.plan.shards import whole
+    >>> [rows_of(whole("w", (5, 4)), rank, 4, ("dp_shard",)).flat for rank in range(4)]
+    [(0, 8), (8, 16), (16, 20), (20, 20)]
+    """
+    rows = shard.matrix_shape[0]
+    columns, each = shard.numel // rows, -(-rows // ranks)
+    start, stop = min(rank * each, rows), min((rank + 1) * each, rows)
+    return replace(shard, flat=(start * columns, stop * columns), cut=(*shard.cut, *axes))
+
+
+def padded_numel(shard: Shard, ranks: int) -> int:
+    """Elements that every rank sends of a parameter: those of the first rank."""
+    rows = shard.matrix_shape[0]
+    return -(-rows // ranks) * (shard.numel // rows)
+
+
+def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig, *, compiled: bool) -> list[str]:
+    """What cannot be had together with parallel.zero=3: one text each."""
+    p = parallel
+    problems: list[str] = []
+    if p.zero != 3:
+        return problems
+    if p.reduce_dtype == "bf16":
+        problems.append(
+            f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}, whose sums are torch's and would be "
+            f"added in bf16 too. Set parallel.reduce_dtype=fp32, or parallel.zero=2."
+        )
+    if p.pp * p.pipeline.vpp > 1 and schedule_name(p.pipeline) in ("zb-h1", "zb-v", "dualpipe-v"):
+        problems.append(
+            f"parallel.pipeline.schedule={schedule_name(p.pipeline)} with parallel.zero={p.zero}: the schedule puts "
+            f"weight gradients aside, and weights that are sent away after each backward cannot wait for them. Set "
+            f"parallel.pipeline.schedule to one of 1f1b, interleaved, gpipe, or parallel.zero=2."
+        )
+    if offload.layers > 0:
+        problems.append(
+            f"offload.layers={offload.layers} with parallel.zero={p.zero}: what a layer keeps for backward includes "
+            f"its gathered weights, which would wait in host memory too. Set offload.layers=0, or parallel.zero=2."
+        )
+    if compiled:
+        problems.append(
+            f"train.compile={compiled} with parallel.zero={p.zero}: compiled layers would keep the weights that they "
+            f"were first given. Set train.compile=False, or parallel.zero=2."
+        )
+    return problems
