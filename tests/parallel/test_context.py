@@ -138,11 +138,11 @@ def _changed(rank: int, world: int, case: Case) -> list[bool]:
     read = torch.from_numpy(slices.as_read(rank))
     first, second = case.lengths[:2]
     for change in (0.0, 1.0):
-        q, k, v, _ = case.whole(torch.float32)
-        for x in (q, k, v):
+        inputs = case.whole(torch.float32)
+        for x in inputs:
             x[first : first + second] += change
-        attend = build_attend(case.parallel(world).context, 0, mesh)
-        outs.append(attend(*(x[read.clamp(min=0)] for x in (q, k, v)), tokens))
+        q, k, v, _ = (x[read.clamp(min=0)] for x in inputs)
+        outs.append(build_attend(case.parallel(world).context, 0, mesh)(q, k, v, tokens))
     changed = (outs[0] != outs[1]).flatten(1).any(1) & (read >= 0)
     return [bool(changed[tokens.document == number].any()) for number in range(len(case.lengths))]
 
