@@ -1,8 +1,10 @@
 """The ledger of activation memory equals what a meter finds on the running model, to the byte."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -21,6 +23,7 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.plan import activations
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total
 from megalith.plan.context import plan_slices
+from megalith.plan.savings import savings
 from megalith.testing.ranks import run_ranks
 from megalith.train.build import DTYPES
 
@@ -201,3 +204,28 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
     assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
     here = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=3)
     assert kept.nbytes + kept.host_bytes == here.nbytes
+
+
+PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
+LLAMA_8B = Setting(
+    model=ModelConfig(
+        vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336,
+        max_seq_len=8192,
+    ),
+    dtype="bf16", lengths=(8192,), accelerator=True,
+)  # fmt: skip
+
+
+def test_the_page_says_what_the_ledger_says() -> None:
+    text, plain = PAGE.read_text(), total(layer_rows(LLAMA_8B, ()))
+    assert f"keeps {plain / 8192 / 1024:.1f} KiB" in text
+    for module in MODULES:
+        one = replace(LLAMA_8B, recompute=RecomputeConfig(granularity="selective", modules=(module,)))
+        saving = savings(one, num_layers=1)[0]
+        assert f"| {saving.nbytes / 8192 / 1024:.1f} KiB | {100 * saving.extra:.1f} % |" in text.split(f"`{module}`")[1]
+
+
+def test_the_example_of_the_page_prints_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = re.findall(r"```(?:python)?\n(.*?)```", PAGE.read_text(), re.DOTALL)[-2:]
+    exec(compile(code, "recompute.md", "exec"), {})
+    assert capsys.readouterr().out == said
