@@ -4,8 +4,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType
 from typing import Any
 from weakref import ReferenceType
@@ -104,6 +105,16 @@ class Flight:
     def unfinished(self) -> list[Entry]:
         """Operations that this rank entered and that are not over, oldest first."""
         return [entry for entry in list(self.entries) if not entry.finished]
+
+    def note_torchs_own(self, ranks: tuple[int, ...]) -> None:
+        """Note an operation that the main thread is in and nobody wrote down: torch starts some by itself."""
+        frame = next(_frames(), None)
+        if frame is None or not inside_torch() or self.unfinished():
+            return
+        self.counts["torch"] = 1
+        since = self.entries[-1].started if self.entries else time.monotonic()
+        site = frame.f_code.co_filename, frame.f_lineno
+        self.entries.append(Entry("torch's own collective", ("all",), ranks, "torch", 0, None, "", site, started=since))
 
     def place(self, rank: int) -> "Place":
         """Where this rank is now, for the others to read."""
@@ -261,13 +272,25 @@ def call_site() -> tuple[str, int]:
 
 def doing() -> list[str]:
     """What the main thread is at: its innermost frames of ours or of the user's, innermost first."""
+    return [
+        f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+        for frame in islice(_frames(), FRAMES_SHOWN)
+    ]
+
+
+def inside_torch() -> bool:
+    """Whether the main thread is in a function of torch.distributed right now."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    found: list[str] = []
-    while frame is not None and len(found) < FRAMES_SHOWN:
+    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+
+
+def _frames() -> Iterator[FrameType]:
+    """Frames of the main thread that are ours or the user's, innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
         if not _is_plumbing(frame):
-            found.append(f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}")
+            yield frame
         frame = frame.f_back
-    return found
 
 
 def _is_plumbing(frame: FrameType) -> bool:

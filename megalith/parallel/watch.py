@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch._C._distributed_c10d import Store
 
-from megalith.observe.flight import Flight, Place, describe_hang
+from megalith.observe.flight import Flight, Place, describe_hang, inside_torch
 from megalith.parallel.failure import STOPPED_IN_A_HANG, Failure
 from megalith.plan.grid import Grid
 
@@ -57,6 +57,8 @@ class Watch:
     """Where stacks and the report go; None: a new one for temporary files."""
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    inside_torch: int = 0
+    """Looks in a row that found the main thread in torch.distributed."""
     over: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -83,7 +85,12 @@ class Watch:
         if any(entry.started < before for entry in self.flight.unfinished()):
             return True
         last = self.flight.entries[-1] if self.flight.entries else None
-        if last is None or last.started > before or self.device.type != "cuda":
+        self.inside_torch = self.inside_torch + 1 if inside_torch() else 0
+        if last is None or last.started > before:
+            return False
+        if self.inside_torch > LOOKS // 2:  # nobody notes what torch starts by itself, as FSDP2 does
+            return True
+        if self.device.type != "cuda":
             return False
         # The host only starts operations there, and stands still where it reads a number.
         busy = not torch.cuda.default_stream(self.device).query()
@@ -98,6 +105,7 @@ class Watch:
 
     def _answer(self, winner: int) -> None:
         """Publish where this rank is; make the report, or wait for it; end."""
+        self.flight.note_torchs_own(tuple(range(self.world)))
         self.store.set(f"place/{self.rank}", json.dumps(asdict(self.flight.place(self.rank))))
         patience = timedelta(seconds=2 * self.pause_seconds + GRACE_SECONDS)
         if winner == self.rank:

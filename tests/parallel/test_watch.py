@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
 
 from megalith.observe.flight import Flight
@@ -46,6 +47,8 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
             work = start_all_reduce_(x, group)
             assert work is not None
             work.wait()
+        elif how == "torch's own":
+            dist.all_reduce(x)
         elif how == "functional":
             leave(x, group)
         else:
@@ -90,6 +93,13 @@ def test_a_handle_that_never_completes_is_noticed(tmp_path: Path) -> None:
 
 def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
     check_report(tmp_path, "functional")
+
+
+def test_a_collective_that_torch_starts_by_itself_is_noticed_where_everyone_stands(tmp_path: Path) -> None:
+    reports = [failure for _, failure in run_ranks(_hangs, 3, tmp_path, "torch's own")]
+    report = next((failure for failure in reports if failure.is_report), None) or run_report(tmp_path)
+    assert report.text.startswith("rank 1 (dp=1) did not arrive at torch's own collective 0 over all, at ")
+    assert "test_watch.py:" in report.text.splitlines()[0]
 
 
 def _only_slow(rank: int, world: int, folder: Path) -> int:
