@@ -1,6 +1,7 @@
 """One rank of a pipeline whose stages sleep instead of computing, so that a machine with few cores can time many."""
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from megalith.parallel.link import Spec, Tensors, handles_of
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.plan.schedule import Schedule
+from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone
 
 WIDTH = 64
@@ -79,8 +81,13 @@ class SleepingStage:
         return (y.sum(),) if self.last else (y,)
 
 
-def run_rank(rank: int, world: int, schedule: Schedule, naps: Naps, rounds: int) -> list[tuple[float, float]]:
-    """When this rank began and ended each round, by a clock that all processes of a machine share."""
+def run_rank(
+    rank: int, world: int, schedule: Schedule, naps: Naps, rounds: int, latency: float = 0.0
+) -> list[tuple[float, float]]:
+    """When this rank began and ended each round, by a clock that all processes of a machine share.
+
+    latency: seconds that every message takes; 0: whatever the machine takes.
+    """
     torch.set_num_threads(1)
     group = everyone(rank, world, "pp")
     stages = [
@@ -93,7 +100,8 @@ def run_rank(rank: int, world: int, schedule: Schedule, naps: Naps, rounds: int)
     times = []
     for _ in range(rounds):
         barrier(group)
-        began = time.monotonic()
-        pipeline.run(schedule, stages)
-        times.append((began, time.monotonic()))
+        with slow_link(latency_seconds=latency) if latency else nullcontext():
+            began = time.monotonic()
+            pipeline.run(schedule, stages)
+            times.append((began, time.monotonic()))
     return times

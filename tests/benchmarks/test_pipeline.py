@@ -17,3 +17,13 @@ def test_a_pipeline_of_sleeping_stages_takes_what_the_simulation_says(
     (report,) = json.loads(done.stdout)
     # Nobody is faster than the simulation; the fastest quarter is what other jobs on the machine left alone.
     assert 1.0 <= report["against_simulation"]["lower"] <= 1.05, report
+
+
+@pytest.mark.slow
+def test_four_fifths_of_slow_messages_are_hidden(
+    run_benchmark: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    done = run_benchmark("pipeline.py", "--slow-link", "--rounds", "3", "--nap-ms", "20", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["added"]["median"] >= 0.45 and found["hidden"]["upper"] >= 0.8, found
