@@ -1,10 +1,17 @@
 from types import SimpleNamespace
 
+import torch
 from torch.nn.functional import rms_norm
 
+from megalith.config.recompute import RecomputeConfig, RecomputedModule
+from megalith.kernels.rebuilt import Rebuilt
+from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import Block
 from megalith.nn.mlp import SwiGLU
+from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.recompute import Recomputed
+from megalith.parallel.tensor import WholeTokens
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -25,3 +32,18 @@ def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> 
         "mlp_norm.weight", "mlp.gate_up", "mlp.down",
     ]  # fmt: skip
     assert isinstance(block.attention, Attention) and isinstance(block.mlp, SwiGLU)
+
+
+def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace) -> None:
+    config, mesh = layers.config(), mesh_of_one()
+
+    def built(*modules: RecomputedModule) -> Block:
+        recompute = RecomputeConfig(granularity="selective", modules=modules)
+        return Block("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=recompute)
+
+    plain, all_of_it = built(), built("core_attention", "norm", "mlp", "mlp_act")
+    assert not isinstance(plain.mlp, Recomputed) and plain.attention_norm.again is None
+    assert isinstance(all_of_it.mlp, Recomputed) and isinstance(all_of_it.attention.core, Recomputed)
+    assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is Rebuilt
+    names = [[declared.shard.name for declared, _, _ in declared_parameters(block)] for block in (plain, all_of_it)]
+    assert names[0] == names[1]

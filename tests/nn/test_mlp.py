@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from megalith.nn.mlp import SwiGLU
+from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.swiglu import swiglu
+from megalith.nn.mlp import SwiGLU, swiglu_again
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -35,3 +37,10 @@ def test_ranks_hold_uneven_slices_whose_parts_add_up(tp: int, layers: SimpleName
 
 def test_without_biases_there_are_none(layers: SimpleNamespace) -> None:
     assert layers.weights(layers.build(SwiGLU, layers.config(mlp_bias=False))).keys() == {"gate_up", "down"}
+
+
+def test_gated_features_are_rebuilt_from_gate_and_up(layers: SimpleNamespace) -> None:
+    gate_up = layers.inputs(5)
+    found = swiglu_again(Rebuilt, gate_up)
+    assert torch.equal(found.value, swiglu(gate_up)) and torch.equal(found.again(*found.inputs), found.value)
+    assert found.inputs[0] is gate_up

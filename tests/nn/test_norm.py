@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from megalith.kernels.rebuilt import Rebuilt, value_of
 from megalith.models.decoder import declared_parameters
 from megalith.nn.init import fill
 from megalith.nn.norm import RMSNorm
@@ -28,7 +29,8 @@ def test_after_adding_gives_the_sum_and_its_norm_and_both_gradients() -> None:
     x, residual, dsum, dy = (torch.randn(5, 7, generator=draw, dtype=torch.float64) for _ in range(4))
     weight = made.get_parameter("weight")
     inputs = [x.requires_grad_(), residual.requires_grad_(), weight]
-    got, plain = made.after_adding(x, residual), (x + residual, made(x + residual))
+    total, normed = made.after_adding(x, residual)
+    got, plain = (total, value_of(normed)), (x + residual, made(x + residual))
     torch.testing.assert_close(got, plain)
     torch.testing.assert_close(
         torch.autograd.grad(got, inputs, (dsum, dy)), torch.autograd.grad(plain, inputs, (dsum, dy))
@@ -47,3 +49,13 @@ def test_its_parameter_is_a_whole_vector_under_its_name() -> None:
     assert (shard.inputs, shard.invariant) == (0, frozenset({"tp_kv"})), (
         "a vector, whose gradient every rank of tp_kv has whole"
     )
+
+
+def test_a_result_that_its_reader_rebuilds_has_the_same_bits_alone_and_after_adding() -> None:
+    made, draw = norm(), torch.Generator().manual_seed(0)
+    x, residual = (torch.randn(5, 7, generator=draw) for _ in range(2))
+    plain, (total, after) = made(x), made.after_adding(x, residual)
+    made.again = Rebuilt
+    for found, value, source in ((made(x), plain, x), (made.after_adding(x, residual)[1], value_of(after), total)):
+        assert isinstance(found, Rebuilt) and torch.equal(found.value, value)
+        assert torch.equal(found.inputs[0], source) and torch.equal(found.again(*found.inputs), value)

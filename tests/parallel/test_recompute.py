@@ -120,6 +120,20 @@ def test_evaluation_keeps_and_recomputes_nothing(one: RecomputeConfig, monkeypat
     assert meter.peak == 0 and same(losses, reference("fp32")[:2])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("one", [UNIFORM[0], UNIFORM[1], BLOCK[0]], ids=name)
+def test_compiled_layers_are_recomputed_with_the_same_bits(one: RecomputeConfig) -> None:
+    def compiled(one: RecomputeConfig) -> list[Tensor]:
+        trainer = build_trainer(
+            apply_overrides(replace(RUN, recompute=one), {"train.compile": "true"}), mesh_of_one(), torch.device("cpu")
+        )
+        for layer in trainer.model.layers:
+            layer.compile(backend="aot_eager")  # no C++ compiler needed
+        return step(trainer)
+
+    assert same(compiled(one), tuple(compiled(KEEP)))
+
+
 def test_a_second_backward_through_the_same_graph_runs_the_region_again() -> None:
     calls: list[int] = []
 
