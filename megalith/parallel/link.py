@@ -82,7 +82,7 @@ def handles_of(group: Group, *, tags: bool) -> Handles | None:
     if tags:
         return Handles(group, dict.fromkeys(ways, group.handle), tags)
     everyone: list[tuple[int, ...] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, group.ranks)
+    dist.all_gather_object(everyone, group.ranks, group=dist.group.WORLD)
     pipelines = sorted({ranks for ranks in everyone if ranks is not None})
     by_way = {}
     for direction, after in ways:

@@ -90,10 +90,10 @@ class Watch:
             return False
         if self.inside_torch > LOOKS // 2:  # nobody notes what torch starts by itself, as FSDP2 does
             return True
-        if self.device.type != "cuda":
+        if self.device.type == "cpu":
             return False
         # The host only starts operations there, and stands still where it reads a number.
-        busy = not torch.cuda.default_stream(self.device).query()
+        busy = not torch.accelerator.current_stream(self.device).query()  # of this thread: the default one
         last.done = last.done and not busy
         return busy
 
