@@ -16,6 +16,7 @@ from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
 from megalith.plan.transfers import with_transfers
+from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
 
 CPU = torch.device("cpu")
@@ -160,6 +161,25 @@ def test_a_schedule_gives_what_one_process_gives(name: str, world: int) -> None:
 )
 def test_a_schedule_gives_the_same_in_every_mode(name: str, changes: dict[str, bool]) -> None:
     check(Case(*KNOWN[name], **changes), 2)
+
+
+def _over_a_poisoned_link(rank: int, world: int, case: Case) -> tuple[dict[int, float], dict[int, Tensor], int]:
+    """The same over a link whose buffers hold garbage until they are waited for; and the most waits of a message."""
+    with slow_link(latency_seconds=0.002, poison=True) as link:
+        losses, gradients, _ = run_case(rank, world, case)
+    return losses, gradients, max(transfer.waits for transfer in link.of("isend", "irecv"))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_nothing_is_read_before_it_has_arrived_and_every_message_is_waited_for_once(name: str) -> None:
+    case = Case(*KNOWN[name])
+    losses, gradients = one_process(2 * case.chunks, case.microbatches)
+    results = run_ranks(_over_a_poisoned_link, 2, case)
+    assert {m: loss for found, _, _ in results for m, loss in found.items()} == losses
+    for _, found, waits in results:
+        assert waits == 1
+        for stage, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[stage], rtol=1e-13, atol=1e-13)
 
 
 def test_every_microbatch_gives_its_weight_gradient_once_and_late_where_the_schedule_says() -> None:
