@@ -65,7 +65,10 @@ def remedy(workload: Workload, device: Device, problems: Problems) -> Change | N
     """
     single = changes(workload, device, problems)
     fitting = [change for change in single if change.verdict == "fits"]
-    together = None if fitting else _together(workload, device, problems, single)
+    together = None
+    if not fitting:  # a pipeline keeps all weights gathered under zero=3, so that the two do not add up
+        unpiped = [change for change in single if "parallel.pp" not in change.overrides]
+        together = _together(workload, device, problems, single) or _together(workload, device, problems, unpiped)
     tight = [change for change in single if change.verdict == "tight"]
     return next(iter([*fitting, *([together] if together else []), *tight]), None)
 
@@ -74,15 +77,16 @@ def _together(workload: Workload, device: Device, problems: Problems, single: Se
     """Changes added up, the cheapest first, until they fit."""
     before = worst(memory_ledger(workload, device)).memory.total
     chosen: list[Change] = []
+    least = before
     for change in single:
         kept = [
             one for one in chosen if not one.overrides.keys() & change.overrides.keys()
         ]  # a later value is stronger
         overrides = {name: value for one in [*kept, change] for name, value in one.overrides.items()}
         nbytes = tried(workload, overrides, device, problems)
-        if nbytes is None:
+        if nbytes is None or nbytes >= least:
             continue
-        chosen = [*kept, change]
+        chosen, least = [*kept, change], nbytes
         if verdict(nbytes, device) == "fits":
             return Change(overrides, "; ".join(one.price for one in chosen), nbytes, before - nbytes, "fits")
     return None
@@ -130,7 +134,8 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
     if p.zero < 2:
         yield {"parallel.zero": "2"}, f"gradients sent {workload.num_microbatches} times a step"
     if p.zero < 3:
-        yield {"parallel.zero": "3"}, f"weights sent {2 * workload.num_microbatches} times a step"
+        sends = f"gradients sent {workload.num_microbatches} times a step, weights "
+        yield {"parallel.zero": "3"}, sends + ("once" if p.pp > 1 else f"{2 * workload.num_microbatches} times")
 
 
 def _offload_price(workload: Workload, layers: str, device: Device) -> str:

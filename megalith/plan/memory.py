@@ -190,8 +190,8 @@ def _state(
     """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
     run, shards = workload.run, workload.shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if shards > 1 else 0
-    if zero == 3:  # each parameter is cut by rows, and the first ranks have one more where they do not divide
-        buffer = gradients = owned = sum(-(-one.rows // shards) * one.columns for one in parameters)
+    if zero == 3:
+        buffer = gradients = owned = sum(kept_rows(one, shard_rank, shards) * one.columns for one in parameters)
     else:
         plan = buffer_plan(workload, parameters)
         buffer, gradients = plan.numel, plan.numel // (shards if zero == 2 else 1)
@@ -220,7 +220,7 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
 
     zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place for, and what it
     sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and the one that backward fills. zero=3:
-    the weights of the layer at work and of the next, and the gradient of one.
+    the weights of the layer at work and of the next (in pipelines all of them), and the gradient of one, twice.
     """
     width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
     if p.zero == 0 or workload.shards == 1:
@@ -230,13 +230,53 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
         received = 0 if accelerator else width.sums
         beside = IN_FLIGHT * (2 * WIRE_BYTES["bf16"] if p.reduce_dtype == "bf16" else received)
         return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
-    units: dict[str, int] = {}
+    gathered = gathered_units(workload, parameters)
+    inner = sorted((unit.numel for unit in gathered if not unit.root), reverse=True)
+    most = max(inner, default=0)
+    at_once = sum(unit.numel for unit in gathered if unit.root) + sum(inner if keeps_gathered(workload) else inner[:2])
+    return width.value * at_once + (width.value + width.sums) * most
+
+
+def kept_rows(one: HeldParameter, rank: int, ranks: int) -> int:
+    """Rows of a matrix, or elements of a vector, that a rank keeps under zero=3; the last ranks keep what is left.
+
+    >>> [kept_rows(HeldParameter("w", 5, 4, cut=False), rank, 4) for rank in range(4)]
+    [2, 2, 1, 0]
+    """
+    each = -(-one.rows // ranks)
+    return min(max(one.rows - rank * each, 0), each)
+
+
+class GatheredUnit(NamedTuple):
+    """Parameters that zero=3 gathers together."""
+
+    name: str
+    parameters: tuple[HeldParameter, ...]
+    root: bool
+    """What is left of a chunk: it stays gathered from forward to the end of backward."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of all ranks."""
+        return sum(one.numel for one in self.parameters)
+
+
+def gathered_units(workload: Workload, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
+    """Each layer, and each table that is used in one place; the last norm, and a table used in two, are the rest."""
+    tables = {one.name for one in parameters} & {"embed.weight", "head.weight"}
+    if workload.run.model.tied_embeddings and "norm.weight" in {one.name for one in parameters}:
+        tables -= {"embed.weight"} if len(workload.table_holders) == 1 else set()
+    units: dict[str, list[HeldParameter]] = {}
     for one in parameters:
         words = one.name.split(".")
-        unit = ".".join(words[:2]) if words[0] == "layers" else words[0]
-        units[unit] = units.get(unit, 0) + one.numel
-    most = sorted(units.values(), reverse=True)[:2]
-    return width.value * sum(most) + width.sums * most[0]
+        name = ".".join(words[:2]) if words[0] == "layers" else one.name if one.name in tables else ""
+        units.setdefault(name, []).append(one)
+    return [GatheredUnit(name, tuple(held), root=name == "") for name, held in units.items()]
+
+
+def keeps_gathered(workload: Workload) -> bool:
+    """Whether zero=3 frees weights at the end of a step only: pipelines run each chunk many times in it."""
+    return workload.run.parallel.pp * workload.run.parallel.pipeline.vpp > 1
 
 
 # --- what comes and goes within a step

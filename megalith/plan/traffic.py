@@ -9,7 +9,7 @@ e bytes per weight or activation, L layers of this rank, M microbatches.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Literal, NamedTuple
@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple
 from megalith.config.context import ContextKind
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
-from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan
-from megalith.plan.parameters import tensor_part
+from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan, gathered_units, keeps_gathered, kept_rows
+from megalith.plan.parameters import HeldParameter, tensor_part
 from megalith.plan.recompute import layer_spans, modules_again
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS, neighbour
@@ -239,10 +239,10 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
         nbytes = width.sums * plan.numel
         yield _row("dp", "gradients", "all_reduce", ranks=everyone, calls=calls, nbytes=nbytes, behind=backward)
         return
-    wire = min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
     if p.zero == 3:
-        yield from _sharded_traffic(workload, sum(one.numel for one in parameters), wire)
+        yield from _sharded_traffic(workload, parameters)
         return
+    wire = min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
     rounds = many if p.zero == 2 else 1
     if p.zero == 2 and p.overlap:
         backward = "backward"
@@ -259,16 +259,23 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
     )
 
 
-def _sharded_traffic(workload: Workload, numel: int, wire: int) -> Iterator[Traffic]:
-    """zero=3: weights of each layer for each forward and each backward, gradients once."""
-    run, ranks = workload.run, workload.shards
-    units = sum(len(stage.layers) + stage.embedding + stage.loss for stage in workload.chunks(0))
-    passes = 2 * workload.num_microbatches
+def _sharded_traffic(workload: Workload, parameters: Sequence[HeldParameter]) -> Iterator[Traffic]:
+    """zero=3: a layer's weights for each forward and each backward, a table's for forward; gradients each microbatch.
+
+    In pipelines weights are gathered once a step. A parameter whose rows do not divide is sent padded.
+    """
+    run, ranks, many = workload.run, workload.shards, workload.num_microbatches
+    width, units = WIDTHS[run.precision.params], gathered_units(workload, parameters)
+    padded = [sum(kept_rows(one, 0, ranks) * one.columns for one in unit.parameters) * ranks for unit in units]
+    times = [1 if keeps_gathered(workload) else many * (2 if unit.name.startswith("layers.") else 1) for unit in units]
     behind = "the layer before" if run.parallel.overlap else ""
-    weights = passes * numel * WIDTHS[run.precision.params].value
-    yield _row("dp", "weights", "all_gather", ranks=ranks, calls=passes * units, nbytes=weights, behind=behind)
-    yield _row("dp", "gradients", "reduce_scatter", ranks=ranks, calls=units, nbytes=numel * wire, behind=behind)
+    weights = width.value * sum(numel * count for numel, count in zip(padded, times, strict=True))
+    yield _row("dp", "weights", "all_gather", ranks=ranks, calls=sum(times), nbytes=weights, behind=behind)
     yield _row(
-        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=units,
-        nbytes=numel * wire // ranks, behind=behind,
+        "dp", "gradients", "reduce_scatter", ranks=ranks, calls=many * len(units),
+        nbytes=many * width.sums * sum(padded), behind=behind,
+    )  # fmt: skip
+    yield _row(
+        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=len(parameters),
+        nbytes=width.sums * sum(padded) // ranks, behind=behind,
     )  # fmt: skip

@@ -23,7 +23,16 @@ from megalith.parallel.mesh import build_mesh, destroy_mesh, mesh_on_paper, mode
 from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
-from megalith.plan.memory import chunk_kept, distinct_places, memory_ledger, place_memory, worst
+from megalith.plan.memory import (
+    chunk_kept,
+    distinct_places,
+    gathered_units,
+    keeps_gathered,
+    memory_ledger,
+    place_memory,
+    worst,
+)
+from megalith.plan.parameters import layer_parameters, tensor_part
 from megalith.plan.stages import whole_model
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
@@ -83,6 +92,47 @@ def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) 
         assert (m.weights, m.gradients, m.master, m.moments) == built_state(workload, rank), rank
 
 
+def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, int]:
+    """Bytes of what one rank keeps under zero=3, which can only be built on real ranks."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    slots, owned = trainer.optimizer.slots, trainer.data.owned
+    masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
+    moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
+    destroy_mesh(mesh)
+    return sum(o.weight.nbytes for o in owned), sum(o.gradient.nbytes for o in owned), masters, moments
+
+
+@pytest.mark.slow  # the first use of FSDP2 loads torch's compiler
+@pytest.mark.parametrize(
+    "world, settings",
+    [
+        (3, {"train.micro_batch_size": "1", "precision.params": "bf16"}),
+        (4, {"parallel.tp": "2", "parallel.sp": "true", "model.tied_embeddings": "true"}),
+        (4, {"parallel.pp": "2", "parallel.cp": "2"}),
+    ],
+)
+def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[str, str]) -> None:
+    run = tiny_run({"parallel.zero": "3"} | settings)
+    workload = plan_workload(run, world)
+    for rank, found in enumerate(run_ranks(sharded_state, world, run)):
+        place = workload.grid.coordinates(rank)
+        shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
+        m = place_memory(workload, place["pp"], place["tp"], shard_rank=shard_rank).memory
+        assert (m.weights, m.gradients, m.master, m.moments) == found, rank
+
+
+def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
+    sharded = {"parallel.zero": "3", "train.micro_batch_size": "1", "model.num_layers": "16"}
+    flat, staged = (plan_workload(tiny_run(sharded | more), 4) for more in ({}, {"parallel.pp": "2"}))
+    layer = sum(one.numel for one in layer_parameters(flat.run.model, 0, tensor_part(flat.run.model, tp=1, rank=0)))
+    units = gathered_units(staged, staged.parameters(0, 0))
+    assert [unit.root for unit in units] == [False] * 9, "a table and eight layers"
+    assert sum(unit.numel for unit in units) == 320 * 24 + 8 * layer
+    assert keeps_gathered(staged) and not keeps_gathered(flat)
+    assert [unit.name for unit in gathered_units(flat, flat.parameters(0, 0)) if unit.root] == [""], "the last norm"
+
+
 @pytest.mark.parametrize(
     "settings, states, per_parameter",
     [
@@ -119,10 +169,10 @@ def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:
 def test_a_layer_of_the_70b_model_keeps_what_a_calculation_by_hand_gives() -> None:
     """bf16, tp 8 with sp: per token and rank, 8 query heads and 1 key/value head of 128, 3584 of 28,672 features."""
     norms, inputs = 2 * (2 * 8192 + 4) / 8, 2 * 2 * 8192 / 8
-    queries, keys, product = 2 * 8 * 128, 2 * 128, 2 * (8 + 2) * 128  # the values keep the whole product alive
-    attention, mlp = queries + keys + product + 4 * 8 + queries, 2 * 2 * 3584 + 2 * 3584
+    queries, keys, values, output, log_sums = 2 * 8 * 128, 2 * 128, 2 * 128, 2 * 8 * 128, 4 * 8
+    attention, mlp = queries + keys + values + output + log_sums, 2 * 2 * 3584 + 2 * 3584
     layer = norms + inputs + attention + mlp
-    assert layer == 36_641
+    assert layer == 34_337
     workload = plan_workload(resolve("llama3_70b"), 8)
     ends = 8 + 1 + 2 * 128 + (2 * 8192 + 4) / 8  # numbers of tokens, rotations, the last norm
     kept = chunk_kept(workload, whole_model(80), 0, accelerator=True)
