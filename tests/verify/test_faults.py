@@ -1,15 +1,14 @@
 """Planted faults: what the type check says of each, and that nothing is left of them afterwards."""
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 import pytest
-from torch.autograd import Function
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.models.decoder import Decoder
-from megalith.parallel import data
-from megalith.parallel.tensor import RowLinear
-from megalith.train import loss
+from megalith.verify import faults
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
@@ -70,24 +69,23 @@ def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
-def test_nothing_is_left_of_a_fault() -> None:
-    def changed() -> tuple[object, ...]:
-        engine = (data._tensor_axes, data.DataParallel.finish)
-        return (
-            Decoder.__init__,
-            Decoder.loss,
-            RowLinear.forward,
-            vars(loss)["partial"],
-            *engine,
-            Function.__dict__["apply"],
-        )
+def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[tuple[Any, str]] = []
+    original = faults.replaced
 
-    before = changed()
+    def noted(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
+        places.append((owner, name))
+        return original(owner, name, value)
+
+    monkeypatch.setattr(faults, "replaced", noted)
     for fault in FAULTS:
-        with pytest.raises(KeyError), planted(fault.name):
-            assert changed() != before
+        places.clear()
+        context = fault.context()
+        before = [getattr(owner, name) for owner, name in places]
+        with pytest.raises(KeyError), context:
+            assert [getattr(owner, name) for owner, name in places] != before
             raise KeyError
-        assert changed() == before
+        assert [getattr(owner, name) for owner, name in places] == before and before, fault.name
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:
