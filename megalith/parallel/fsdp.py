@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from megalith.parallel.alike import require_alike
 from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -50,16 +51,18 @@ class FullySharded:
         for unit in self.units:  # a chunk comes after the units inside it, and gets what they leave
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
+        shapes = {shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters}
+        require_alike(shapes, mesh.dp_cp)
         for chunk in chunks:
             fully_shard_chunk(chunk, mesh.shard, device, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered)
-        self.owned: list[Owned] = []
+        places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, module, name in parameters:
-            unit = unit_of[id(module)]
             mine = rows_of(shard, mesh.shard.rank, mesh.shard.size, SHARD_AXES)
-            owned = unit.take_charge(mine, getattr(module, name), gradient_dtype, ranks=mesh.shard.size)
-            self.owned += [owned] if owned.weight.numel() else []
+            places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
+        found: dict[str, Owned] = {}
         for unit in self.units:
-            unit.connect(mesh.shard, watch=watch)
+            found |= unit.connect(places.get(id(unit), []), mesh.shard, gradient_dtype=gradient_dtype, watch=watch)
+        self.owned = [found[shard.name] for shard, _, _ in parameters if shard.name in found]
         require_alike_slices(self.owned, mesh)
 
     def begin_step(self, microbatches: int) -> None:
@@ -101,11 +104,11 @@ class Unit:
 
     def __init__(self, module: nn.Module, replicas: Group) -> None:
         self.module, self.replicas = module, replicas
-        self.gradients: list[Tensor] = []
+        self.gradient = torch.empty(0)
         self.seen: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
         self._expected = self._rounds = 0
-        self._running: list[dist.Work] = []
+        self._running: dist.Work | None = None
         self._sum: Tensor | None = None
         self._read = 0
         self._finite: Tensor | None = None
@@ -116,26 +119,35 @@ class Unit:
         assert isinstance(self.module, FSDPModule), self.module
         return self.module
 
-    def take_charge(self, mine: Shard, parameter: nn.Parameter, gradient_dtype: torch.dtype, *, ranks: int) -> Owned:
-        """My rows of a parameter that was cut over `ranks`, their memory, and a place for their gradient."""
-        local = _local(parameter)
-        gradient = torch.zeros(local.shape, dtype=gradient_dtype, device=local.device)
-        sent = padded_numel(mine, ranks)
-        assert mine.flat is not None and mine.flat[1] - mine.flat[0] == local.numel(), (mine, local.shape)
-        self.gradients.append(gradient)
-        parameter.register_post_accumulate_grad_hook(partial(self._add, mine.name, gradient, sent))
-        return Owned(mine, local, gradient)
-
-    def connect(self, group: Group, *, watch: bool) -> None:
-        """Let FSDP2 sum over `group`, through us."""
-        if not self.gradients:
-            return
+    def connect(
+        self,
+        parameters: Sequence[tuple[Shard, nn.Parameter]],
+        group: Group,
+        *,
+        gradient_dtype: torch.dtype,
+        watch: bool,
+    ) -> dict[str, Owned]:
+        """Let FSDP2 sum the gradients of these rows over `group`, through us. By name: what is mine, empty rows left
+        out; weights where FSDP2 sends them from, gradients one after the other in one buffer."""
+        if not parameters:
+            return {}
+        weights = [_local(parameter) for _, parameter in parameters]
+        numels = [weight.numel() for weight in weights]
+        self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=weights[0].device)
+        owned = {}
+        for (mine, parameter), weight, part in zip(parameters, weights, self.gradient.split(numels), strict=True):
+            assert mine.flat is not None and mine.flat[1] - mine.flat[0] == weight.numel(), (mine, weight.shape)
+            sent = padded_numel(mine, group.size)
+            parameter.register_post_accumulate_grad_hook(partial(self._add, mine.name, part, sent))
+            if weight.numel():
+                owned[mine.name] = Owned(mine, weight, part.view_as(weight))
         self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
         self.fsdp.set_reduce_scatter_unused_params(True)  # else what is sent depends on what forward used
         self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
         self.fsdp.set_custom_reduce_scatter(Sum(group, self if watch else None))  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._arrived)
+        return owned
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many sums."""
@@ -145,13 +157,12 @@ class Unit:
     def finish(self) -> None:
         """Wait for the sums of the step; a unit without any has zeros."""
         if self._rounds == 0:
-            for gradient in self.gradients:
-                gradient.zero_()
+            self.gradient.zero_()
         if self._rounds < self._expected:
             self._sum_over_replicas()
-        for work in self._running:
-            work.wait()
-        self._running.clear()
+        if self._running is not None:
+            self._running.wait()
+        self._running = None
 
     def look_at(self, message: Tensor, ranks: int) -> None:
         """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before they are summed."""
@@ -170,7 +181,7 @@ class Unit:
     def _add(self, name: str, gradient: Tensor, sent: int, parameter: Tensor) -> None:
         """Add the next part of the message, of `sent` elements, to a gradient."""
         assert self._sum is not None, name
-        part = self._sum[self._read : self._read + gradient.numel()].view_as(gradient)
+        part = self._sum[self._read : self._read + gradient.numel()]
         if self._rounds == 0:
             gradient.copy_(part)
         else:
@@ -186,9 +197,8 @@ class Unit:
                 self._sum_over_replicas()
 
     def _sum_over_replicas(self) -> None:
-        for gradient in self.gradients:
-            work = start_all_reduce_(gradient, self.replicas)
-            self._running += [] if work is None else [work]
+        if self.gradient.numel():
+            self._running = start_all_reduce_(self.gradient, self.replicas)
 
 
 class Gather:

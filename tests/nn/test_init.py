@@ -45,6 +45,18 @@ def test_a_box_cut_along_every_dim_gives_the_bits_of_the_whole() -> None:
         assert torch.equal(part, expected[tuple(slice(a, b) for a, b in box)])
 
 
+@pytest.mark.parametrize("cuts", [(0, 1, 7), (0, 300, 300, 61_000), (0, 77, 14_000)])
+def test_flat_ranges_of_a_box_give_the_bits_of_the_whole(cuts: tuple[int, ...]) -> None:
+    full = Init(0.5, rows=90)
+    for shape in ((100, 620), (2, 50, 620)):
+        shard = replace(whole("a.b", shape), box=(*((1, n) for n in shape[:-1]), (3, 600)))
+        expected = filled(shard, full).flatten()
+        for start, stop in itertools.pairwise((*(cut for cut in cuts if cut < shard.numel), shard.numel)):
+            part = torch.full((stop - start,), float("nan"))
+            fill(part, replace(shard, flat=(start, stop)), full, seed=3)
+            assert torch.equal(part, expected[start:stop])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_values_are_drawn_in_fp32_and_then_cast(dtype: torch.dtype) -> None:
     shard = whole("a.b", (200, 40))
