@@ -1,0 +1,338 @@
+"""Fully sharded weights: the same sums as one process, only one layer gathered at a time, my rows and nothing else."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import RecomputeConfig
+from megalith.kernels.tokens import tokens_of_rows
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.nn.block import Block
+from megalith.nn.init import fill
+from megalith.observe.flight import Flight
+from megalith.parallel.fsdp import FullySharded, Unit
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.plan.shards import whole
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_close
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.step import train_step
+from megalith.verify import ranks as proof
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    vocab_size=30, vocab_multiple=4, hidden_size=12, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=10,
+    qkv_bias=True,
+)  # fmt: skip
+MICROBATCHES = 2
+
+
+def build(
+    mesh: Mesh, *, dtype: torch.dtype = torch.float64, watch: bool = False, keep_gathered: bool = False,
+    recompute: RecomputeConfig | None = None, config: ModelConfig = CONFIG,
+) -> tuple[Decoder, FullySharded]:  # fmt: skip
+    """A small model, its weights cut into rows."""
+    model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
+    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    wide = torch.promote_types(dtype, torch.float32)
+    data = FullySharded(
+        [model], parameters, mesh, device=CPU, gradient_dtype=wide, watch=watch, keep_gathered=keep_gathered
+    )
+    init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
+    for owned in data.owned:
+        fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=5)
+    return model, data
+
+
+def alone(*, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> Decoder:
+    """The same model in one piece."""
+    model = Decoder(config, mesh_of_one(), dtype=dtype)
+    allocate(model, CPU)
+    initialise(model, seed=5)
+    return model
+
+
+def dp_mesh(rank: int, world: int, *, flight: Flight | None = None) -> Mesh:
+    return build_mesh(model_grid(ParallelConfig(zero=3), CONFIG, world), rank=rank, flight=flight)
+
+
+def loss_of(model: Decoder, microbatch: int) -> Tensor:
+    """One microbatch of two rows."""
+    ids = torch.randint(0, 30, (14,), generator=torch.Generator().manual_seed(microbatch))
+    return model.loss(ids, ids.roll(-1), tokens_of_rows(2, 7))
+
+
+def mine(rank: int) -> list[int]:
+    return [MICROBATCHES * rank + number for number in range(MICROBATCHES)]
+
+
+def step(model: Decoder, data: FullySharded, microbatches: list[int]) -> dict[str, Tensor]:
+    """My rows of every gradient."""
+    data.begin_step(len(microbatches))
+    for microbatch in microbatches:
+        loss_of(model, microbatch).backward()
+    return {owned.shard.name: owned.gradient.clone() for owned in data.finish()}
+
+
+def rows(data: FullySharded, whole_tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same rows of whole tensors."""
+    found = {}
+    for owned in data.owned:
+        assert owned.shard.flat is not None
+        start, stop = owned.shard.flat
+        found[owned.shard.name] = whole_tensors[owned.shard.name].flatten()[start:stop].view_as(owned.gradient)
+    return found
+
+
+def sums_alone(world: int, *, dtype: torch.dtype = torch.float64, config: ModelConfig = CONFIG) -> dict[str, Tensor]:
+    """Every microbatch's gradient, as its dtype has it, added up in fp32 or float64."""
+    model = alone(dtype=dtype, config=config)
+    total: dict[str, Tensor] = {}
+    for microbatch in range(MICROBATCHES * world):
+        model.zero_grad()
+        loss_of(model, microbatch).backward()
+        for declared, module, name in declared_parameters(model):
+            gradient = getattr(module, name).grad.to(torch.promote_types(dtype, torch.float32))
+            key = declared.shard.name
+            total[key] = total[key] + gradient if key in total else gradient
+    return total
+
+
+# --- the numbers
+
+
+def _sums(rank: int, world: int) -> None:
+    mesh = dp_mesh(rank, world)
+    for config in (CONFIG, replace(CONFIG, tied_embeddings=True)):
+        for keep in (False, True):
+            model, data = build(mesh, config=config, keep_gathered=keep)
+            for _ in range(2):  # the second step must not see the first one's sums
+                found = step(model, data, mine(rank))
+            assert_close(found, rows(data, sums_alone(world, config=config)), FP64)
+
+
+def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> None:
+    run_ranks(_sums, 2)
+
+
+def _recomputed(rank: int, world: int) -> None:
+    mesh = dp_mesh(rank, world)
+    model, data = build(mesh)
+    plain = step(model, data, mine(rank))
+    for recompute in (
+        RecomputeConfig(granularity="full"),
+        RecomputeConfig(granularity="full", num_layers=2),
+        RecomputeConfig(granularity="full", method="block", num_layers=3),
+        RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp")),
+        RecomputeConfig(granularity="selective", modules=("norm", "mlp_act")),
+    ):
+        model, data = build(mesh, recompute=recompute)
+        found = step(model, data, mine(rank))
+        assert all(torch.equal(found[name], plain[name]) for name in plain), recompute
+
+
+def test_recomputing_layers_whose_weights_were_freed_changes_no_bit() -> None:
+    run_ranks(_recomputed, 2)
+
+
+def _bf16(rank: int, world: int) -> None:
+    model, data = build(dp_mesh(rank, world), dtype=torch.bfloat16)
+    found, exact = step(model, data, mine(rank)), rows(data, sums_alone(world, dtype=torch.bfloat16))
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, exact[name], rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(gradient, gradient.bfloat16().float()) for gradient in found.values())
+
+
+def test_gradients_of_bf16_weights_are_added_in_fp32() -> None:
+    run_ranks(_bf16, 2)
+
+
+class Odd(nn.Module):
+    """Parameters of sizes that no number of ranks divides: one element, fewer rows than ranks, and one not used."""
+
+    SHARDS = (
+        whole("one", (1,), inputs=0),
+        whole("matrix", (2, 3)),
+        whole("unused", (5,), inputs=0),
+        whole("long", (300,), inputs=0),
+    )
+
+    one: nn.Parameter
+    matrix: nn.Parameter
+    long: nn.Parameter
+
+    def __init__(self) -> None:
+        super().__init__()
+        for shard in self.SHARDS:
+            empty = torch.empty(shard.matrix_shape, dtype=torch.float64, device="meta")
+            self.register_parameter(shard.name, nn.Parameter(empty))
+
+    def forward(self, factor: float) -> Tensor:
+        """A loss whose gradients are the factor times 1, 2 and 3."""
+        return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
+
+
+def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[float]]]:
+    mesh = dp_mesh(rank, world)
+    model = Odd()
+    parameters = [(shard, model, shard.name) for shard in model.SHARDS]
+    data = FullySharded([model], parameters, mesh, device=CPU, gradient_dtype=torch.float64)
+    for _ in range(2):
+        data.begin_step(3)
+        for microbatch in range(3):
+            model(float(rank + microbatch)).backward()
+        for owned in data.finish():
+            owned.weight.sub_(owned.gradient)
+        data.publish()
+    return [(o.shard.name, o.shard.flat, o.gradient.tolist(), o.weight.tolist()) for o in data.owned]
+
+
+def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
+    world = 3
+    factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
+    expected = {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
+    seen = {shard.name: [0] * shard.numel for shard in Odd.SHARDS}
+    found = run_ranks(_odd_steps, world)
+    assert [len(owned) for owned in found] == [4, 3, 2]  # the last rank has none of `one` and `matrix`
+    for name, (start, stop), gradient, weight in (each for owned in found for each in owned):
+        assert torch.tensor(gradient).eq(expected[name]).all() and torch.tensor(weight).eq(-2 * expected[name]).all()
+        for place in range(start, stop):
+            seen[name][place] += 1
+    assert all(count == 1 for counts in seen.values() for count in counts)
+
+
+# --- what is where, and when
+
+
+def gathered_bytes(unit: Unit) -> int:
+    """Memory of a unit's whole weights."""
+    groups = unit.fsdp._get_fsdp_state()._fsdp_param_groups
+    outputs = [whole for group in groups for one in group.fsdp_params for whole in one.all_gather_outputs]
+    return sum(whole.untyped_storage().nbytes() for whole in outputs)
+
+
+def _residency(rank: int, world: int) -> tuple[list[int], list[int], list[int]]:
+    """Of a step of one microbatch: layers gathered within each forward, within each backward, and at the end."""
+    model, data = build(dp_mesh(rank, world))
+    units = [unit for unit in data.units if unit.module in set(model.layers)]
+    forward: list[int] = []
+    backward: list[int] = []
+
+    def count() -> int:
+        each = sum(parameter.numel() for parameter in alone().layers[0].parameters()) * 8
+        total = sum(gathered_bytes(unit) for unit in units)
+        assert total % each == 0
+        return total // each
+
+    for layer in model.layers:
+        mlp = cast(Block, layer).mlp
+        mlp.register_forward_hook(lambda *_: forward.append(count()))
+        mlp.register_full_backward_hook(lambda *_: backward.append(count()))
+    step(model, data, [rank])
+    tables = [unit for unit in data.units if unit.module in (model.embed, model.head)]
+    assert len(tables) == 2 and not any(gathered_bytes(unit) for unit in data.units)
+    assert sum(owned.weight.numel() for owned in data.owned) * world == sum(p.numel() for p in alone().parameters())
+    return forward, backward, [count()]
+
+
+def test_only_the_layer_at_work_is_gathered() -> None:
+    for forward, backward, end in run_ranks(_residency, 2):
+        assert forward == [1, 1, 1, 1]
+        assert backward == [1, 1, 1, 1]  # and the next one's message, on its way
+        assert end == [0]
+
+
+def _fresh(rank: int, world: int) -> None:
+    model, data = build(dp_mesh(rank, world))
+    plain = alone()
+    with torch.no_grad():
+        before = loss_of(model, 0)
+        assert_close({"loss": before}, {"loss": loss_of(plain, 0)}, FP64)
+        for owned in data.owned:
+            owned.weight.mul_(1.5)
+        for parameter in plain.parameters():
+            parameter.mul_(1.5)
+        data.publish()
+        data.settle()
+        after = loss_of(model, 0)
+        assert_close({"loss": after}, {"loss": loss_of(plain, 0)}, FP64)
+    assert not torch.equal(before, after)
+    step(model, data, mine(rank))  # and training goes on after an evaluation
+
+
+def test_forward_reads_what_was_published() -> None:
+    run_ranks(_fresh, 2)
+
+
+def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
+    flight = Flight()
+    mesh = dp_mesh(rank, world, flight=flight)
+    model, data = build(mesh, watch=True)
+    flight.entries.clear()
+    data.begin_step(1)
+    if rank == 1:  # one gradient is not a number; in forward the weight is the whole one, which has a gradient
+        norm = cast(Block, model.layers[1]).attention_norm
+        norm.register_forward_pre_hook(lambda *_: norm.weight.register_hook(lambda dy: dy * float("nan")) and None)
+    loss_of(model, rank).backward()
+    data.finish()
+    assert all(entry.axes == mesh.shard.axes and entry.done for entry in flight.entries)
+    return data.nonfinite(), [entry.op for entry in flight.entries], data.checksum()[0]
+
+
+def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_its_rank() -> None:
+    (names, ops, checksum), (others, other_ops, other_checksum) = run_ranks(_noted, 2)
+    assert names == [] and others == ["layers.1.attention_norm.weight"]
+    assert ops == other_ops and ops.count("reduce_scatter") == 7  # four layers, two tables, and the last norm
+    assert ops.count("all_gather") == 7 + 4  # layers twice; tables are not read in backward, the norm is still there
+    assert checksum != other_checksum
+
+
+# --- checkpoints
+
+
+def _trainer(parallel: ParallelConfig, rank: int, world: int, *, fill: bool = True) -> Trainer:
+    run = proof.layout_case(CONFIG, parallel, world).run
+    return build_trainer(run, build_mesh(model_grid(parallel, CONFIG, world), rank=rank), CPU, fill=fill)
+
+
+def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
+    rows = trainer.run.train.global_batch_size
+    loader = proof._loader(trainer.run, trainer.mesh, consumed=first * rows, steps=steps)
+    for _ in range(steps):
+        train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
+    return {f"{entry.key} {entry.shard.flat}": entry.tensor.clone() for entry in checkpoint_entries(trainer)}
+
+
+def _goes_on(rank: int, world: int, folder: str) -> None:
+    sharded = ParallelConfig(zero=3)
+    trainer = _trainer(sharded, rank, world)
+    _train(trainer, first=0, steps=1)
+    save_checkpoint(Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+    expected = _train(trainer, first=1, steps=2)
+    saved = open_checkpoint(Path(folder) / "step_0000001")
+    for parallel in (sharded, ParallelConfig(zero=1), ParallelConfig(tp=2)):
+        again = _trainer(parallel, rank, world, fill=False)
+        saved.load_into(checkpoint_entries(again), again.mesh.world)
+        again.optimizer.set_updates(1)
+        publish_loaded(again)
+        other = Path(folder) / f"{parallel.zero}{parallel.tp}"
+        save_checkpoint(other, 1, checkpoint_entries(again), {}, again.mesh.world, config_text="", keep=None)
+        copy = open_checkpoint(other / "step_0000001")
+        names = list(saved.keys())
+        assert all(torch.equal(copy.read(name), saved.read(name)) for name in names) and names == list(copy.keys())
+        if parallel == sharded:
+            found = _train(again, first=1, steps=2)
+            assert expected.keys() == found.keys()
+            assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(tmp_path: Path) -> None:
+    run_ranks(_goes_on, 2, str(tmp_path))
