@@ -67,6 +67,16 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
         assert name in told
 
 
+def test_the_sizes_that_the_documentation_names_are_true(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (DOCS / "howto" / "plan.md").read_text()
+    plain = ["--recompute.granularity", "none", "--recompute.modules", "core_attention"]
+    for more in ([], ["--parallel.cp", "4"], plain, [*plain, "--parallel.cp", "4"]):
+        main(["plan", "estimate", "llama3_405b", "--world", "16384", *more])
+        held = re.search(r"it: ([\d.]+) of|s: ([\d.]+) of", capsys.readouterr().out)
+        assert held is not None
+        assert (held[1] or held[2]) in page
+
+
 def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16"]) == 1
     told = flat(capsys.readouterr().out)

@@ -5,7 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from megalith.config.train import TrainRun
+from megalith.plan.advice import verdict
 from megalith.plan.costs import num_parameters
+from megalith.plan.devices import DEVICES
+from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.workload import plan_workload
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 
 
@@ -41,3 +45,8 @@ def test_the_405b_batch_divides_over_16384_ranks() -> None:
     rows = run.train.global_batch_size
     assert rows * run.train.seq_len == 16_777_216, "tokens of a step, as published"
     assert rows // replicas % run.parallel.pp == 0, "whole groups of microbatches for the interleaved schedule"
+
+
+def test_the_405b_model_fits_the_gpus_it_was_trained_on() -> None:
+    held = worst(memory_ledger(plan_workload(llama3_405b(), 16_384), DEVICES["h100"])).memory.total
+    assert verdict(held, DEVICES["h100"]) == "fits"
