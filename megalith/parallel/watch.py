@@ -14,7 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -33,6 +36,7 @@ GRACE_SECONDS = 2.0
 AXES = ("tp", "cp", "dp", "pp")
 """In which order a rank's coordinates are given."""
 
+Answer = TypeVar("Answer")
 ALARM, REPORT = "alarm", "report"
 
 
@@ -66,18 +70,25 @@ class Watch:
         """Time between two looks."""
         return min(self.timeout_seconds / LOOKS, MAX_PAUSE_SECONDS)
 
+    @property
+    def patience_seconds(self) -> float:
+        """How long every rank that can answer has answered by."""
+        return 2 * self.pause_seconds + GRACE_SECONDS
+
     def run(self) -> None:
         """Look until it is over."""
         while not self.over.wait(self.pause_seconds):
             late = self.is_late()
             try:
-                winner = self._alarm(late)
-            except RuntimeError as error:  # the rank that serves the store is gone
+                winner = _within(self.patience_seconds, partial(self._alarm, late=late))
+                if winner is None or self.over.is_set():
+                    continue
+                report = _within(4 * self.patience_seconds, partial(self._exchange, winner))
+            except RuntimeError as error:  # the process that serves the store is gone, or stopped
                 if late:
                     self._finish(self._without_store(error), self.rank)
                 continue
-            if winner is not None and not self.over.is_set():
-                self._answer(winner)
+            self._finish(report, winner)
 
     def is_late(self) -> bool:
         """Whether this rank has been in some operation for longer than the timeout."""
@@ -97,25 +108,24 @@ class Watch:
         last.done = last.done and not busy
         return busy
 
-    def _alarm(self, late: bool) -> int | None:
+    def _alarm(self, *, late: bool) -> int | None:
         """The rank that raised the alarm, if any has; `late`: it may be this one."""
         if late:
             return int(self.store.compare_set(ALARM, "", str(self.rank)))
         return int(self.store.get(ALARM)) if self.store.check([ALARM]) else None
 
-    def _answer(self, winner: int) -> None:
-        """Publish where this rank is; make the report, or wait for it; end."""
+    def _exchange(self, winner: int) -> str:
+        """Publish where this rank is; make the report, or wait for it."""
         self.flight.note_torchs_own(tuple(range(self.world)))
         self.store.set(f"place/{self.rank}", json.dumps(asdict(self.flight.place(self.rank))))
-        patience = timedelta(seconds=2 * self.pause_seconds + GRACE_SECONDS)
+        patience = timedelta(seconds=self.patience_seconds)
         if winner == self.rank:
             self.store.set(REPORT, self._report(patience))
         try:
             self.store.wait([REPORT], 2 * patience)
-            report = self.store.get(REPORT).decode()
+            return self.store.get(REPORT).decode()
         except RuntimeError:
-            report = f"rank {winner} noticed a hang, but did not say of what"
-        self._finish(report, winner)
+            return f"rank {winner} noticed a hang, but did not say of what"
 
     def _report(self, patience: timedelta) -> str:
         keys = [f"place/{rank}" for rank in range(self.world)]
@@ -128,15 +138,16 @@ class Watch:
     def _finish(self, report: str, winner: int) -> None:
         """Write everything down and end; one rank speaks for all."""
         folder = self.folder or Path(tempfile.mkdtemp(prefix="megalith-hang-"))
-        folder.mkdir(parents=True, exist_ok=True)
-        self._write_stacks(folder / f"hang_rank_{self.rank}.txt", report)
+        with suppress(OSError):  # a full disk must not keep the run from ending
+            folder.mkdir(parents=True, exist_ok=True)
+            self._write_stacks(folder / f"hang_rank_{self.rank}.txt", report)
         failure = Failure(self.rank, f"{STOPPED_IN_A_HANG} that rank {winner} reports", report, time.monotonic_ns())
         if winner == self.rank:
             text = (
                 f"{report}\nStacks of all threads: {folder}/hang_rank_*.txt. If the ranks are only slow, set "
                 f"parallel.timeout_seconds to more than {self.timeout_seconds:g}."
             )
-            with (folder / "log.txt").open("a") as log:
+            with suppress(OSError), (folder / "log.txt").open("a") as log:
                 log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} ERROR {__name__}: {text}\n")
             failure = Failure(self.rank, report.splitlines()[0], text, time.monotonic_ns(), is_report=True)
         # The store that the others still read from may end with the process of rank 0.
@@ -158,6 +169,30 @@ class Watch:
             f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in {waiting.text}, and nobody can "
             f"say for whom: the store of the ranks does not answer ({str(error).splitlines()[0]})"
         )
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` gives, on a thread of its own: a store whose process was stopped would not even say no.
+
+    Raises:
+        RuntimeError: it gave nothing in time, or raised it.
+    """
+    answers: SimpleQueue[Answer | RuntimeError] = SimpleQueue()
+
+    def put() -> None:
+        try:
+            answers.put(ask())
+        except RuntimeError as error:
+            answers.put(error)
+
+    threading.Thread(target=put, name="watch-asks", daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except Empty:
+        raise RuntimeError(f"no answer within {seconds:g} s, expected one at once") from None
+    if isinstance(answer, RuntimeError):
+        raise answer
+    return answer
 
 
 def backend_timeout(timeout_seconds: float) -> float:

@@ -5,7 +5,9 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
@@ -146,7 +148,16 @@ class GoneStore(FileStore):
         raise RuntimeError("Broken pipe")
 
 
-def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path) -> None:
+class StoppedStore(FileStore):
+    """A store whose process was stopped: it does not even refuse."""
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        threading.Event().wait(60)
+        raise AssertionError("nobody waits that long")
+
+
+@pytest.mark.parametrize(("kind", "why"), [(GoneStore, "Broken pipe"), (StoppedStore, "no answer within")])
+def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path, kind: type[FileStore], why: str) -> None:
     flight, failures, ended = Flight(), list[Failure](), threading.Event()
 
     def end(failure: Failure, after_seconds: float) -> None:
@@ -154,10 +165,34 @@ def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path) ->
         ended.set()
 
     flight.enter("barrier", ("pp",), (0, 1), "1")
-    with watching(Watch(flight, GoneStore(str(tmp_path / "s"), 1), 0, 2, 0.1, end, folder=tmp_path)):
+    with watching(Watch(flight, kind(str(tmp_path / "s"), 1), 0, 2, 0.1, end, folder=tmp_path)):
         assert ended.wait(10)
     assert "barrier 0 over pp" in failures[0].text
-    assert "the store of the ranks does not answer (Broken pipe)" in failures[0].text
+    assert f"the store of the ranks does not answer ({why}" in failures[0].text
+
+
+def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_collective(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flight, idle = Flight(), [True]
+    stream = SimpleNamespace(query=lambda: idle[0])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stream)
+    watch = Watch(flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0))
+    entry = flight.enter("all_reduce", ("dp",), (0, 1), "1")
+    entry.done = True  # the host is past it at once
+    time.sleep(0.1)
+    assert not watch.is_late(), "computing alone on the host, the device is done"
+    idle[0] = False
+    assert watch.is_late()
+    assert flight.place(0).waiting is not None, "the report then names it"
+
+
+def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
+    ended: list[Failure] = []
+    (tmp_path / "file").write_text("")
+    watch = Watch(Flight(), HashStore(), 1, 2, 0.1, lambda failure, _: ended.append(failure), folder=tmp_path / "file")
+    watch._finish("rank 0 did not arrive", 1)
+    assert ended[0].is_report
 
 
 def _mesh_records(rank: int, world: int) -> list[str]:
