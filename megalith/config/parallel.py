@@ -17,6 +17,10 @@ class ParallelConfig:
     sp: bool = False
     """Sequence parallel: between tensor-parallel regions each rank keeps only its part of the tokens. Needs tp > 1."""
 
+    rings: bool = False
+    """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a part of a matmul. Adds
+    up in another order, so the last digits differ."""
+
     cp: int = 1
     """Context parallel: ranks that share the tokens of each row."""
 

@@ -55,11 +55,16 @@ class Decoder(nn.Module):
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+        overlap: bool = True, rings: bool = False,
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
         super().__init__()
-        region: Region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
+        region: Region = (
+            SplitTokens(mesh.tp, overlap=overlap, rings=rings)
+            if sp and mesh.tp.size > 1
+            else WholeTokens(mesh.tp, overlap=overlap)
+        )
         self.config, self.dtype, self.region = config, dtype, region
         self.stage = stage or whole_model(config.num_layers)
         if self.stage.embedding:
@@ -133,7 +138,8 @@ def build_chunks(
         chunks.append(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
-                context=parallel.context, recompute=recompute, offload=offload,
+                context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
+                rings=parallel.rings,
             )
         )  # fmt: skip
     return chunks

@@ -14,6 +14,16 @@ from megalith.kernels.linear import Sink, linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.parallel.autograd import enter, gather, gathered_again, leave, partial, reduce_scatter
 from megalith.parallel.group import Group
+from megalith.parallel.overlap import Border, entered_linear, left_linear
+from megalith.parallel.rings import (
+    Product,
+    Started,
+    gather_product,
+    product_scatter,
+    start_gather,
+    start_scatter,
+    start_sum,
+)
 from megalith.plan.shards import Shard, split_evenly
 
 
@@ -54,12 +64,22 @@ class Region(Protocol):
     def leave(self, x: Tensor) -> Tensor:
         """Partial sums [t, h] (P) -> the sum, for my tokens."""
 
+    @property
+    def border(self) -> Border | None:
+        """The same with communication behind matmuls; None: one after the other."""
+
+    @property
+    def rings(self) -> bool:
+        """Whether the way out goes on behind a matmul, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class WholeTokens:
     """Outside divided work every rank has all tokens, and does the same with them (I)."""
 
     group: Group
+    overlap: bool = True
+    """Sum dx over ranks while the weights' gradients are computed."""
 
     @property
     def invariant(self) -> frozenset[str]:
@@ -75,6 +95,28 @@ class WholeTokens:
         """Sum forward; nothing backward."""
         return leave(x, self.group)
 
+    @property
+    def border(self) -> Border | None:
+        """Itself, where there is something to hide."""
+        return self if self.overlap and self.group.size > 1 else None
+
+    @property
+    def rings(self) -> bool:
+        """Whole sums go round no ring."""
+        return False
+
+    def entered_product(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+        """Every rank has all tokens."""
+        return x, product(x, w)
+
+    def left_product(self, x: Tensor, w: Tensor, product: Product) -> Started:
+        """A sum that is waited for later."""
+        return start_sum(product(x, w), self.group)
+
+    def start_again(self, x: Tensor) -> Started:
+        """They are here."""
+        return Started(x)
+
 
 @dataclass(frozen=True, slots=True)
 class SplitTokens:
@@ -85,6 +127,11 @@ class SplitTokens:
     """
 
     group: Group
+    overlap: bool = True
+    """Communicate in backward behind the matmuls for dx and for the weights."""
+
+    rings: bool = False
+    """Communicate step by step around a ring, in forward, too, each step behind a part of a matmul."""
 
     @property
     def invariant(self) -> frozenset[str]:
@@ -99,6 +146,28 @@ class SplitTokens:
     def leave(self, x: Tensor) -> Tensor:
         """Reduce-scatter forward; all-gather backward."""
         return reduce_scatter(x, self.group)
+
+    @property
+    def border(self) -> Border | None:
+        """Itself, where there is something to hide."""
+        return self if self.overlap and self.group.size > 1 else None
+
+    def entered_product(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
+        """All tokens, gathered at once or part by part, and their product."""
+        if self.rings:
+            return gather_product(x, w, self.group, product)
+        whole = start_gather(x, self.group).wait()
+        return whole, product(whole, w)
+
+    def left_product(self, x: Tensor, w: Tensor, product: Product) -> Started:
+        """Its sum for my tokens, taken at once or part by part."""
+        if self.rings:
+            return Started(product_scatter(x, w, self.group, product))
+        return start_scatter(product(x, w), self.group)
+
+    def start_again(self, x: Tensor) -> Started:
+        """All-gather once more."""
+        return start_gather(x, self.group)
 
 
 def declare(module: nn.Module, name: str, declared: Declared, *, dtype: torch.dtype) -> None:
@@ -129,7 +198,11 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Input) -> Tensor:
         """x [t, i] -> [t, f_tp]."""
-        y = linear(self.region.enter(x), self.sunk(), sink=self.sink)
+        border = self.region.border
+        if border is None:
+            y = linear(self.region.enter(x), self.sunk(), sink=self.sink)
+        else:
+            y = entered_linear(x, self.sunk(), border, sink=self.sink)
         if self.bias_names:
             y = y + torch.cat([getattr(self, name) for name in self.bias_names])
         return y
@@ -156,7 +229,11 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Input) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
-        y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
+        border = self.region.border
+        if border is None or not self.region.rings:
+            y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
+        else:
+            y = left_linear(value_of(x), self.sunk(), border, sink=self.sink)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
 
     def sunk(self) -> list[nn.Parameter]:

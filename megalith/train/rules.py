@@ -12,6 +12,7 @@ from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
+from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems
 from megalith.plan.recompute import recompute_problems
 from megalith.plan.schedule import schedule_name
@@ -47,6 +48,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
+        problems += fully_sharded_problems(p, run.offload, compiled=t.compile)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
@@ -191,6 +193,17 @@ def sp_needs_tp(run: TrainRun, world: int) -> str | None:
     )
 
 
+def rings_need_sp(run: TrainRun, world: int) -> str | None:
+    """Only tokens that are divided travel round; and a ring is a way of overlapping."""
+    p = run.parallel
+    if not p.rings or (p.sp and p.overlap):
+        return None
+    return (
+        f"parallel.rings=true needs parallel.sp=true and parallel.overlap=true (now sp={p.sp}, overlap={p.overlap}): "
+        f"tokens that are divided over tp travel round while others are multiplied. Set both, or remove parallel.rings."
+    )
+
+
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees to it with cp."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
@@ -309,7 +322,7 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp)
+LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp)
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
     rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, evaluation_has_steps, betas_are_shares,

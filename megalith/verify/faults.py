@@ -23,13 +23,14 @@ from megalith.kernels.tokens import Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
-from megalith.parallel import context, data
+from megalith.parallel import context, data, tensor
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import Postponed
+from megalith.parallel.rings import Started
 from megalith.parallel.slices import SliceSum, Transfer
 from megalith.parallel.tensor import (
     ColumnLinear,
@@ -104,6 +105,8 @@ class Detour:
     leave: Callable[[Tensor], Tensor]
     group: Group
     invariant: frozenset[str]
+    border: None = None
+    rings: bool = False
 
 
 @contextmanager
@@ -313,6 +316,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bias_before_sum", "A row-parallel layer's bias is added by every rank, before the sum.",
         "types", ("tp", "bias"), lambda: replaced(RowLinear, "forward", _bias_before_sum),
+    ),
+    Fault(
+        "overlapped_sum_removed", "The gradient of a column-parallel layer's input is handed on before it is summed.",
+        "numbers", ("tp", "whole tokens"), lambda: replaced(tensor, "start_sum", lambda x, group: Started(x)),
     ),
     Fault(
         "sp_gather_removed", "A column-parallel layer works on its own tokens only.",

@@ -152,6 +152,9 @@ def test_problems_on_a_middle_stage_are_found_under_the_layers_global_number() -
 class WithoutSum:
     """A region that leaves divided work without the sum."""
 
+    border = None
+    rings = False
+
     def __init__(self, mesh: Mesh) -> None:
         self.group, self.invariant = mesh.tp, frozenset(mesh.tp.axes)
 

@@ -1,0 +1,162 @@
+"""Communication behind matmuls: the same bits as one after the other; rings the same but for the order of sums."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.kernels.linear import weight_grad
+from megalith.kernels.rebuilt import Rebuilt
+from megalith.models.decoder import allocate
+from megalith.parallel.group import Group
+from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, RowLinear, SplitTokens, WholeTokens
+from megalith.plan.shards import cut_dim, split_evenly, whole
+from megalith.testing.inject import slow_link
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tolerance import FP64, assert_equals
+
+TOKENS, INPUTS, OUTPUTS = 12, 6, 10
+
+
+def seeded(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+class Notes:
+    """A sink that notes when it is called."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.total: Tensor | None = None
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        self.events.append("weights")
+        self.total = weight_grad(dy, x)
+
+    def gradient(self, dw: Tensor) -> None:
+        raise AssertionError("a linear layer hands over products")
+
+    def rows(self, rows: Tensor, dy: Tensor) -> None:
+        raise AssertionError("a linear layer hands over products")
+
+
+def build(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype) -> ColumnLinear | RowLinear:
+    shard = whole("x.w", (OUTPUTS, INPUTS))
+    dim = 0 if kind is ColumnLinear else 1
+    sizes = split_evenly(shard.shape[dim], group.size)
+    declared = Declared(cut_dim(shard, dim, sizes, group.rank, group.axes), Init(1.0))
+    layer = (
+        ColumnLinear([declared], [], region, dtype=dtype)
+        if kind is ColumnLinear
+        else RowLinear(declared, None, region, dtype=dtype)
+    )
+    allocate(layer, torch.device("cpu"))
+    with torch.no_grad():
+        box = seeded(OUTPUTS, INPUTS, seed=1, dtype=dtype).split(sizes, dim)[group.rank]
+        getattr(layer, "w").copy_(box)  # noqa: B009  # a name that mypy does not know
+    return layer
+
+
+def run(kind: type[nn.Module], region: Region, group: Group, dtype: torch.dtype, sink: bool) -> Sequence[Tensor]:
+    """Output, dx and dw of one layer."""
+    layer = build(kind, region, group, dtype)
+    notes = Notes([])
+    layer.sink = notes if sink else None
+    sp, column = isinstance(region, SplitTokens), kind is ColumnLinear
+    tokens = TOKENS // group.size if sp and column else TOKENS
+    inputs = INPUTS if column else split_evenly(INPUTS, group.size)[group.rank]
+    x = seeded(tokens, inputs, seed=2 + (group.rank if sp or not column else 0), dtype=dtype).requires_grad_()
+    y = layer(x)
+    (y * seeded(*y.shape, seed=7, dtype=dtype)).sum().backward()
+    weight = getattr(layer, "w")  # noqa: B009
+    found = notes.total if sink else weight.grad
+    assert x.grad is not None and found is not None
+    assert (weight.grad is None) == sink
+    return y.detach(), x.grad, found
+
+
+def compare(rank: int, world: int, dtype: torch.dtype) -> None:
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    for kind in (ColumnLinear, RowLinear):
+        for sink in (False, True):
+            for split in (False, True):
+                region = SplitTokens if split else WholeTokens
+                plain = run(kind, region(group, overlap=False), group, dtype, sink)
+                for mine, reference in zip(run(kind, region(group), group, dtype, sink), plain, strict=True):
+                    assert torch.equal(mine, reference), (kind, region, sink)
+            if dtype == torch.float64:
+                ring = run(kind, SplitTokens(group, rings=True), group, dtype, sink)
+                for mine, reference in zip(ring, plain, strict=True):
+                    assert_equals(f"{kind} in a ring", mine, reference, FP64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_overlap_changes_no_bit_and_rings_only_the_order_of_sums(dtype: torch.dtype) -> None:
+    run_ranks(compare, 3, dtype)
+
+
+def order(rank: int, world: int, sp: bool) -> None:
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    events: list[str] = []
+    layer = build(ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32)
+    layer.sink = Notes(events)
+    x = seeded(TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32).requires_grad_()
+    y = layer(x)
+    with slow_link(latency_seconds=0.02, poison=True) as link:
+        y.sum().backward()
+    kinds = [transfer.kind for transfer in link.transfers]
+    assert kinds == (["all_gather", "reduce_scatter"] if sp else ["all_reduce"])
+    assert [transfer.waits for transfer in link.transfers] == [1] * len(kinds)
+    assert events == ["weights"]
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_each_message_is_waited_for_once_and_read_only_then(sp: bool) -> None:
+    run_ranks(order, 2, sp)
+
+
+def hidden(rank: int, world: int, sp: bool) -> float:
+    """How long a backward stands still for a link, of what the link takes; the weights' product is a long sleep."""
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    layer = build(ColumnLinear, SplitTokens(group) if sp else WholeTokens(group), group, torch.float32)
+    layer.sink = Sleeper()
+    x = seeded(TOKENS // world if sp else TOKENS, INPUTS, seed=2, dtype=torch.float32).requires_grad_()
+    y = layer(x)
+    with slow_link(latency_seconds=0.05) as link:
+        y.sum().backward()
+    sums = ("reduce_scatter", "all_reduce")
+    return link.exposed_seconds(*sums) / link.added_seconds(*sums)
+
+
+class Sleeper(Notes):
+    """A sink whose product takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_the_sum_of_dx_is_hidden_behind_the_weights(sp: bool) -> None:
+    assert max(run_ranks(hidden, 2, sp)) < 0.2
+
+
+def rebuilt_input(rank: int, world: int) -> None:
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    layer = build(ColumnLinear, SplitTokens(group), group, torch.float64)
+    x = seeded(TOKENS // world, INPUTS, seed=2, dtype=torch.float64)
+    layer(x).sum().backward()
+    weight = getattr(layer, "w")  # noqa: B009
+    reference, weight.grad = weight.grad, None
+    half = x / 2
+    layer(Rebuilt(x, torch.add, (half, half))).sum().backward()
+    assert torch.equal(weight.grad, reference)
+
+
+def test_an_input_that_is_rebuilt_gives_the_same_gradient() -> None:
+    run_ranks(rebuilt_input, 2)

@@ -1,0 +1,86 @@
+"""Products around a ring are those of gathered tokens, and of sums that are scattered; and they hide a slow link."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.linear import forward, input_grad
+from megalith.parallel.group import Group
+from megalith.parallel.rings import (
+    gather_product,
+    product_scatter,
+    start_gather,
+    start_passing,
+    start_scatter,
+    start_sum,
+)
+from megalith.testing.inject import slow_link
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.tolerance import FP64, assert_equals
+
+TOKENS, INPUTS, OUTPUTS = 12, 5, 7
+
+
+def seeded(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def group_of(rank: int, world: int) -> Group:
+    return everyone(rank, world, "tp_kv", "tp_copy")
+
+
+def products(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    x, weights = seeded(TOKENS, INPUTS, seed=0), [seeded(OUTPUTS, INPUTS, seed=1 + r) for r in range(world)]
+    whole, y = gather_product(x.chunk(world)[rank], weights[rank], group, forward)
+    assert torch.equal(whole, x)
+    assert_equals("gathered", y, x @ weights[rank].T, FP64)
+    dys = [seeded(TOKENS, OUTPUTS, seed=9 + r) for r in range(world)]
+    mine = product_scatter(dys[rank], weights[rank], group, input_grad)
+    total = torch.stack([dy @ w for dy, w in zip(dys, weights, strict=True)]).sum(0)
+    assert_equals("scattered", mine, total.chunk(world)[rank], FP64)
+
+
+def started(rank: int, world: int) -> None:
+    group = group_of(rank, world)
+    parts = [seeded(world * 2, 3, seed=r) for r in range(world)]
+    total = torch.stack(parts).sum(0)
+    with slow_link(latency_seconds=0.01, poison=True):
+        on_their_way = [start(parts[rank], group) for start in (start_sum, start_gather, start_scatter, start_passing)]
+        assert all(each.x.isnan().all() for each in on_their_way)
+        whole, gathered, scattered, passed = (each.wait() for each in on_their_way)
+    assert_equals("sum", whole, total, FP64)
+    assert torch.equal(gathered, torch.cat(parts))
+    assert_equals("scatter", scattered, total.chunk(world)[rank], FP64)
+    assert torch.equal(passed, parts[rank - 1])
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("what", [products, started], ids=lambda what: what.__name__)
+def test_on_ranks(what: object, tp: int) -> None:
+    assert callable(what)
+    run_ranks(what, tp)
+
+
+def slow_product(x: Tensor, w: Tensor, *, seconds: float) -> Tensor:
+    time.sleep(seconds)
+    return forward(x, w)
+
+
+def hidden(rank: int, world: int) -> tuple[float, float]:
+    """What a link that needs half the time of a product adds, and for how much of it a rank stands still."""
+    group = group_of(rank, world)
+    product = partial(slow_product, seconds=0.04)
+    with slow_link(latency_seconds=0.02) as link:
+        gather_product(seeded(4, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
+        product_scatter(seeded(4 * world, INPUTS, seed=0), seeded(OUTPUTS, INPUTS, seed=1), group, product)
+        return link.added_seconds(), link.exposed_seconds()
+
+
+def test_a_slow_link_is_hidden_behind_the_parts_of_a_product() -> None:
+    for added, exposed in run_ranks(hidden, 2):
+        assert added == pytest.approx(0.04)
+        assert exposed <= 0.2 * added
