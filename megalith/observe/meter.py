@@ -5,7 +5,7 @@ Python variable still holds it is not seen, and neither is what appears for a wh
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -18,8 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 class Meter:
     """Bytes that are kept, now and at most, and by whom."""
 
-    def __init__(self, excluded: set[int]) -> None:
-        self.path = [""]
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self.path: list[tuple[str, nn.Module | None]] = [("", None)]
+        """The modules that are running, outermost first."""
+
         self.live = 0
         """Bytes that are kept now."""
 
@@ -29,7 +31,8 @@ class Meter:
         self.kept: Counter[str] = Counter()
         """Bytes by name of the module that kept them first; "" outside of modules. Grows only."""
 
-        self._excluded = excluded
+        self._models = models
+        self._excluded = {x.untyped_storage()._cdata for one in models for x in (*one.parameters(), *one.buffers())}
         self._uses: Counter[int] = Counter()
 
     def layers(self) -> Mapping[str, int]:
@@ -43,15 +46,20 @@ class Meter:
     def pack(self, x: Tensor) -> "Tensor | Saved":
         """Note a tensor that is being saved."""
         storage = x.untyped_storage()
-        if storage._cdata in self._excluded:
+        if storage._cdata in self._excluded or self._is_parameter(storage._cdata):
             return x
         return Saved(x.detach(), self)
+
+    def _is_parameter(self, key: int) -> bool:
+        """Asked while a module runs: with zero=3 it has its parameters, and other ones, only then."""
+        running = [module for _, module in self.path[-1:] if module is not None] or self._models
+        return any(p.untyped_storage()._cdata == key for module in running for p in module.parameters())
 
     def begins(self, key: int, nbytes: int) -> None:
         """One more tensor in this memory."""
         self._uses[key] += 1
         if self._uses[key] == 1:
-            self.kept[self.path[-1]] += nbytes
+            self.kept[self.path[-1][0]] += nbytes
             self.live += nbytes
             self.peak = max(self.peak, self.live)
 
@@ -82,8 +90,7 @@ def metered(*models: nn.Module) -> Iterator[Meter]:
     Only the innermost hooks on saved tensors are called: what a recomputed region would keep is not kept and not seen,
     and an offloaded layer reports by itself.
     """
-    excluded = {p.untyped_storage()._cdata for model in models for p in (*model.parameters(), *model.buffers())}
-    meter = Meter(excluded)
+    meter = Meter(models)
     with ExitStack() as stack:
         for model in models:
             for name, module in model.named_modules():
@@ -99,7 +106,7 @@ def _unpack(saved: Tensor | Saved) -> Tensor:
 
 
 def _enter(meter: Meter, name: str, module: nn.Module, given: Any) -> None:  # Any: whatever the module takes
-    meter.path.append(name)
+    meter.path.append((name, module))
 
 
 def _leave(meter: Meter, module: nn.Module, given: Any, result: Any) -> None:

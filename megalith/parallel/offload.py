@@ -10,12 +10,12 @@ Source of the scheme: Rhu et al. 2016, arXiv:1602.08124 (vDNN).
 """
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -112,10 +112,10 @@ class View:
 class OffloadedPass:
     """One forward pass through a stage, and its backward pass."""
 
-    def __init__(self, memory: HostMemory, *, min_numel: int, stays: Collection[Tensor]) -> None:
-        """`stays`: tensors that are needed on the device anyway, such as parameters and what all layers share."""
+    def __init__(self, memory: HostMemory, *, min_numel: int, stays: Collection[Tensor] = ()) -> None:
+        """`stays`: tensors that are needed on the device anyway, because all layers share them."""
         self.memory, self.min_numel = memory, min_numel
-        self.stays = {x.untyped_storage()._cdata for x in stays}
+        self.stays = storages(stays)
         self.spans: dict[int, list[weakref.ref[Away]]] = {}
         self.sent: dict[int, list[tuple[int, int]]] = {}
         """(elements, bytes) of everything each span has sent."""
@@ -124,9 +124,9 @@ class OffloadedPass:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Away]]] = {}
 
     @contextmanager
-    def span(self, number: int) -> Iterator[None]:
-        """What is saved inside waits in host memory."""
-        with saved_tensors_hooks(lambda x: self._pack(number, x), _unpack):
+    def span(self, number: int, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
+        """What is saved inside waits in host memory; the parameters of these layers stay."""
+        with saved_tensors_hooks(lambda x: self._pack(number, layers, x), _unpack):
             yield
 
     def fetch(self, number: int) -> None:
@@ -136,9 +136,12 @@ class OffloadedPass:
             if away is not None:
                 away.start_back()
 
-    def _pack(self, number: int, x: Tensor) -> Tensor | View:
+    def _pack(self, number: int, layers: Sequence[nn.Module], x: Tensor) -> Tensor | View:
         storage = x.untyped_storage()
         if x.numel() < self.min_numel or storage._cdata in self.stays:
+            return x
+        # Asked each time: with zero=3 a layer has its parameters, and other ones, only while it runs.
+        if any(storage._cdata in storages(layer.parameters()) for layer in layers):
             return x
         known = self._known.get(storage._cdata)
         away = None if known is None else known[1]()
@@ -148,6 +151,11 @@ class OffloadedPass:
             self.spans.setdefault(number, []).append(weakref.ref(away))
             self.sent.setdefault(number, []).append((x.numel(), storage.nbytes()))
         return View(x, away)
+
+
+def storages(tensors: Iterable[Tensor]) -> set[int]:
+    """The numbers of the pieces of memory behind some tensors."""
+    return {x.untyped_storage()._cdata for x in tensors}
 
 
 def _unpack(saved: Tensor | View) -> Tensor:

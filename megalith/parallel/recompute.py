@@ -5,11 +5,10 @@ more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -92,16 +91,6 @@ def _call(function: Function, last: Sequence[Tensor | Tokens], *first: Tensor) -
     return function(*first, *last)
 
 
-class Layer(Protocol):
-    """A transformer layer."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Its weights."""
-
-    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h] -> [t, h]."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerRunner:
     """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for backward."""
@@ -114,27 +103,21 @@ class LayerRunner:
     memory: HostMemory = field(default_factory=HostMemory)
     """For what is offloaded."""
 
-    def __call__(self, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
+    def __call__(self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], as the layers have tokens -> [t, h]."""
         if not torch.is_grad_enabled():
             return _run(layers, tokens, x)
         spans = layer_spans(self.recompute, self.offload, len(layers))
-        away = self._offloaded_pass(spans, layers, tokens)
+        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=tokens.rotary or ())
         for number, span in enumerate(spans):
-            with away.span(number) if span.offloaded else nullcontext():
-                x = self._run_span(span, layers[span.start : span.stop], x, tokens)
+            part = layers[span.start : span.stop]
+            with away.span(number, part) if span.offloaded else nullcontext():
+                x = self._run_span(span, part, x, tokens)
             if number > 0 and spans[number - 1].offloaded:
                 fetch_when_backward_reaches(x, away, [number - 1])
         return x
 
-    def _offloaded_pass(self, spans: Sequence[Span], layers: Sequence[Layer], tokens: Tokens) -> OffloadedPass:
-        stays: list[Tensor] = list(tokens.rotary or ())
-        for span in spans:
-            if span.offloaded:
-                stays += [p for layer in layers[span.start : span.stop] for p in layer.parameters()]
-        return OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=stays)
-
-    def _run_span(self, span: Span, layers: Sequence[Layer], x: Tensor, tokens: Tokens) -> Tensor:
+    def _run_span(self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
@@ -142,7 +125,7 @@ class LayerRunner:
         return recompute(partial(_run, layers, tokens), kept, *tokens.rotary, check=self.recompute.check)
 
 
-def _run(layers: Sequence[Layer], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:
+def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:
     """One layer after the other, with the rotations given apart where they have to be kept as tensors."""
     if rotary:
         tokens = replace(tokens, rotary=(rotary[0], rotary[1]))

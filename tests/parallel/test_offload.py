@@ -150,3 +150,24 @@ def test_on_a_gpu_no_bit_changes_and_the_memory_is_less() -> None:
         away_loss, away_gradients = step(one)
         assert torch.equal(away_loss, loss) and torch.equal(away_gradients, gradients)
     assert all(buffer.is_pinned() for free in one.model.run_layers.memory.buffers.values() for buffer in free)
+
+
+class Gathered(torch.nn.Module):
+    """A layer whose parameter is another one while it runs, as with zero=3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        part, self.weight = self.weight, torch.nn.Parameter(self.weight.detach().repeat(2))
+        y = x * self.weight
+        self.weight = part
+        return y
+
+
+def test_parameters_that_a_layer_has_only_while_it_runs_stay() -> None:
+    layer, run = Gathered(), OffloadedPass(HostMemory(), min_numel=1)
+    with run.span(0, [layer]):
+        layer(torch.randn(4, 6))
+    assert run.sent == {0: [(24, 96)]}
