@@ -1,5 +1,6 @@
 """Divided optimizer state and gradients change no bit, hide nothing that is not there, and hold what they promise."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalith.checkpoint.load import open_checkpoint
@@ -197,6 +199,43 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
 def test_zero_2_holds_few_buckets_at_a_time() -> None:
     for most, largest in run_ranks(_live_buckets, 2):
         assert 0 < most <= (engine.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
+
+
+# --- a slow link is hidden
+
+
+def _exposed(rank: int, world: int, zero: int) -> tuple[float, float, float]:
+    """Seconds of a step in which nothing is sent, that the link adds to one, and that a rank then stands still for it.
+
+    Layers sleep for what a device would compute meanwhile, so that little depends on the cores of this machine; the
+    shortest of some steps counts.
+    """
+    settings = {**ONE_MICROBATCH, "parallel.zero": str(zero), "model.num_layers": "12", "parallel.bucket_numel": "3000"}
+    run = tiny_run(settings)
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    for layer in trainer.model.layers:
+        layer.register_forward_hook(lambda *_: time.sleep(0.010))
+        layer.register_full_backward_hook(lambda *_: time.sleep(0.010))
+    whole, exposed, count = [], [], 5
+    with slow_link(latency_seconds=0.007) as link:
+        for number in range(count):
+            dist.barrier()
+            before, start = link.exposed_seconds("isend", "irecv"), time.perf_counter()
+            steps(trainer, number, 1)
+            exposed.append(link.exposed_seconds("isend", "irecv") - before)
+            whole.append(time.perf_counter() - start - exposed[-1])
+        trainer.data.settle()
+    added = link.added_seconds("irecv") / count  # sending goes on at the same time
+    return min(whole), added, min(exposed[1:])  # no weights were on their way before the first step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [1, 2])
+def test_of_a_link_that_would_add_half_a_step_four_fifths_are_hidden(zero: int) -> None:
+    """Both ways: gradients behind backward, weights behind the next forward."""
+    for whole, added, exposed in run_ranks(_exposed, 2, zero):
+        assert added > 0.4 * whole  # 0.5 on an idle machine
+        assert exposed < 0.2 * added, (whole, added, exposed)
 
 
 # --- memory
