@@ -276,6 +276,6 @@ def _sharded_traffic(workload: Workload, parameters: Sequence[HeldParameter]) ->
         nbytes=many * width.sums * sum(padded), behind=behind,
     )  # fmt: skip
     yield _row(
-        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=len(parameters),
+        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=len(units),
         nbytes=width.sums * sum(padded) // ranks, behind=behind,
     )  # fmt: skip

@@ -89,6 +89,8 @@ TENSOR = [
     (2, {"parallel.tp": "2", "parallel.sp": "true"}),
     (4, {"parallel.tp": "4", "parallel.sp": "true", "precision.params": "bf16"}),
     (4, {"parallel.tp": "2", "parallel.dp": "2", "model.tied_embeddings": "true"}),
+    (3, {"parallel.tp": "3", "parallel.sp": "true", "model.num_heads": "8", "model.num_kv_heads": "4"}),
+    (6, {"parallel.tp": "3", "parallel.zero": "1", "model.num_heads": "8", "model.num_kv_heads": "4"}),
 ]
 ZERO = [
     (2, {"parallel.zero": "1"}),
