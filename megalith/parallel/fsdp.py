@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from megalith.errors import PlanError
 from megalith.parallel.alike import require_alike
 from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
@@ -51,6 +52,7 @@ class FullySharded:
         for unit in self.units:  # a chunk comes after the units inside it, and gets what they leave
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
+        _refuse_shared_chunks(chunks)
         shapes = {shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters}
         require_alike(shapes, mesh.dp_cp)
         for chunk in chunks:
@@ -270,6 +272,16 @@ def fully_shard_chunk(
         assert isinstance(chunk, FSDPModule)
         chunk.set_reshard_after_backward(False)
     _give_memory(chunk, device)
+
+
+def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
+    """Each chunk is cut by itself, so no two of a rank may share a weight."""
+    held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
+    if sum(map(len, held)) > len(set().union(*held)):
+        raise PlanError(
+            f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the vocabulary: each chunk "
+            f"is cut by itself. Set model.tied_embeddings=false, parallel.pipeline.vpp=1, or parallel.zero=2."
+        )
 
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:

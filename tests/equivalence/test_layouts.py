@@ -100,6 +100,43 @@ def test_divided_state_equals_one_process(name: str) -> None:
     assert {found.what for found in differences if not found.holds} == set(), differences
 
 
+# --- weights too (zero 3), by FSDP2
+
+FULLY = {
+    "zero 3 dp2": (tiny(), ParallelConfig(dp=2, zero=3), 2),
+    "zero 3 dp2 tied": (tiny(tied=True), ParallelConfig(dp=2, zero=3), 2),
+    "zero 3 dp3": (tiny(bias=True), ParallelConfig(dp=3, zero=3), 3),
+    "zero 3 dp4": (tiny(tied=True), ParallelConfig(dp=4, zero=3), 4),
+    "zero 3 dp4 in two replicas": (tiny(bias=True), ParallelConfig(dp=4, zero=3, replicas=2), 4),
+    "zero 3 tp2 dp2 sp": (tiny(bias=True), ParallelConfig(tp=2, dp=2, sp=True, zero=3), 4),
+    "zero 3 tp2 dp2, dp inside": (tiny(), ParallelConfig(tp=2, dp=2, zero=3, order="dp-tp-cp-ep-pp"), 4),
+    "zero 3 tp3 dp2 sp": (tiny(tied=True), ParallelConfig(tp=3, dp=2, sp=True, zero=3), 6),
+    "zero 3 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=3), 8),
+    "zero 3 tp2 dp4 sp in two replicas": (tiny(), ParallelConfig(tp=2, dp=4, sp=True, zero=3, replicas=2), 8),
+    "zero 3 cp2": (tiny(), ParallelConfig(cp=2, zero=3), 2),
+    "zero 3 cp2 dp2": (tiny(bias=True), ParallelConfig(cp=2, dp=2, zero=3), 4),
+    "zero 3 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=3), 4),
+    "zero 3 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=3), 4),
+    "zero 3 pp2 dp2 tied, without overlap": (tiny(tied=True), ParallelConfig(pp=2, dp=2, zero=3, overlap=False), 4),
+    "zero 3 pp2 dp2, two chunks each": (
+        replace(tiny(), num_layers=4),
+        ParallelConfig(pp=2, dp=2, zero=3, pipeline=PipelineConfig(vpp=2)),
+        4,
+    ),
+    "zero 3 pp2 tp2 dp2 sp tied": (tiny(tied=True), ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=3), 8),
+}
+SMALL_FULLY = {"zero 3 dp2", "zero 3 dp4 in two replicas", "zero 3 tp2 dp2 sp"}
+"""In `make test`; the others in `make test-all`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SMALL_FULLY else [pytest.mark.slow]) for name in FULLY]
+)
+def test_divided_weights_equal_one_process(name: str) -> None:
+    differences = prove_layout(layout_case(*FULLY[name]))
+    assert {found.what for found in differences if not found.holds} == set(), differences
+
+
 # --- tokens of each row shared over the ranks of cp
 
 
