@@ -19,8 +19,8 @@ class Meter:
     """Bytes that are kept, now and at most, and by whom."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self.path: list[tuple[str, nn.Module | None]] = [("", None)]
-        """The modules that are running, outermost first."""
+        self.path = [""]
+        """Names of the modules that are running, outermost first."""
 
         self.live = 0
         """Bytes that are kept now."""
@@ -51,15 +51,14 @@ class Meter:
         return Saved(x.detach(), self)
 
     def _is_parameter(self, key: int) -> bool:
-        """Asked while a module runs: with zero=3 it has its parameters, and other ones, only then."""
-        running = [module for _, module in self.path[-1:] if module is not None] or self._models
-        return any(p.untyped_storage()._cdata == key for module in running for p in module.parameters())
+        """Asked each time: with zero=3 a layer has its parameters, and other ones, only while it runs."""
+        return any(p.untyped_storage()._cdata == key for model in self._models for p in model.parameters())
 
     def begins(self, key: int, nbytes: int) -> None:
         """One more tensor in this memory."""
         self._uses[key] += 1
         if self._uses[key] == 1:
-            self.kept[self.path[-1][0]] += nbytes
+            self.kept[self.path[-1]] += nbytes
             self.live += nbytes
             self.peak = max(self.peak, self.live)
 
@@ -106,7 +105,7 @@ def _unpack(saved: Tensor | Saved) -> Tensor:
 
 
 def _enter(meter: Meter, name: str, module: nn.Module, given: Any) -> None:  # Any: whatever the module takes
-    meter.path.append((name, module))
+    meter.path.append(name)
 
 
 def _leave(meter: Meter, module: nn.Module, given: Any, result: Any) -> None:

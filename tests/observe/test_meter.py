@@ -58,7 +58,7 @@ def test_what_a_recomputed_region_drops_is_not_counted_and_the_path_survives_its
         y = region(x)
         assert meter.kept == {"": 11 * 5 * 4}
         y.sum().backward()
-        assert meter.path == [("", None)]
+        assert meter.path == [""]
     del y
     assert meter.live == 0
 
@@ -79,4 +79,4 @@ def test_hooks_are_gone_afterwards() -> None:
         model(torch.randn(3, 4))
     before = dict(meter.kept)
     model(torch.randn(3, 5))
-    assert meter.path == [("", None)] and meter.kept == before
+    assert meter.path == [""] and meter.kept == before

@@ -25,7 +25,8 @@ from megalith.plan.activations import Setting, layer_rows, stage_kept, total
 from megalith.plan.context import plan_slices
 from megalith.plan.savings import savings
 from megalith.testing.ranks import run_ranks
-from megalith.train.build import DTYPES
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import DTYPES, build_trainer
 
 MODEL = ModelConfig(
     vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6,
@@ -204,6 +205,28 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
     assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
     here = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=3)
     assert kept.nbytes + kept.host_bytes == here.nbytes
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], SELECTIVE[-1]], ids=str)
+def test_weights_that_ranks_gather_for_a_while_are_neither_kept_nor_sent(recompute: RecomputeConfig) -> None:
+    run_ranks(sharded_weights, 2, recompute, OffloadConfig(layers=2, min_numel=1))
+
+
+def sharded_weights(rank: int, world: int, recompute: RecomputeConfig, offload: OffloadConfig) -> None:
+    run = tiny_run({"model.num_layers": "3", "parallel.dp": "2", "parallel.zero": "3"})
+    run = replace(run, recompute=recompute, offload=offload)
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    trainer.data.begin_step(1)
+    ids = torch.arange(24)
+    with metered(trainer.model) as meter:
+        loss = trainer.model.loss(ids, ids, tokens_of_lengths([12, 12]))
+    setting = Setting(model=run.model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
+    ledger = stage_kept(setting, num_layers=3)
+    assert meter.live == ledger.nbytes
+    loss.backward()
+    trainer.data.finish()
+    assert trainer.model.run_layers.memory.taken == sum(len(rows) for rows in ledger.host) > 0
 
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/recompute.md"
