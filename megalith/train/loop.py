@@ -137,6 +137,7 @@ class _Loop:
                         break
                     if run.checkpoint.every and state.step % run.checkpoint.every == 0:
                         self._save()
+                self.trainer.data.settle()  # before this rank leaves, others still expect its slices
                 self._save(final=True)
         finally:
             self._close_metrics()

@@ -175,6 +175,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
         if step == 0:
             # The optimizer has clipped these in place; they are compared as they were applied, all by the same factor.
             gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
+    trainer.data.settle()
     weights = _weights(trainer)
     save_checkpoint(folder, STEPS, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
@@ -185,6 +186,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
     losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=0.1).loss)
+    again.data.settle()
     gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again))]
     if mesh.world.rank != 0:
         return None
