@@ -55,6 +55,7 @@ LAYOUTS = {
     "pp3, the embedding and the loss count": (UNTIED, parallel(3, count_embedding=True, count_loss=True), 4),
     "pp3 tied, standalone ends": (TIED, parallel(3, layout="E|t*4|L"), 4),
     "pp5 tied, standalone ends and an empty stage": (TIED, parallel(5, layout="E|tt||tt|L"), 2),
+    "pp4 tied, standalone ends and an empty rank": (TIED, parallel(4, layout="E|t*4||L"), 4),
     "pp2 vpp2 tied, empty and uneven stages": (TIED, parallel(2, vpp=2, layout="E|ttt||tL"), 3),
     "tp2 pp2 sp tied": (TIED, parallel(2, tp=2, sp=True), 2),
     "tp4 pp2 sp, 2 key/value heads": (UNTIED, parallel(2, tp=4, sp=True), 2),
@@ -70,7 +71,7 @@ LAYOUTS = {
 }
 SAMPLE = {
     "pp3 tied, fewer than ranks", "pp2 vpp2, groups of 5 and a remainder of 2", "pp3 zb-h1, uneven", "pp2 zb-v tied",
-    "pp2 dualpipe-v tied", "pp5 tied, standalone ends and an empty stage", "tp2 pp2 sp tied", "pp2 dp2 tied, zero 1",
+    "pp2 dualpipe-v tied", "pp4 tied, standalone ends and an empty rank", "tp2 pp2 sp tied", "pp2 dp2 tied, zero 1",
 }  # fmt: skip
 """What `make test` runs; `make test-all` runs them all."""
 
