@@ -357,10 +357,8 @@ def test_under_torchrun_a_rank_that_lost_another_says_so_in_a_line(script: Path,
         )
     )
     assert "in fail" not in lost, "its own traceback would only hide the other's"
-    times = [json.loads((tmp_path / "attempt_0" / str(rank) / "error.json").read_text()) for rank in range(2)]
-    assert [int(each["message"]["extraInfo"]["timestamp"]) for each in times] == sorted(
-        (int(each["message"]["extraInfo"]["timestamp"]) for each in times), reverse=True
-    )
+    record = json.loads((tmp_path / "attempt_0" / "0" / "error.json").read_text())["message"]
+    assert record["message"] == "RuntimeError: [gloo] Connection closed by peer", "for torchrun's own summary"
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", "--"]
