@@ -64,8 +64,8 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
     )  # fmt: skip
     replicas = 2 if "replicas" in needs else 1
     return model, ParallelConfig(
-        tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs, zero=1 if "zero" in needs else 0,
-        replicas=replicas,
+        tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs,
+        zero=3 if "fsdp" in needs else 1 if "zero" in needs else 0, replicas=replicas,
     )  # fmt: skip
 
 

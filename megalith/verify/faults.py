@@ -51,7 +51,7 @@ Change = Callable[[Decoder, Mesh], None]
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
-    "pp", "tied", "chunks", "split backward", "zero", "replicas",
+    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp",
 ]  # fmt: skip
 
 
@@ -241,6 +241,12 @@ def _without_replicas() -> AbstractContextManager[None]:
     return replaced(data, "start_all_reduce_", wrong)
 
 
+def _fsdp_takes_means() -> AbstractContextManager[None]:
+    from megalith.parallel import fsdp  # here, because torch's part of it takes half a second to load
+
+    return replaced(fsdp, "DIVIDE_BY", 2.0)
+
+
 # --- faults in sharing tokens over context-parallel ranks
 
 
@@ -400,6 +406,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "slices_not_summed_over_tp", "Slices of norms under sp are left out of the sum over tp.",
         "numbers", ("tp", "sp", "dp", "zero"), lambda: _without_sum(_is_norm),
+    ),
+    Fault(
+        "fsdp_takes_means", "Fully sharded gradients are averaged after the loss was divided by the global count.",
+        "numbers", ("dp", "zero", "fsdp"), _fsdp_takes_means,
     ),
     Fault(
         "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",

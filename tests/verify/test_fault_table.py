@@ -34,6 +34,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "slice_off_by_one": (False, "wrong gradients"),
     "replicas_not_summed": (False, "wrong gradients"),
     "slices_not_summed_over_tp": (False, "wrong gradients"),
+    "fsdp_takes_means": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
     # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
@@ -97,6 +98,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "split backward" in fault.needs,
     )
     assert (parallel.zero > 0, parallel.replicas > 1) == ("zero" in fault.needs, "replicas" in fault.needs)
+    assert (parallel.zero == 3) == ("fsdp" in fault.needs)
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
