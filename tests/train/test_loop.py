@@ -157,10 +157,10 @@ def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
 
 
 def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
-    """Two ranks share weights and tokens, then one has all, then two read other rows, then two share the weights."""
+    """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then two share weights."""
     fixed = CONSTANT | {"precision.params": "fp64", "optim.eps": "1e-3"}
     train(tmp_path / "whole", fixed)
-    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.dp": "2"}, {"parallel.tp": "2"}]
+    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.zero": "1"}, {"parallel.tp": "2"}]
     for number, layout in enumerate(layouts):
         settings = fixed | layout | {"train.steps": str(2 * number + 2)}
         if layout:
@@ -173,6 +173,19 @@ def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
         assert mine["loss"] == pytest.approx(reference["loss"], rel=FP64.relative)
         assert mine["grad_norm"] == pytest.approx(reference["grad_norm"], rel=CURVE64.relative)
     assert_close(stored(tmp_path / "moved", 8), stored(tmp_path / "whole", 8), CURVE64)
+
+
+@pytest.mark.parametrize("params", ["fp32", "bf16"])
+def test_weights_that_are_taken_over_in_slices_reach_every_rank(tmp_path: Path, params: str) -> None:
+    train(tmp_path / "source", {"train.steps": "2"})
+    fixed = CONSTANT | {"train.steps": "2", "train.micro_batch_size": "6", "checkpoint.load": str(tmp_path / "source")}
+    for zero in ("0", "1"):
+        settings = fixed | {"parallel.zero": zero, "precision.params": params}
+        run_ranks(train_as_rank, 2, tiny_run(settings), tmp_path / zero)
+    whole, divided = rows(tmp_path / "0"), rows(tmp_path / "1")
+    for mine, reference in zip(divided, whole, strict=True):  # the sum of squares is made of other parts
+        assert mine.pop("grad_norm", 0.0) == pytest.approx(reference.pop("grad_norm", 0.0), rel=1e-12)
+    assert divided == whole
 
 
 def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
