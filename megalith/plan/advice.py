@@ -12,10 +12,13 @@ from megalith.plan.costs import step_flops
 from megalith.plan.devices import GIB, USABLE, Device
 from megalith.plan.memory import chunk_kept, memory_ledger, worst
 from megalith.plan.recompute import modules_again
-from megalith.plan.times import work_seconds
+from megalith.plan.times import layer_share, work_seconds
 from megalith.plan.workload import Workload, plan_workload
 
 Verdict = Literal["fits", "tight", "does not fit", "unknown"]
+ALTERNATIVES: tuple[set[str], ...] = (set(), {"parallel.pp"}, {"offload.layers"}, {"parallel.pp", "offload.layers"})
+"""Left out of a sum of changes in turn: pipelines keep all weights gathered under zero=3, offloading excludes it."""
+
 Problems = Callable[[TrainRun, int], Sequence[str]]
 """Broken rules of a run on a number of ranks; as train/rules.py gives them."""
 
@@ -66,9 +69,9 @@ def remedy(workload: Workload, device: Device, problems: Problems) -> Change | N
     single = changes(workload, device, problems)
     fitting = [change for change in single if change.verdict == "fits"]
     together = None
-    if not fitting:  # a pipeline keeps all weights gathered under zero=3, so that the two do not add up
-        unpiped = [change for change in single if "parallel.pp" not in change.overrides]
-        together = _together(workload, device, problems, single) or _together(workload, device, problems, unpiped)
+    for left_out in ALTERNATIVES if not fitting else ():
+        some = [change for change in single if not left_out & change.overrides.keys()]
+        together = together or _together(workload, device, problems, some)
     tight = [change for change in single if change.verdict == "tight"]
     return next(iter([*fitting, *([together] if together else []), *tight]), None)
 
@@ -151,13 +154,6 @@ def _offload_price(workload: Workload, layers: str, device: Device) -> str:
 
 def _selective(modules: str) -> dict[str, str]:
     return {"recompute.granularity": "selective", "recompute.modules": f"[{modules}]"}
-
-
-def layer_share(run: TrainRun) -> float:
-    """The layers' part of a step's work; the head has the rest."""
-    c, length = run.model, run.train.seq_len
-    whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return 1 - 6 * c.hidden_size * c.vocab_size * length / whole
 
 
 def mlp_share(run: TrainRun) -> float:

@@ -5,6 +5,7 @@ Good for telling which axis costs what and what can hide it, not for predicting 
 
 from dataclasses import dataclass
 
+from megalith.config.train import TrainRun
 from megalith.plan.costs import step_flops
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
 from megalith.plan.memory import setting_of
@@ -68,6 +69,7 @@ def _share(workload: Workload, row: Traffic) -> float:
         "other microbatches": 1.0,
         "the layer before": 1.0,
         "attention": attention_share(workload),
+        "matmuls": (layer_share(workload.run) - attention_share(workload)) / 3,  # of inputs' or of weights' gradients
     }
     return shares[row.behind]
 
@@ -77,6 +79,13 @@ def attention_share(workload: Workload) -> float:
     c, length = workload.run.model, workload.run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
     return 1 - step_flops(c, tokens=length, squared_lengths=0) / whole
+
+
+def layer_share(run: TrainRun) -> float:
+    """The layers' part of a step's work; the head has the rest."""
+    c, length = run.model, run.train.seq_len
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    return 1 - 6 * c.hidden_size * c.vocab_size * length / whole
 
 
 def repeated_share(workload: Workload) -> float:

@@ -97,15 +97,25 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
             "tp", "inputs of layers run again", "all_gather",
             ranks=tp, calls=inputs_again, nbytes=inputs_again * one,
         )  # fmt: skip
+    behind = "matmuls" if run.parallel.overlap else ""
+    ring = "matmuls" if run.parallel.rings else ""
     if run.parallel.sp:
-        again_inside = layers if "mlp" in modules_again(run.recompute) else 0
-        gathers = (6 * layers + 2 * repeated + again_inside + inputs + losses) * many
-        scatters = (4 * layers + 2 * repeated - spans + inputs + losses) * many
-        yield _row("tp", "tokens, gathered", "all_gather", ranks=tp, calls=gathers, nbytes=gathers * one)
-        yield _row("tp", "sums, scattered", "reduce_scatter", ranks=tp, calls=scatters, nbytes=scatters * one)
+        inside = layers if "mlp" in modules_again(run.recompute) else 0
+        rows: list[tuple[str, Collective, int, str]] = [
+            ("tokens, gathered", "all_gather", 2 * layers + 2 * repeated + inside + losses, ring),
+            ("gradients, gathered", "all_gather", 2 * layers + inputs, ring),
+            ("tokens, gathered again", "all_gather", 2 * layers, behind),
+            ("sums, scattered", "reduce_scatter", 2 * layers + 2 * repeated - spans + inputs, ring),
+            ("gradients, scattered", "reduce_scatter", 2 * layers + losses, behind),
+        ]
     else:
-        sums = (4 * layers + 2 * repeated - spans + inputs + losses) * many
-        yield _row("tp", "sums of activations", "all_reduce", ranks=tp, calls=sums, nbytes=sums * one)
+        rows = [
+            ("sums of activations", "all_reduce", 2 * layers + 2 * repeated - spans + inputs, ""),
+            ("sums of gradients", "all_reduce", 2 * layers + losses, behind),
+        ]
+    for what, kind, count, hidden in rows:
+        calls = count * many
+        yield _row("tp", what, kind, ranks=tp, calls=calls, nbytes=calls * one, behind=hidden)
     chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
     yield _row(
         "tp", "statistics of logits", "all_reduce",

@@ -6,9 +6,10 @@ import pytest
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.plan.advice import changes, layer_share, mlp_share, notes, remedy, tried, verdict
+from megalith.plan.advice import changes, mlp_share, notes, remedy, tried, verdict
 from megalith.plan.devices import DEVICES, GIB, Device
 from megalith.plan.memory import memory_ledger, worst
+from megalith.plan.times import layer_share
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
 from megalith.train.rules import run_problems
