@@ -8,6 +8,7 @@ schedule lists them, and every channel between two ranks has a process group of 
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import NamedTuple, Self
 
@@ -71,10 +72,11 @@ class Handles:
         return self.by_way[direction, target > source]
 
 
-def handles_of(group: Group, *, tags: bool) -> Handles | None:
+def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> Handles | None:
     """What messages of the pipeline `group` travel through; None for one rank or on paper.
 
-    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this together.
+    tags: gloo, which has them. Else makes process groups, so every rank of the world calls this together; a message
+    over them that takes longer than `timeout_seconds` fails.
     """
     if group.size == 1 or group.handle is None:
         return None
@@ -88,7 +90,7 @@ def handles_of(group: Group, *, tags: bool) -> Handles | None:
     for direction, after in ways:
         for ranks in pipelines:
             name = f"pp-{direction}-{'up' if after else 'down'}"
-            handle = dist.new_group(list(ranks), group_desc=name)
+            handle = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_seconds), group_desc=name)
             if ranks == group.ranks:
                 by_way[direction, after] = handle
     return Handles(group, by_way, tags)

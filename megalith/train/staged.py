@@ -107,7 +107,10 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     chunks = build_chunks(
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload
     )  # fmt: skip
-    return Staged(run, mesh, device, tuple(chunks), handles_of(mesh.pp, tags=device.type == "cpu"))
+    handles = handles_of(
+        mesh.pp, tags=device.type == "cpu", timeout_seconds=run.parallel.timeout_seconds
+    )  # fmt: skip
+    return Staged(run, mesh, device, tuple(chunks), handles)
 
 
 def with_postponed(staged: Staged) -> Staged:
