@@ -53,9 +53,11 @@ def entered_linear(x: Input, parameters: Sequence[Tensor], border: Border, *, si
     return y
 
 
-def left_linear(x: Tensor, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None) -> Tensor:
+def left_linear(x: Input, parameters: Sequence[Tensor], border: Border, *, sink: Sink | None) -> Tensor:
     """`border.leave(partial(linear(x, parameters)))`, step by step where the border has a ring."""
-    y: Tensor = LeftLinear.apply(x, border, sink, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
+    wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+    kept = Kept(wanted, x.again, x.inputs) if isinstance(x, Rebuilt) else Kept(wanted)
+    y: Tensor = LeftLinear.apply(value_of(x), kept, border, sink, PLAIN, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -99,17 +101,19 @@ class LeftLinear(Function):
     """`left_linear` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, border, sink, products, *parameters: border.leave(
+        lambda x, kept, border, sink, products, *parameters: border.leave(
             partial(reference_linear(x, parameters), border.group)
         )
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, border: Border, sink: Sink | None, products: Products, *parameters: Tensor
+        ctx: Context, x: Tensor, kept: Kept, border: Border, sink: Sink | None, products: Products, *parameters: Tensor
     ) -> Tensor:
         """x [t, i_tp] -> y [t, o], as the region has tokens."""
-        ctx.save_for_backward(*parameters, x)
+        inputs = kept.inputs if kept.again is not None else (x,)
+        ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
+        ctx.again, ctx.like = kept.again, (x.shape, x.dtype)
         ctx.border, ctx.sink, ctx.products = border, sink, products
         return border.left_product(x, stacked(parameters), products.forward).wait()
 
@@ -117,9 +121,13 @@ class LeftLinear(Function):
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy, as the region has tokens -> dx [t, i_tp], and dw to the sink or to the parameters."""
-        *parameters, x = ctx.saved_tensors
+        wanted, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
+        parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
         whole, dx = ctx.border.entered_product(dy, stacked(parameters), ctx.products.input_grad)
-        return dx, None, None, None, *_weight_gradients(ctx, parameters, ctx.needs_input_grad[4:], x, whole)
+        x: Tensor | None = None
+        if any(wanted):
+            x = inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
+        return dx, None, None, None, None, *_weight_gradients(ctx, parameters, wanted, x, whole)
 
 
 def _weight_gradients(

@@ -233,7 +233,7 @@ class RowLinear(nn.Module):
         if border is None or not self.region.rings:
             y = self.region.leave(partial(linear(x, self.sunk(), sink=self.sink), self.region.group))
         else:
-            y = left_linear(value_of(x), self.sunk(), border, sink=self.sink)
+            y = left_linear(x, self.sunk(), border, sink=self.sink)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
 
     def sunk(self) -> list[nn.Parameter]:

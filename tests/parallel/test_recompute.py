@@ -179,13 +179,13 @@ def joined(rank: int, world: int) -> None:
     assert parts.inputs[0].shape == (8,) and torch.equal(parts.again(*parts.inputs), x)
 
 
-@pytest.mark.parametrize("sp", [False, True], ids=["tp2", "tp2 sp"])
-def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool) -> None:
-    run_ranks(on_two_ranks, 2, sp)
+@pytest.mark.parametrize(("sp", "rings"), [(False, False), (True, False), (True, True)], ids=["tp2", "sp", "rings"])
+def test_tensor_parallel_ranks_recompute_the_same_bits(sp: bool, rings: bool) -> None:
+    run_ranks(on_two_ranks, 2, sp, rings)
 
 
-def on_two_ranks(rank: int, world: int, sp: bool) -> None:
-    run = replace(RUN, parallel=replace(RUN.parallel, tp=2, sp=sp))
+def on_two_ranks(rank: int, world: int, sp: bool, rings: bool) -> None:
+    run = replace(RUN, parallel=replace(RUN.parallel, tp=2, sp=sp, rings=rings))
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     sharding = replace(UNIFORM[1], shard_inputs=True)
     away = OffloadConfig(layers=2, min_numel=1)
