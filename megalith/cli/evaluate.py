@@ -11,6 +11,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers
+from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
@@ -72,16 +73,19 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """The run in a layout for `world` processes, which need not be as many as trained it.
 
     The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not;
-    dp is the rest. The batch is one microbatch per rank, because nothing is accumulated.
+    rows are not shared, layers not divided, and weights whole: no gradient or optimizer takes memory. dp is the rest,
+    and the batch one microbatch per rank, because nothing is accumulated.
     """
-    p = run.parallel
-    tp = p.tp if "parallel.tp" in given or world % max(p.tp, 1) == 0 else 1
+    p, whole = run.parallel, ParallelConfig()
+    kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
+    tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
+    names = ("cp", "context", "pp", "pipeline", "dp", "zero", "replicas", "rings")
     layout = replace(
-        p, tp=tp,
-        sp=p.sp if "parallel.sp" in given else p.sp and tp > 1,
-        dp=p.dp if "parallel.dp" in given else None,
+        p, tp=tp, sp=p.sp if "sp" in kept else p.sp and tp > 1,
+        **{name: getattr(whole, name) for name in names if name not in kept},
     )  # fmt: skip
-    rows = run.train.micro_batch_size * max(layout.dp or world // max(tp, 1), 1)
+    ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
+    rows = run.train.micro_batch_size * max(layout.dp or world // ranks, 1)
     return replace(run, parallel=layout, train=replace(run.train, global_batch_size=rows, compile=False))
 
 

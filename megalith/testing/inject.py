@@ -106,7 +106,7 @@ class SlowLink:
         return Arrival(transfer, thread.submit(_take_time, transfer, finish))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Arrival:
     """Stands in for the `Work` that torch returns; its result is there after `wait`."""
 

@@ -89,6 +89,7 @@ def test_a_run_of_two_ranks_is_evaluated_on_one(run: Path, tmp_path: Path, capsy
         ({"tp": 2, "sp": True, "dp": 1}, 3, (), (1, False, None)),
         ({"tp": 2, "sp": True, "dp": 1}, 4, (), (2, True, None)),
         ({"dp": 8}, 3, (), (1, False, None)),
+        ({"dp": 4, "pp": 3, "cp": 2, "zero": 2, "replicas": 2}, 3, (), (1, False, None)),
         ({"tp": 2, "dp": 8}, 3, ("parallel.tp", "parallel.dp"), (2, False, 8)),
         ({"sp": True}, 2, ("parallel.sp",), (1, True, None)),
     ],

@@ -1,0 +1,142 @@
+"""How much of a step's communication stands in the way of computing, and how much is hidden behind it."""
+
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+from megalith.config.data import DataConfig
+from megalith.config.train import TrainRun
+from megalith.data.build import build_datasets
+from megalith.data.loader import Loader, Masks
+from megalith.observe.flight import axes_name
+from megalith.parallel.context import my_slicing
+from megalith.parallel.group import barrier, gather_objects
+from megalith.parallel.mesh import Mesh
+from megalith.plan.shards import DENSE_AXES
+from megalith.testing.inject import SlowLink, slow_link
+from megalith.train.build import Trainer, build_trainer
+from megalith.train.step import train_step
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """One kind of communication over one group of ranks: means over ranks and steps."""
+
+    kind: str
+    """all_reduce, all_gather, reduce_scatter, all_to_all, isend, irecv."""
+
+    over: str
+    """The axes of the group, as in `dp`, or `dp_cp`."""
+
+    per_step: float
+    """How often."""
+
+    megabytes: float
+    """What a rank puts on the wire in a step."""
+
+    seconds: float
+    """From each start to its result, added up: waiting for slower ranks included."""
+
+    exposed: float
+    """Of these, how long a rank stood still."""
+
+    @property
+    def hidden(self) -> float:
+        """Which part went on while the rank computed."""
+        return max(0.0, 1 - self.exposed / self.seconds) if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """What a step spends on communication."""
+
+    step_seconds: float
+    """Mean over ranks and steps."""
+
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step that a rank stands still for communication."""
+        return sum(each.exposed for each in self.traffic)
+
+
+def measure_exposure(run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int, link: SlowLink) -> Exposure:
+    """Train `steps` steps on made-up data and say what went over `link`, which must be in place. Collective."""
+    loader = _loader(run, mesh, trainer, steps + 1)
+    _step(trainer, loader)  # the first one builds what is built once
+    seen = len(link.transfers)
+    barrier(mesh.world)
+    started = time.perf_counter()
+    for _ in range(steps):
+        _step(trainer, loader)
+    trainer.data.settle()
+    seconds = (time.perf_counter() - started) / steps
+    return _joined(gather_objects((seconds, _table(link, seen, steps)), mesh.world))
+
+
+def exposure_of(run: TrainRun, mesh: Mesh, *, steps: int, latency: float, bandwidth: float) -> Exposure:
+    """Build this rank of the run and measure it over a link that adds `latency` seconds and a time per byte.
+
+    Collective. On CPUs, where gloo's messages are copied by the cores that compute, a slow link shows what a network
+    would: its time passes on a thread that sleeps. On GPUs each wait is a wait of the host: an upper bound.
+    """
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    trainer = build_trainer(run, mesh, device)
+    with slow_link(latency_seconds=latency, bytes_per_second=bandwidth) as link:
+        return measure_exposure(run, mesh, trainer, steps=steps, link=link)
+
+
+def _step(trainer: Trainer, loader: Loader) -> None:
+    train_step(trainer, loader.next(), lr=trainer.run.schedule.lr, weight_decay=0.0)
+
+
+def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
+    train = run.train
+    eod = run.model.vocab_size - 1
+    data = DataConfig(mock=True, mock_num_documents=1000)
+    splits = build_datasets(
+        data, seq_len=train.seq_len, seed=run.seed, train_samples=steps * train.global_batch_size, valid_samples=0,
+        test_samples=0, vocab_size=run.model.vocab_size, eod=eod,
+    )  # fmt: skip
+    assert splits.train is not None
+    return Loader(
+        splits.train, Masks(eod=eod), mesh.dp, global_batch_size=train.global_batch_size,
+        micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=trainer.device,
+        slicing=my_slicing(run.parallel, mesh),
+    )  # fmt: skip
+
+
+def _table(link: SlowLink, seen: int, steps: int) -> dict[tuple[str, str], list[float]]:
+    """(kind, axes) -> count, bytes, seconds and exposed seconds of a step."""
+    rows: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for transfer in link.transfers[seen:]:
+        row = rows[transfer.kind, _axes(transfer.group)]
+        arrived = transfer.arrived or transfer.started + transfer.exposed_seconds
+        for place, value in enumerate((1, transfer.nbytes, arrived - transfer.started, transfer.exposed_seconds)):
+            row[place] += value / steps
+    return dict(rows)
+
+
+def _axes(description: str) -> str:
+    """A group's axes as the settings call them, from the description that its process group was made with."""
+    found = [axis for axis in ("pp", *DENSE_AXES) if f"_{axis}_" in f"_{description.replace('-', '_')}_"]
+    return axes_name(found) if found else description
+
+
+def _joined(reports: list[object]) -> Exposure:
+    """Means over ranks; a rank that has nothing of a kind counts as zero."""
+    seconds = 0.0
+    total: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * 4)
+    for report in reports:
+        assert isinstance(report, tuple)
+        seconds += report[0] / len(reports)
+        for key, row in report[1].items():
+            total[key] = [a + b / len(reports) for a, b in zip(total[key], row, strict=True)]
+    traffic = [
+        Traffic(kind, over, count, nbytes / 1e6, spent, exposed)
+        for (kind, over), (count, nbytes, spent, exposed) in total.items()
+    ]
+    return Exposure(seconds, tuple(sorted(traffic, key=lambda each: -each.seconds)))

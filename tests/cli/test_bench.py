@@ -1,0 +1,48 @@
+"""`megalith bench overlap` on real ranks: every kind of communication has its row, and wrong words are text."""
+
+import json
+
+import pytest
+
+from megalith.cli.main import main
+
+TINY = (
+    "tiny_cpu", "--model.num_layers", "2", "--train.global_batch_size", "4", "--train.micro_batch_size", "1",
+    "--train.seq_len", "32", "--parallel.bucket_numel", "2000",
+)  # fmt: skip
+
+
+def test_a_slow_link_shows_in_the_table_of_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "overlap", *TINY, "--nproc", "2", "--steps", "2", "--latency-ms", "20", "--json"]
+    assert main(words) == 0
+    found = json.loads(capfd.readouterr().out)
+    rows = {(row["kind"], row["over"]): row for row in found["traffic"]}
+    sums = rows["all_reduce", "dp"]
+    assert sums["per_step"] > 2 and sums["megabytes"] > 0
+    assert sums["seconds"] >= 0.02 * sums["per_step"]
+    assert 0 < found["exposed_seconds"] <= found["step_seconds"] * 1.1
+
+
+def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "overlap", *TINY, "--steps", "1"]) == 0
+    assert "communicates nothing: it has one rank" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["overlapp", "tiny_cpu"], "Did you mean overlap?"),
+        (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
+        (["overlap", "tiny_cpu", "--latency-ms", "-1"], "--latency-ms=-1.0 must not be negative"),
+        (["overlap", "tiny_cpu", "--gigabytes-per-second", "0"], "--gigabytes-per-second=0.0 must be above 0"),
+        (["overlap", "tiny_cpu", "--parallel.tp", "3"], "parallel.tp"),
+    ],
+)
+def test_what_the_user_can_fix_is_text(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_its_help_names_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench"]) == 0
+    assert "megalith bench overlap RECIPE" in capsys.readouterr().out

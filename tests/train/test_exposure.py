@@ -1,0 +1,38 @@
+"""What is exposed is what a rank stands still for: gradient sums hide behind backward, with overlap off they do not."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.config.parallel import ParallelConfig
+from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.exposure import Exposure, Traffic, _axes, exposure_of
+
+
+def measured(rank: int, world: int, overlap: bool) -> Exposure:
+    run = tiny_run()
+    run = replace(run, parallel=ParallelConfig(dp=2, zero=1, overlap=overlap, bucket_numel=2000))
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return exposure_of(run, mesh, steps=2, latency=0.005, bandwidth=1e9)
+
+
+def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
+    hidden, plain = run_ranks(measured, 2, True), run_ranks(measured, 2, False)
+    assert hidden[0] == hidden[1]
+    assert {each.over for each in hidden[0].traffic} == {"dp"}
+    assert {"isend", "irecv", "all_reduce"} <= {each.kind for each in hidden[0].traffic}
+    assert hidden[0].exposed < plain[0].exposed <= plain[0].step_seconds
+
+
+def test_the_hidden_part_is_what_is_not_exposed() -> None:
+    assert Traffic("all_reduce", "dp", 3, 1.0, 0.2, 0.05).hidden == pytest.approx(0.75)
+    assert Traffic("all_reduce", "dp", 0, 0.0, 0.0, 0.0).hidden == 0.0
+
+
+def test_groups_are_called_by_the_axes_of_the_settings() -> None:
+    assert _axes("dp_replica_dp_shard") == "dp"
+    assert _axes("pp-forward-up") == "pp"
+    assert _axes("tp_copy") == "tp_copy"
+    assert _axes("default_pg") == "default_pg"
