@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig
-from megalith.plan.schedule import schedule_name
+from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.shards import Shard
 
 
@@ -40,7 +40,7 @@ def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig, *, 
             f"parallel.reduce_dtype={p.reduce_dtype} with parallel.zero={p.zero}, whose sums are torch's and would be "
             f"added in bf16 too. Set parallel.reduce_dtype=fp32, or parallel.zero=2."
         )
-    if p.pp * p.pipeline.vpp > 1 and schedule_name(p.pipeline) in ("zb-h1", "zb-v", "dualpipe-v"):
+    if p.pp * p.pipeline.vpp > 1 and schedule_name(p.pipeline) in SPLIT_SCHEDULES:
         problems.append(
             f"parallel.pipeline.schedule={schedule_name(p.pipeline)} with parallel.zero={p.zero}: the schedule puts "
             f"weight gradients aside, and weights that are sent away after each backward cannot wait for them. Set "

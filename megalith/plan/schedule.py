@@ -22,6 +22,9 @@ Placement = Literal["loop", "v"]
 V_SCHEDULES: tuple[ScheduleName, ...] = ("zb-v", "dualpipe-v")
 """Schedules that place their two chunks in a V."""
 
+SPLIT_SCHEDULES: tuple[ScheduleName, ...] = ("zb-h1", "zb-v", "dualpipe-v")
+"""Schedules that do the weights' part of a backward apart from the rest of it."""
+
 
 Step = tuple[Kind, int]
 """(kind, chunk): an action that has not got its microbatch yet."""

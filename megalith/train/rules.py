@@ -15,7 +15,7 @@ from megalith.plan.context import context_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems
 from megalith.plan.recompute import recompute_problems
-from megalith.plan.schedule import schedule_name
+from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.stages import plan_stages, stages_problems
 
@@ -238,8 +238,8 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
 def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
     """A compiled layer gives its weights' gradients together with its input's."""
     pipeline = run.parallel.pipeline
-    name, apart = schedule_name(pipeline), ("zb-h1", "zb-v", "dualpipe-v")
-    if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in apart:
+    name = schedule_name(pipeline)
+    if not run.train.compile or run.parallel.pp * pipeline.vpp == 1 or name not in SPLIT_SCHEDULES:
         return None
     return (
         f"train.compile=true with parallel.pipeline.schedule={name}: this schedule adds weight gradients apart from "

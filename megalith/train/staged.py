@@ -16,7 +16,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.tensor import TensorParallel
-from megalith.plan.schedule import Schedule, build_schedule, schedule_name
+from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, schedule_name
 from megalith.plan.transfers import with_transfers
 
 Ending = Callable[[Tensor], Tensor]
@@ -123,7 +123,7 @@ def with_postponed(staged: Staged) -> Staged:
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
     """Whether weight gradients are added apart from the rest of backward."""
-    return pp * pipeline.vpp > 1 and schedule_name(pipeline) in ("zb-h1", "zb-v", "dualpipe-v")
+    return pp * pipeline.vpp > 1 and schedule_name(pipeline) in SPLIT_SCHEDULES
 
 
 @lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
