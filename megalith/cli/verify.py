@@ -1,11 +1,14 @@
 """`megalith verify`: prove on this machine that a layout computes what one process computes."""
 
+import sys
+import time
 from dataclasses import dataclass
 
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
+from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
@@ -15,14 +18,24 @@ NO = 1  # the exit code of "no"
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyCommand:
-    """Prove a layout: (a) every rule; (b) the types of every gradient at the real world size, on paper; (d) a tiny copy
-    in float64 on real processes equals one process. Nothing needs a GPU."""
+    """Prove a layout: (a) every rule; (b) the types of every gradient and (c) the pipeline's lists, both at the real
+    world size and on paper; (d) tiny copies in float64 on real processes equal one process. Nothing needs a GPU.
 
-    recipe: Positional[str]
+    0: all holds; 1: something does not; 2: the question cannot be asked.
+    """
+
+    recipe: Positional[str | None] = None
     """A recipe's name, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the real job; default: parallel.tp * parallel.dp."""
+    """Ranks of the real job; default: the fewest that the layout can have."""
+
+    all: bool = False
+    """Instead of one recipe: every layout of the matrix, and every fault that can be planted, which must be refused.
+    Some ten minutes on two cores."""
+
+    sample: bool = False
+    """With --all: the layouts that together have everything once."""
 
     json: bool = False
     """Print one JSON document."""
@@ -32,37 +45,80 @@ def main(argv: list[str]) -> int:
     """Run the command; 0 when all holds, 1 when something does not."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(VerifyCommand, rest, prog="megalith verify", root=TrainRun)
+    if command.all:
+        _refuse_beside_all(command, list(overrides))
+        return _verify_all(sample=command.sample, json=command.json)
+    if command.sample:
+        raise ConfigError(f"--sample={command.sample} chooses among all layouts. Use it with --all.")
+    if command.recipe is None:
+        raise ConfigError(
+            f"recipe={command.recipe}: there is nothing to verify. Pass a recipe's name, a YAML file or --all."
+        )
     from megalith.recipes import resolve
 
     run = apply_overrides(resolve(command.recipe), overrides)
-    world = command.world if command.world is not None else run.parallel.tp * (run.parallel.dp or 1)
+    world = command.world if command.world is not None else fewest_ranks(run.parallel)
     if world < 1:
         raise ConfigError(f"--world={world} must be at least 1. Use the number of ranks of the real job.")
     return _verify(run, world, json=command.json)
 
 
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """The smallest world that a layout can have."""
+    p = parallel
+    return p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1))
+
+
+def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:
+    beside = [command.recipe] if command.recipe is not None else []
+    beside += [f"--world {command.world}"] if command.world is not None else []
+    beside += [f"--{name}" for name in overrides]
+    if beside:
+        raise ConfigError(f"--all with {', '.join(beside)}: all layouts have their own sizes. Use one or the other.")
+
+
 def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     from rich.console import Console
 
-    from megalith.train.rules import run_problems
-    from megalith.verify.ranks import prove_layout
-    from megalith.verify.report import as_json, as_table, difference_rows, rule_rows, type_rows
-    from megalith.verify.shrink import shrink
-    from megalith.verify.types import type_check_in_child
+    from megalith.verify.prove import prove_run
+    from megalith.verify.report import LEGEND, as_json, as_table
 
-    rows = rule_rows(run_problems(run, world))
-    if all(row.holds for row in rows):  # the other parts need a layout that can be built
-        rows += type_rows(type_check_in_child(run.model, run.parallel, world=world))
-        case = shrink(run, world)
-        rows += difference_rows(case, prove_layout(case))
+    rows = prove_run(run, world)
     if json:
         print_json(as_json(rows))
     else:
         console = Console()
         console.print(as_table(rows))
+        console.print(LEGEND, highlight=False)
+    return 0 if all(row.holds for row in rows) else NO
+
+
+def _verify_all(*, sample: bool, json: bool) -> int:
+    from rich.console import Console
+
+    from megalith.verify.prove import prove_all
+    from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
+
+    started = time.perf_counter()
+    results, verdicts = prove_all(sample=sample, tell=_tell)
+    document = matrix_json(results, verdicts)
+    if json:
+        print_json(document)
+    else:
+        console = Console()
+        console.print(summary_table(results))
+        console.print(fault_summary(verdicts))
+        for line in problem_lines(results, verdicts):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        held, refused = sum(result.holds for result in results), sum(verdict.refused for verdict in verdicts)
         console.print(
-            "(b) sees every gradient's sum at the real size, but no values; (d) sees values, scale factors, "
-            "buckets, the optimizer and the checkpoint, on a tiny copy. Together they are the proof.",
+            f"{held} of {len(results)} layouts equal one process, {refused} of {len(verdicts)} planted faults are "
+            f"refused; {time.perf_counter() - started:.0f} s",
             highlight=False,
         )
-    return 0 if all(row.holds for row in rows) else NO
+    return 0 if document["holds"] else NO
+
+
+def _tell(text: str) -> None:
+    """How far it is, beside what is printed at the end."""
+    print(text, file=sys.stderr, flush=True)

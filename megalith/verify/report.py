@@ -7,8 +7,22 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from megalith.verify.ranks import Difference, LayoutCase
+from megalith.plan.shards import PARTS
+from megalith.verify.fault_table import Verdict
+from megalith.verify.ranks import Difference
+from megalith.verify.schedules import ScheduleReport
 from megalith.verify.types import TypeReport
+
+LEGEND = (
+    "(a), (b) and (c) look at the layout itself, at its real size: (b) sees every gradient's sum, but no values, (c) "
+    "the order of actions and messages. (d) sees values, scale factors, buckets, the optimizer and the checkpoint, on "
+    "tiny copies. Together they are the proof."
+)
+"""What each part can see."""
+
+
+DETAIL = "  "
+"""What the questions about one kind of value begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +30,7 @@ class Row:
     """One question and its answer."""
 
     part: str
-    """a: rules; b: types at the real size; d: float64 on processes."""
+    """a: rules; b: types at the real size; c: schedules at the real size; d: float64 on processes."""
 
     question: str
     answer: str
@@ -46,34 +60,130 @@ def type_rows(report: TypeReport) -> list[Row]:
 
 
 def _axes_as_typed(axes: Mapping[str, int]) -> list[str]:
-    """The axes of more than one rank under the names of their settings; tp is one axis to whoever sets it."""
-    copies, sizes = axes["tp_copy"], {axis: size for axis, size in axes.items() if not axis.startswith("tp_")}
-    sizes["tp"] = axes["tp_kv"] * copies
+    """The axes of more than one rank under the names of their settings; parts of an axis are none of its own."""
+    parts = {part for pair in PARTS.values() for part in pair}
+    copies = axes.get("tp_copy", 1)
     shared = f" ({copies} ranks share each key/value head)" if copies > 1 else ""
-    return [f"{axis} {size}{shared if axis == 'tp' else ''}" for axis, size in sizes.items() if size > 1]
+    whole = {axis: size for axis, size in axes.items() if axis not in parts and size > 1}
+    return [f"{axis} {size}{shared if axis == 'tp' else ''}" for axis, size in whole.items()]
 
 
-def difference_rows(case: LayoutCase, differences: Sequence[Difference]) -> list[Row]:
-    """Part (d)."""
-    p = case.run.parallel
-    size = f"a tiny copy on {case.world} processes (tp {p.tp}{', sp' if p.sp else ''}, dp {p.dp}) equals one"
-    rows = [Row("d", size, "in float64, relative to the largest entry:", all(found.holds for found in differences))]
+def schedule_rows(report: ScheduleReport | None) -> list[Row]:
+    """Part (c); None: there is one stage."""
+    if report is None:
+        return [Row("c", "no rank waits for ever", "one stage: there is no pipeline", True)]
+    rows = [Row("c", "no rank waits for ever, in training and evaluation", report.summary(), report.ok)]
+    return rows + [Row("c", "the lists cannot be run", problem, False) for problem in report.problems]
+
+
+def difference_rows(world: int, words: str, differences: Sequence[Difference]) -> list[Row]:
+    """Part (d): one copy on `world` processes; `words` says what became of the run in it."""
+    holds, worst = all(found.holds for found in differences), max(found.error for found in differences)
+    rows = [Row("d", _copy_words(world), f"{words}; worst difference {worst:.1e}", holds)]
     for found in differences:
-        worst = f"{found.error:.1e}{f' at worst, in {found.name}' if found.name else ''}"
-        rows.append(Row("d", f"  {found.what}", worst, found.holds))
+        where = f" at worst, in {found.name}" if found.name else ""
+        rows.append(Row("d", f"{DETAIL}{found.what}", f"{found.error:.1e}{where}", found.holds))
     return rows
 
 
+def failure_row(world: int, words: str, told: str) -> Row:
+    """Part (d), of a copy that failed before there was anything to compare."""
+    return Row("d", _copy_words(world), f"{words}: {told}", False)
+
+
+def _copy_words(world: int) -> str:
+    return f"a tiny copy on {world} process{'es' if world > 1 else ''} equals one process in float64"
+
+
 def as_table(rows: Sequence[Row]) -> Table:
-    """For a terminal."""
+    """For a terminal; of several copies, what was compared is shown where it differs."""
     table = Table(box=box.SIMPLE, title="proof of the layout")
     for column in ("part", "question", "found", "holds"):
         table.add_column(column, overflow="fold")
+    copies = sum(row.part == "d" and not row.question.startswith(DETAIL) for row in rows)
     for row in rows:
-        table.add_row(row.part, row.question, row.answer, "yes" if row.holds else "NO")
+        if copies <= 1 or not row.holds or not row.question.startswith(DETAIL):
+            table.add_row(row.part, row.question, row.answer, "yes" if row.holds else "NO")
     return table
 
 
 def as_json(rows: Sequence[Row]) -> dict[str, Any]:  # Any: JSON
     """For programs."""
     return {"holds": all(row.holds for row in rows), "rows": [asdict(row) for row in rows]}
+
+
+# --- the whole matrix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutResult:
+    """What became of one layout of the matrix."""
+
+    area: str
+    name: str
+    world: int
+
+    problems: tuple[str, ...]
+    """Everything that does not hold, as `part: text`; empty: proved."""
+
+    error: float
+    """The worst relative difference to one process."""
+
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        """Every part does."""
+        return not self.problems
+
+
+def summary_table(results: Sequence[LayoutResult]) -> Table:
+    """Layouts by area: how many there are, how many hold, and the worst of what was compared."""
+    table = Table(box=box.SIMPLE, title="every layout equals one process")
+    for column in ("area", "layouts", "hold", "processes", "worst difference", "in", "seconds"):
+        table.add_column(column, justify="left" if column in ("area", "in") else "right", overflow="fold")
+    for area in dict.fromkeys(result.area for result in results):
+        found = [result for result in results if result.area == area]
+        worst = max(found, key=lambda result: result.error)
+        worlds = sorted({result.world for result in found})
+        table.add_row(
+            area, str(len(found)), str(sum(result.holds for result in found)), ", ".join(map(str, worlds)),
+            f"{worst.error:.0e}", worst.name, f"{sum(result.seconds for result in found):.0f}",
+        )  # fmt: skip
+    return table
+
+
+def fault_summary(verdicts: Sequence[Verdict]) -> Table:
+    """Planted faults, and which part refused each."""
+    table = Table(box=box.SIMPLE, title="every planted fault is refused")
+    for column in ("fault", "(b) types", "(d) float64", "refused"):
+        table.add_column(column, overflow="fold")
+    for verdict in verdicts:
+        types = f"refused at {verdict.by_types}" if verdict.by_types else "not seen"
+        table.add_row(verdict.fault.name, types, verdict.numbers, "yes" if verdict.refused else "NO")
+    return table
+
+
+def problem_lines(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> list[str]:
+    """Everything that does not hold, one text each."""
+    return [f"{result.area}, {result.name}: {text}" for result in results for text in result.problems] + [
+        f"the planted fault {verdict.fault.name} was not seen: {verdict.fault.what}"
+        for verdict in verdicts
+        if not verdict.refused
+    ]
+
+
+def matrix_json(results: Sequence[LayoutResult], verdicts: Sequence[Verdict]) -> dict[str, Any]:  # Any: JSON
+    """Both tables for programs."""
+    faults = [
+        {
+            "name": verdict.fault.name, "what": verdict.fault.what, "types": verdict.by_types,
+            "numbers": verdict.numbers, "detail": verdict.detail, "refused": verdict.refused,
+        }
+        for verdict in verdicts
+    ]  # fmt: skip
+    return {
+        "holds": all(result.holds for result in results) and all(verdict.refused for verdict in verdicts),
+        "layouts": [asdict(result) | {"holds": result.holds} for result in results],
+        "faults": faults,
+    }

@@ -1,31 +1,143 @@
-"""A tiny copy of a user's run that keeps what makes its layout hard: shared heads, uneven parts, ties, biases."""
+"""Tiny copies of a user's run that keep what makes its layout hard: shared heads, uneven parts, ties, stages, kinds."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate, combinations
+from math import prod
 
+from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
+from megalith.plan.context import context_problems
+from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
+from megalith.plan.stages import Stage, layout_of, plan_stages
+from megalith.train.rules import smallest_stage
 from megalith.verify.ranks import LayoutCase, layout_case
 
 MOST_RANKS = 8
 """Processes that a laptop still runs in seconds."""
 
+ROWS = 12
+"""Of a step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
 
-def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> LayoutCase:
-    """A float64 case of at most `most` ranks with the layout of `run` on `world` ranks, every axis at its smallest.
+Axes = tuple[str, ...]
 
-    It recomputes and offloads as the run does; counts of layers beyond its own mean all of them.
+
+def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> list[LayoutCase]:
+    """Float64 cases of at most `most` ranks that have the layout of `run` on `world` ranks, every axis at its smallest.
+
+    Where the axes do not fit together, each case leaves some of them out, and all that fit together are in one of them.
+    The cases recompute and offload as the run does. The run must break no rule.
     """
-    parallel = run.parallel
-    dp = parallel.dp or world // parallel.tp
-    small_dp = min(dp, 2 if parallel.tp > 1 else 3)
-    small_tp, model = _shrink_heads(run.model, parallel.tp, most=max(1, most // small_dp))
-    tiny = replace(parallel, tp=small_tp, dp=small_dp, sp=parallel.sp and small_tp > 1)
-    assert isinstance(tiny, ParallelConfig)
-    case = layout_case(model, tiny, small_tp * small_dp, fault=fault)
-    offload = replace(run.offload, min_numel=1)  # no tensor of the tiny model is large
-    return replace(case, run=replace(case.run, recompute=run.recompute, offload=offload))
+    smallest = _smallest_sizes(run, _sizes(run, world))
+    return [_copy(run, world, sizes, fault) for sizes in _that_fit(smallest, _sizes(run, world), run, most)]
+
+
+def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
+    """What of the run became what in a tiny copy, such as `tp 2 of 8, sp, pp 2 of 16, vpp 2 of 4, 4 of 80 layers`."""
+    before, after, p = _sizes(run, world), _sizes(case.run, case.world), case.run.parallel
+    words = [_size_words(axis, after[axis], before[axis]) for axis in before if before[axis] > 1]
+    words.insert(1, "sp") if p.sp else None
+    if p.pipeline.vpp > 1:
+        words.append(_size_words("vpp", p.pipeline.vpp, run.parallel.pipeline.vpp))
+    if p.pp > 1 and p.pipeline.schedule != "auto":
+        words.append(p.pipeline.schedule)
+    if p.pp > 1 and p.pipeline.layout is not None:
+        words.append(f"stages {p.pipeline.layout}")
+    if p.cp > 1:
+        words.append(f"exchange {', '.join(dict.fromkeys(p.context.layers or (p.context.kind,)))}")
+    words += [f"zero {p.zero}"] if p.zero else []
+    words += [_size_words("replicas", p.replicas, run.parallel.replicas)] if p.replicas > 1 else []
+    words += [f"recompute {case.run.recompute.granularity}"] if case.run.recompute.granularity != "none" else []
+    layers, rows = case.run.model.num_layers, case.run.train
+    return ", ".join([*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a row"])
+
+
+def _size_words(axis: str, now: int, before: int) -> str:
+    if now == before:
+        return f"{axis} {now}"
+    return f"{axis} {now} of {before}" if now > 1 else f"no {axis} (in another copy)"
+
+
+# --- how many ranks along each axis
+
+
+def _sizes(run: TrainRun, world: int) -> dict[str, int]:
+    p = run.parallel
+    return {"tp": p.tp, "cp": p.cp, "pp": p.pp, "dp": p.dp or world // (p.tp * p.cp * p.pp)}
+
+
+def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The fewest ranks along each axis that has several, with which it still is what it was."""
+    keys, p = run.model.num_kv_heads, run.parallel
+    shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two heads, and two ranks for each
+    groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbours, and two groups
+    divided = 1 < p.replicas < sizes["dp"]  # two replicas, and two ranks in each
+    least = {"tp": 4 if shared else 2, "cp": 4 if groups else 2, "pp": 2, "dp": 4 if divided else 2}
+    return {axis: min(least[axis], size) for axis, size in sizes.items() if size > 1}
+
+
+def _that_fit(
+    smallest: Mapping[str, int], sizes: Mapping[str, int], run: TrainRun, most: int
+) -> list[dict[str, int]]:  # fmt: skip
+    """Sizes of the axes of each case: every largest set of axes that fits, grown where there is room."""
+    fits = [
+        axes
+        for count in range(len(smallest), -1, -1)
+        for axes in combinations(smallest, count)
+        if prod(smallest[axis] for axis in axes) <= most
+    ]
+    largest = [axes for axes in fits if not any(set(axes) < set(other) for other in fits)]
+    return [_grown({axis: smallest[axis] for axis in axes}, sizes, run, most) for axes in largest]
+
+
+def _grown(chosen: dict[str, int], sizes: Mapping[str, int], run: TrainRun, most: int) -> dict[str, int]:
+    """Three ranks instead of two where the run has a multiple of three, or a middle stage; or three of dp alone."""
+    wanted = {
+        "pp": sizes["pp"] % 3 == 0 or (sizes["pp"] > 2 and run.parallel.pipeline.vpp == 1),
+        "cp": sizes["cp"] % 3 == 0,
+        "dp": sizes["dp"] > 2 and len(chosen) == 1 and run.parallel.replicas == 1,
+    }
+    for axis, three in wanted.items():
+        if three and chosen.get(axis) == 2 and prod(chosen.values()) // 2 * 3 <= most:
+            chosen[axis] = 3
+    if "tp" in chosen:  # knows about heads
+        room = most // prod(size for axis, size in chosen.items() if axis != "tp")
+        chosen["tp"] = _shrink_heads(run.model, sizes["tp"], most=room)[0]
+    return chosen
+
+
+# --- one copy
+
+
+def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | None) -> LayoutCase:
+    """The run with these sizes, 1 for axes that are left out."""
+    tp, cp, pp, dp = (chosen.get(axis, 1) for axis in ("tp", "cp", "pp", "dp"))
+    p, before = run.parallel, _sizes(run, world)
+    _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
+    pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
+    model = replace(model, num_layers=layers)
+    parallel = replace(
+        p, tp=tp, sp=p.sp and tp > 1, cp=cp, context=_shrink_context(p, cp, layers), pp=pp, pipeline=pipeline, dp=dp,
+        replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",
+    )  # fmt: skip
+    assert isinstance(parallel, ParallelConfig)
+    if cp > 1 and context_problems(parallel, model, seq_len=_row_of(run, parallel)):
+        model = replace(model, num_heads=model.num_heads * cp)  # heads go round, too
+    parallel, rows = _fit_microbatches(run, parallel, before)
+    case = layout_case(
+        model, parallel, tp * cp * pp * dp, micro_batch_size=rows, seq_len=_row_of(run, parallel),
+        documents=run.data.documents, fault=fault,
+    )  # fmt: skip
+    offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
+    tiny = replace(
+        case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3)
+    )  # fmt: skip
+    return replace(case, run=tiny)
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:
@@ -46,3 +158,117 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
         num_kv_heads=keys, head_dim=6, ffn_hidden_size=ffn, max_seq_len=64,
     )  # fmt: skip
     return small_tp, small
+
+
+def _shrink_context(parallel: ParallelConfig, cp: int, num_layers: int) -> ContextConfig:
+    """The same kinds, each on some layer."""
+    context, kinds = parallel.context, tuple(dict.fromkeys(parallel.context.layers))
+    layers = tuple(kinds[layer % len(kinds)] for layer in range(num_layers)) if kinds else ()
+    if cp == 1:
+        return ContextConfig()
+    near = None if context.a2a is None else 2 if cp % 2 == 0 else cp
+    return replace(context, layers=layers, a2a=near)
+
+
+def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
+    """Tokens of a row that divide as the run's do, or leave padding as the run's do."""
+    p = run.parallel
+    if parallel.cp == 1:
+        return 12
+    parts, before = (2 * q.cp * (q.tp if q.sp else 1) for q in (parallel, p))
+    return -(-12 // parts) * parts - (run.train.seq_len % before != 0)
+
+
+def _shrink_recompute(run: TrainRun, tp: int) -> RecomputeConfig:
+    """Counts of layers are 1 or 2, of the two that a stage has: some stay some, and all stay all."""
+    recompute = run.recompute
+    some = recompute.method == "block" and recompute.num_layers < smallest_stage(run)
+    count = 1 if some else min(recompute.num_layers, 2)
+    return replace(recompute, num_layers=count, shard_inputs=recompute.shard_inputs and tp > 1)
+
+
+# --- stages
+
+
+def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineConfig, int]:
+    """The same way of dividing layers over fewer stages, and the layers that it takes."""
+    pipeline = run.parallel.pipeline
+    vpp = min(pipeline.vpp, 2)
+    whole = pp * vpp == 1 or (pp == 1 and run.parallel.pp > 1)
+    deep = run.offload.layers > 0 or run.recompute.granularity == "full"
+    each = max(2 if deep or whole else 1, -(-kinds // (1 if whole else pp * vpp)))
+    if whole:
+        return PipelineConfig(), each
+    small = replace(pipeline, vpp=vpp, group=None)
+    if pipeline.layout is not None:
+        stages = plan_stages(pipeline, pp=run.parallel.pp, num_layers=run.model.num_layers)
+        counts = _shrink_counts([len(stage.layers) for stage in stages], pp * vpp, each)
+        return replace(small, layout=_layout(counts)), sum(counts)
+    if pipeline.first_layers is not None or pipeline.last_layers is not None:
+        return _shrink_ends(small, pp, each)
+    extra = pipeline.count_embedding + pipeline.count_loss
+    return small, pp * vpp * each * (2 if extra else 1) - extra
+
+
+def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[int]:
+    """Layers of fewer stages: none at an end or in the middle where there were none, uneven where they were."""
+    small = [each] * num_stages
+    for end in (0, -1):
+        small[end] = each if counts[end] else 0
+    if num_stages > 3 and 0 in counts[1:-1]:
+        small[1] = 0
+    if not any(small):
+        small[0] = each
+    if len({count for count in counts if count}) > 1:
+        small[next(stage for stage in range(num_stages) if small[stage])] += each
+    return small
+
+
+def _layout(counts: Sequence[int]) -> str:
+    ends, last = list(accumulate(counts)), len(counts) - 1
+    return layout_of([
+        Stage(range(ends[stage] - count, ends[stage]), embedding=stage == 0, loss=stage == last)
+        for stage, count in enumerate(counts)
+    ])  # fmt: skip
+
+
+def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[PipelineConfig, int]:
+    """The named ends have half as many layers as the others; of two ranks with two named ends, the first does."""
+    few, many = pipeline.vpp * each, 2 * pipeline.vpp * each
+    first = None if pipeline.first_layers is None else few
+    last = None if pipeline.last_layers is None else many if pp == 2 and first is not None else few
+    named = [count for count in (first, last) if count is not None]
+    return replace(pipeline, first_layers=first, last_layers=last), sum(named) + (pp - len(named)) * many
+
+
+def _fit_microbatches(
+    run: TrainRun, parallel: ParallelConfig, before: Mapping[str, int]
+) -> tuple[ParallelConfig, int]:  # fmt: skip
+    """Rows of a microbatch, so that there are fewer microbatches than stages, as many, or more, as in the run."""
+    pp, dp = parallel.pp, parallel.dp or 1
+    if pp * parallel.pipeline.vpp == 1:
+        return parallel, 1
+    t = run.train
+    wanted = _compare(t.global_batch_size // (t.micro_batch_size * before["dp"]), before["pp"])
+    grouped = run.parallel.pipeline.group not in (None, before["pp"])
+    options = [
+        (
+            _compare(count, pp) != wanted,
+            (group is not None) != grouped,
+            count == group,
+            group or 0,
+            abs(count - 4),
+            count,
+        )
+        for count in range(1, ROWS // dp + 1)
+        for group in (None, *range(pp + 1, count + 1))
+        if ROWS % (dp * count) == 0
+        and not schedule_problems(replace(parallel.pipeline, group=group), pp=pp, num_microbatches=count)
+    ]
+    *_, group, _, count = min(options)
+    pipeline = replace(parallel.pipeline, group=group or None)
+    return replace(parallel, pipeline=pipeline), ROWS // (dp * count)
+
+
+def _compare(left: int, right: int) -> int:
+    return (left > right) - (left < right)

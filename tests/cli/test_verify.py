@@ -7,9 +7,12 @@ import pytest
 
 from megalith.cli import verify
 from megalith.cli.main import main
+from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.testing.tiny import tiny_yaml
-from megalith.verify import shrink as shrinking
+from megalith.verify import prove
+from megalith.verify.faults import FAULTS
+from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import LayoutCase
 from megalith.verify.shrink import shrink
 
@@ -32,7 +35,7 @@ def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(recipe: str, capsy
     assert found["holds"] is True
     rows = found["rows"]
     assert isinstance(rows, list)
-    assert {row["part"] for row in rows} == {"a", "b", "d"}
+    assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
     for asked in ("every rule", "at world 6", "4 processes", "first loss", "gradients", "checkpoint", "copies agree"):
         assert asked in questions
@@ -42,7 +45,7 @@ def test_the_table_says_which_part_proves_what(recipe: str, capsys: pytest.Captu
     assert main(["verify", recipe]) == 0
     told = capsys.readouterr().out
     assert "proof of the layout" in told and "every rule" in told and "NO" not in told
-    assert "(b) sees every gradient's sum at the real size, but no values; (d) sees values" in " ".join(told.split())
+    assert "at its real size: (b) sees every gradient's sum, but no values" in " ".join(told.split())
 
 
 def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
@@ -63,14 +66,15 @@ def test_a_planted_problem_is_1_and_named(
 ) -> None:
     """A fault in the numbers, which the type check does not see."""
 
-    def faulty(run: TrainRun, world: int) -> LayoutCase:
+    def faulty(run: TrainRun, world: int, *, fault: str | None) -> list[LayoutCase]:
+        assert fault is None
         return shrink(run, world, fault="sp_norm_not_summed")
 
-    monkeypatch.setattr(shrinking, "shrink", faulty)
+    monkeypatch.setattr(prove, "shrink", faulty)
     assert main(["verify", recipe, "--json"]) == 1
     rows = document(capsys)["rows"]
     assert isinstance(rows, list)
-    assert all(row["holds"] for row in rows if row["part"] in "ab")
+    assert all(row["holds"] for row in rows if row["part"] in "abc")
     (wrong,) = [row for row in rows if row["question"].strip() == "gradients"]
     assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
 
@@ -78,6 +82,44 @@ def test_a_planted_problem_is_1_and_named(
 def test_a_world_that_is_no_count_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
     assert "--world=0 must be at least 1. Use the number of ranks of the real job." in capsys.readouterr().err
+
+
+def test_the_world_is_the_fewest_ranks_that_the_layout_can_have() -> None:
+    assert verify.fewest_ranks(ParallelConfig(tp=2, cp=3, pp=4)) == 24
+    assert verify.fewest_ranks(ParallelConfig(tp=2, dp=5)) == 10
+    assert verify.fewest_ranks(ParallelConfig(zero=1, replicas=4)) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "recipe=None: there is nothing to verify. Pass a recipe's name, a YAML file or"),
+        (("tiny_cpu", "--sample"), "--sample=True chooses among all layouts. Use it with --all."),
+        (("tiny_cpu", "--all", "--world", "3"), "--all with tiny_cpu, --world 3: all layouts have their own sizes."),
+        (("--all", "--parallel.tp", "2"), "--all with --parallel.tp: all layouts have their own sizes. Use one"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_2(
+    words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_all_is_the_matrix_and_every_fault(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two small rows and one fault of theirs; the whole takes minutes."""
+    rows = [row for row in MATRIX if row.name in ("dp2", "pp2 gpipe")]
+    monkeypatch.setattr(prove, "rows_of_matrix", lambda *, sample: rows)
+    monkeypatch.setattr(prove, "FAULTS", [fault for fault in FAULTS if fault.name == "dp_sum_averaged"])
+    assert main(["verify", "--all", "--json"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert found["holds"] and [row["name"] for row in found["layouts"]] == ["dp2", "pp2 gpipe"]
+    assert [(fault["numbers"], fault["refused"]) for fault in found["faults"]] == [("wrong gradients", True)]
+    assert "layout 2/2 pp2 gpipe: holds, " in printed.err and "fault 1/1 dp_sum_averaged: refused" in printed.err
+    assert main(["verify", "--all", "--sample"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in told
 
 
 def test_no_is_not_an_error_of_the_user() -> None:

@@ -1,18 +1,25 @@
-"""The tiny copy of a layout keeps what makes it hard, and can always be run."""
+"""The tiny copies of a layout keep what makes it hard, and can always be run."""
 
+import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.shards import split_evenly, split_heads
+from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
 from megalith.verify.ranks import LayoutCase
-from megalith.verify.shrink import shrink
+from megalith.verify.shrink import MOST_RANKS, shrink, shrunk_words
 
 
 def run_of(heads: int, keys: int, tp: int, dp: int, *, ffn: int = 64, sp: bool = False, tied: bool = False) -> TrainRun:
@@ -23,6 +30,16 @@ def run_of(heads: int, keys: int, tp: int, dp: int, *, ffn: int = 64, sp: bool =
         f"parallel.{name}": value for name, value in layout.items()
     }
     return tiny_run({name: str(value) for name, value in settings.items()})
+
+
+def world_of(parallel: ParallelConfig) -> int:
+    return parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+
+
+def only(run: TrainRun, world: int | None = None) -> LayoutCase:
+    """The copy of a run that needs no second one."""
+    (case,) = shrink(run, world or world_of(run.parallel))
+    return case
 
 
 def layouts() -> Iterator[TrainRun]:
@@ -49,11 +66,10 @@ def parts(model: ModelConfig, tp: int) -> tuple[bool, bool, bool, bool]:
 def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> None:
     count = 0
     for run in layouts():
-        world = run.parallel.tp * (run.parallel.dp or 1)
-        case = shrink(run, world)
+        case = only(run)
         where = (run.model.num_heads, run.model.num_kv_heads, run.parallel)
         assert run_problems(case.run, case.world) == [], where
-        assert case.world <= 8, where
+        assert case.world <= MOST_RANKS, where
         p, small = run.parallel, case.run.parallel
         assert ((small.tp > 1), (small.dp or 1) > 1, small.sp) == (p.tp > 1, (p.dp or 1) > 1, p.sp), where
         assert parts(case.run.model, small.tp) == parts(run.model, p.tp), where
@@ -76,7 +92,7 @@ def test_every_layout_has_a_tiny_copy_that_breaks_no_rule_and_is_as_hard() -> No
     ],
 )
 def test_the_copy_is_as_small_as_can_be(run: TrainRun, tp: int, dp: int, keys: int, heads: int) -> None:
-    case = shrink(run, run.parallel.tp * (run.parallel.dp or 1))
+    case = only(run)
     assert (case.run.parallel.tp, case.run.parallel.dp, case.world) == (tp, dp, tp * dp)
     assert (case.run.model.num_kv_heads, case.run.model.num_heads) == (keys, heads)
 
@@ -84,31 +100,164 @@ def test_the_copy_is_as_small_as_can_be(run: TrainRun, tp: int, dp: int, keys: i
 def test_ties_biases_order_and_overlap_stay() -> None:
     run = run_of(4, 4, 2, 2, tied=True)
     settings = {"model.qkv_bias": "true", "parallel.order": "dp-tp-cp-ep-pp", "parallel.overlap": "false"}
-    case = shrink(tiny_run({"model.tied_embeddings": "true", "parallel.tp": "2", "parallel.dp": "2"} | settings), 4)
+    case = only(tiny_run({"model.tied_embeddings": "true", "parallel.tp": "2", "parallel.dp": "2"} | settings))
     assert case.run.model.tied_embeddings and case.run.model.qkv_bias
     assert (case.run.parallel.order, case.run.parallel.overlap) == ("dp-tp-cp-ep-pp", False)
-    assert shrink(run, 4).run.model.tied_embeddings
+    assert only(run).run.model.tied_embeddings
 
 
 def test_dp_follows_from_the_world_where_it_is_unset() -> None:
-    assert shrink(tiny_run({"parallel.tp": "2"}), 12).run.parallel.dp == 2
-    assert shrink(tiny_run(), 1).world == 1
+    assert only(tiny_run({"parallel.tp": "2"}), 12).run.parallel.dp == 2
+    assert only(tiny_run(), 1).world == 1
 
 
 def test_a_fault_goes_along() -> None:
-    assert isinstance(shrink(tiny_run(), 2, fault="dp_sum_averaged"), LayoutCase)
-    assert shrink(tiny_run(), 2, fault="dp_sum_averaged").fault == "dp_sum_averaged"
+    (case,) = shrink(tiny_run(), 2, fault="dp_sum_averaged")
+    assert case.fault == "dp_sum_averaged"
 
 
 @pytest.mark.parametrize("name", list(recipes()))
 def test_every_recipe_has_a_copy(name: str) -> None:
     run = recipes()[name]()
-    case = shrink(run, run.parallel.tp * (run.parallel.dp or 1))
+    for case in shrink(run, world_of(run.parallel)):
+        assert run_problems(case.run, case.world) == []
+
+
+# --- stages, shared rows, divided state, memory
+
+
+def large(
+    parallel: ParallelConfig, *, layers: int = 48, seq_len: int = 1024, rows: int = 1, batch: int = 0
+) -> TrainRun:
+    """A run with many heads and layers, of 64 microbatches or `batch` rows a step."""
+    run = run_of(96, 96, 1, 1, ffn=192)
+    train = replace(
+        run.train, seq_len=seq_len, micro_batch_size=rows, global_batch_size=batch or 64 * rows * (parallel.dp or 1)
+    )
+    model = replace(run.model, num_layers=layers, max_seq_len=seq_len)
+    return replace(run, parallel=parallel, train=train, model=model)
+
+
+def staged(pp: int, **pipeline: object) -> ParallelConfig:
+    return ParallelConfig(pp=pp, dp=1, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]  # by name
+
+
+@pytest.mark.parametrize(
+    ("parallel", "pp", "expected"),
+    [
+        (staged(16), 3, PipelineConfig()),
+        (staged(2), 2, PipelineConfig()),
+        (staged(8, vpp=6), 2, PipelineConfig(vpp=2)),
+        (staged(8, vpp=3, group=16), 2, PipelineConfig(vpp=2, group=3)),
+        (staged(8, schedule="zb-v", vpp=2), 2, PipelineConfig(schedule="zb-v", vpp=2)),
+        (staged(16, schedule="zb-h1"), 3, PipelineConfig(schedule="zb-h1")),
+        (staged(4, layout="E|t*24|t*24|L"), 3, PipelineConfig(layout="E|t|L")),
+        (staged(4, layout="Et*12|t*12||t*24L"), 3, PipelineConfig(layout="Ett|t|tL")),
+        (staged(2, vpp=2, layout="Et*12||t*12|t*24L"), 2, PipelineConfig(vpp=2, layout="Ett||t|tL")),
+        (staged(2, layout="Et*16|t*32L"), 2, PipelineConfig(layout="Ett|tL")),
+        (staged(8, first_layers=6), 3, PipelineConfig(first_layers=1)),
+        (staged(2, first_layers=16, last_layers=32), 2, PipelineConfig(first_layers=1, last_layers=2)),
+        (staged(7, count_embedding=True), 3, PipelineConfig(count_embedding=True)),
+    ],
+)  # fmt: skip
+def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
+    parallel: ParallelConfig, pp: int, expected: PipelineConfig
+) -> None:
+    run = large(parallel)
+    assert run_problems(run, parallel.pp) == []
+    case = only(run)
     assert run_problems(case.run, case.world) == []
+    assert (case.run.parallel.pp, case.run.parallel.pipeline) == (pp, expected)
 
 
-def test_it_recomputes_and_offloads_as_the_run_does() -> None:
-    settings = {"recompute.granularity": "full", "recompute.num_layers": "4", "offload.layers": "3"}
-    case = shrink(tiny_run({"parallel.tp": "2", "model.num_layers": "5"} | settings), 2)
-    assert case.run.recompute.granularity == "full" and case.run.recompute.num_layers == 4
-    assert case.run.offload.layers == 3 and case.run.offload.min_numel == 1
+@pytest.mark.parametrize(("microbatches", "expected"), [(2, 2), (4, 3), (64, 4)])
+def test_microbatches_are_fewer_than_stages_as_many_or_more_as_in_the_run(microbatches: int, expected: int) -> None:
+    case = only(large(staged(4), batch=microbatches))
+    train = case.run.train
+    assert train.global_batch_size // train.micro_batch_size == expected
+
+
+def test_shared_rows_keep_their_kinds_their_padding_and_their_slicing() -> None:
+    kinds = ("ring", "gather", "a2a") * 16
+    mixed = only(large(ParallelConfig(cp=8, dp=1, context=ContextConfig(layers=kinds))))  # type: ignore[arg-type]  # its words
+    assert mixed.run.parallel.context.layers == ("ring", "gather", "a2a") and mixed.run.parallel.cp == 2
+    context = ContextConfig(kind="a2a+ring", a2a=4, slicing="document")
+    groups = only(large(ParallelConfig(cp=16, tp=2, sp=True, dp=1, context=context), seq_len=1001))
+    p = groups.run.parallel
+    assert (p.cp, p.tp, p.context.a2a, p.context.slicing, groups.run.train.seq_len) == (4, 2, 2, "document", 15)
+    assert only(large(ParallelConfig(cp=3, dp=1), seq_len=1026)).run.parallel.cp == 3
+
+
+def test_replicas_stay_replicas_and_gradients_travel_in_full() -> None:
+    halves = only(large(ParallelConfig(dp=16, zero=2, replicas=4, reduce_dtype="bf16"))).run.parallel
+    assert (halves.dp, halves.zero, halves.replicas, halves.reduce_dtype) == (4, 2, 2, "fp32")
+    alone = only(large(ParallelConfig(dp=16, zero=1, replicas=16))).run.parallel
+    assert (alone.dp, alone.replicas) == (2, 2)
+
+
+def test_recomputation_keeps_the_difference_between_some_layers_and_all() -> None:
+    run = large(staged(4))
+    for number, expected in ((4, 1), (12, 2)):
+        recompute = RecomputeConfig(granularity="full", method="block", num_layers=number)
+        case = only(replace(run, recompute=recompute, offload=OffloadConfig(layers=3)))
+        assert (case.run.recompute.num_layers, case.run.offload.layers, case.run.offload.min_numel) == (expected, 1, 1)
+        stages = plan_stages(case.run.parallel.pipeline, pp=3, num_layers=case.run.model.num_layers)
+        assert {len(stage.layers) for stage in stages} == {2}
+
+
+def test_axes_that_do_not_fit_together_are_in_several_copies() -> None:
+    run = large(ParallelConfig(tp=4, sp=True, cp=4, pp=8, dp=4))
+    cases = shrink(run, 512)
+    axes = [tuple(axis for axis in ("tp", "cp", "pp", "dp") if getattr(case.run.parallel, axis) > 1) for case in cases]
+    assert sorted(axes) == [("cp", "pp", "dp"), ("tp", "cp", "dp"), ("tp", "cp", "pp"), ("tp", "pp", "dp")]
+    words = [shrunk_words(run, 512, case) for case in cases]
+    assert words[0] == (
+        "tp 2 of 4, sp, cp 2 of 4, pp 2 of 8, no dp (in another copy), exchange ring, 2 of 48 layers, 16 tokens a row"
+    )
+
+
+def any_run(draw: random.Random) -> TrainRun:
+    """Some run; it may break rules."""
+    tp, cp, pp, dp = (draw.choice((1, 1, 2, 3, 4, 8)) for _ in range(4))
+    schedule, vpp = draw.choice((("auto", 1), ("auto", 2), ("auto", 4), ("gpipe", 1), ("zb-h1", 1), ("zb-v", 2)))
+    kind = draw.choice(("ring", "gather", "a2a", "a2a+ring"))
+    layers = draw.choice(((), ("ring", "a2a", "gather", kind) * 12))
+    pipeline = PipelineConfig(
+        schedule=schedule, vpp=vpp, group=draw.choice((None, None, 5)),  # type: ignore[arg-type]  # one of its words
+        count_loss=draw.random() < 0.2, first_layers=draw.choice((None, None, None, 4)),
+    )  # fmt: skip
+    context = ContextConfig(
+        kind=kind, layers=layers, a2a=2 if kind == "a2a+ring" else None, slicing=draw.choice(("row", "document"))  # type: ignore[arg-type]
+    )  # fmt: skip
+    parallel = ParallelConfig(
+        tp=tp, sp=tp > 1 and draw.random() < 0.7, cp=cp, context=context, pp=pp, pipeline=pipeline, dp=dp,
+        zero=draw.choice((0, 1, 2)), replicas=draw.choice((1, 1, 2, dp)),
+    )  # fmt: skip
+    recompute = draw.choice((
+        RecomputeConfig(), RecomputeConfig(granularity="selective"), RecomputeConfig(granularity="full", num_layers=3),
+        RecomputeConfig(granularity="full", method="block", shard_inputs=tp > 1 and not parallel.sp),
+    ))  # fmt: skip
+    run = large(parallel, layers=48 - pipeline.count_loss, seq_len=draw.choice((1001, 1152)), rows=draw.choice((1, 2)))
+    model = replace(run.model, num_heads=96, num_kv_heads=draw.choice((1, 2, 4, 96)))
+    documents = replace(run.data, documents=draw.random() < 0.5)
+    return replace(
+        run, model=model, recompute=recompute, data=documents, offload=OffloadConfig(layers=draw.choice((0, 2)))
+    )
+
+
+def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
+    draw, count = random.Random(5), 0
+    for _ in range(1500):
+        run = any_run(draw)
+        world = world_of(run.parallel)
+        if run_problems(run, world):
+            continue
+        count += 1
+        cases = shrink(run, world)
+        for axis in ("tp", "cp", "pp", "dp"):
+            assert (getattr(run.parallel, axis) > 1) == any(getattr(case.run.parallel, axis) > 1 for case in cases)
+        for case in cases:
+            assert run_problems(case.run, case.world) == [], (run.parallel, case.run.parallel)
+            assert case.world <= MOST_RANKS
+            assert shrunk_words(run, world, case).endswith("tokens a row")
+    assert count > 150

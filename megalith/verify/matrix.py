@@ -1,0 +1,357 @@
+"""The matrix of layouts that must equal one process: every axis, every kind of every axis, and the axes together.
+
+The tests of layouts and `megalith verify --all` prove the same rows. Sizes are no powers of two where that is possible.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
+
+from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.verify.ranks import LayoutCase, layout_case
+
+Area = Literal["tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One row: a tiny model, and how its ranks divide the work."""
+
+    area: Area
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    rows: int = 1
+    """Of a microbatch, of the 12 of a step."""
+
+    seq_len: int = 12
+    documents: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    sample: bool = False
+    """One of the few that together have everything once: in `make test`, and in `verify --all --sample`."""
+
+    @property
+    def world(self) -> int:
+        """Its processes."""
+        p = self.parallel
+        return p.tp * p.cp * p.pp * (p.dp or 1)
+
+    def case(self) -> LayoutCase:
+        """What is run in float64."""
+        case = layout_case(
+            self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
+            documents=self.documents,
+        )  # fmt: skip
+        return replace(case, run=replace(case.run, recompute=self.recompute, offload=self.offload))
+
+
+def tiny(
+    *, num_heads: int = 4, num_kv_heads: int = 4, num_layers: int = 2, tied: bool = False, bias: bool = False
+) -> ModelConfig:
+    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
+    return ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
+        output_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
+
+
+TIED, BIASED = tiny(tied=True), tiny(bias=True)
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads they have two query heads and one
+FOUR = tiny(num_kv_heads=2, num_layers=4)
+FOUR_TIED = replace(FOUR, tied_embeddings=True)
+THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
+
+
+def staged(
+    pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
+    **pipeline: object,
+) -> ParallelConfig:  # fmt: skip
+    """A layout with a pipeline; what is left over are its settings."""
+    settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
+    return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
+
+
+def row_of(parallel: ParallelConfig) -> int:
+    """Tokens of a row that the ranks can share."""
+    parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
+    return -(-12 // parts) * parts if parallel.cp > 1 else 12
+
+
+def _tensor_and_data() -> Iterator[Layout]:
+    sample = {"dp3 tied", "tp3", "tp2 sp", "tp4 sp, 2 key/value heads, biases", "tp2 dp2 sp tied, dp inside"}
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+        "dp2": (tiny(), ParallelConfig(dp=2)),
+        "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False)),
+        "dp3 tied": (TIED, ParallelConfig(dp=3)),
+        "dp4": (tiny(), ParallelConfig(dp=4)),
+        "tp2": (BIASED, ParallelConfig(tp=2)),
+        "tp2 tied": (TIED, ParallelConfig(tp=2)),
+        "tp3": (tiny(), ParallelConfig(tp=3)),
+        "tp4": (tiny(), ParallelConfig(tp=4)),
+        "tp2 sp": (BIASED, ParallelConfig(tp=2, sp=True)),
+        "tp3 sp tied": (TIED, ParallelConfig(tp=3, sp=True)),
+        "tp4, 2 key/value heads": (SHARED, ParallelConfig(tp=4)),
+        "tp4 sp, 2 key/value heads, biases": (
+            tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True),
+        ),
+        "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True)),
+        "tp2 dp2 sp tied, dp inside": (TIED, ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")),
+        "tp2 pp2 dp2, pp before dp": (FOUR, replace(staged(2, tp=2, dp=2), order="tp-cp-ep-pp-dp")),
+        "cp2 pp2 dp2, pp before all": (FOUR, replace(staged(2, cp=2, dp=2), order="pp-dp-cp-tp-ep")),
+        "tp3 dp2": (BIASED, ParallelConfig(tp=3, dp=2)),
+        "tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True)),
+    }  # fmt: skip
+    for name, (model, parallel) in layouts.items():
+        yield Layout(area="tensor and data", name=name, model=model, parallel=parallel, sample=name in sample)
+    for rows in (1, 2, 3):
+        yield Layout(
+            area="tensor and data", name=f"tp2 dp2 sp, {rows} rows at once", model=tiny(), rows=rows,
+            parallel=ParallelConfig(tp=2, dp=2, sp=True), sample=rows == 2,
+        )  # fmt: skip
+
+
+def _divided_state() -> Iterator[Layout]:
+    sample = {"zero 2 dp2 tied, without overlap", "zero 1 dp3 tied", "zero 2 dp4 in two replicas", "zero 1 tp2 dp2 sp"}
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+        "zero 1 dp2": (tiny(), ParallelConfig(dp=2, zero=1)),
+        "zero 2 dp2 tied, without overlap": (TIED, ParallelConfig(dp=2, zero=2, overlap=False)),
+        "zero 1 dp3 tied": (TIED, ParallelConfig(dp=3, zero=1)),
+        "zero 2 dp4": (BIASED, ParallelConfig(dp=4, zero=2)),
+        "zero 1 dp4 in two replicas": (tiny(), ParallelConfig(dp=4, zero=1, replicas=2)),
+        "zero 2 dp4 in two replicas": (TIED, ParallelConfig(dp=4, zero=2, replicas=2)),
+        "zero 1 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=1)),
+        "zero 2 tp2 dp2": (TIED, ParallelConfig(tp=2, dp=2, zero=2)),
+        "zero 1 tp3 dp2 sp": (BIASED, ParallelConfig(tp=3, dp=2, sp=True, zero=1)),
+        "zero 1 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=1)),
+        "zero 2 tp4 dp2, 2 key/value heads, 6 heads": (UNEVEN, ParallelConfig(tp=4, dp=2, zero=2)),
+        "zero 1 cp2 dp2": (tiny(), ParallelConfig(cp=2, dp=2, zero=1)),
+        "zero 2 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=2)),
+        "zero 1 pp2 dp2 tied": (TIED, ParallelConfig(pp=2, dp=2, zero=1)),
+        "zero 2 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=2)),
+        "zero 1 pp2 tp2 dp2 sp tied": (TIED, ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=1)),
+    }  # fmt: skip
+    for name, (model, parallel) in layouts.items():
+        yield Layout(
+            area="divided state", name=name, model=model, parallel=parallel, seq_len=row_of(parallel),
+            sample=name in sample,
+        )  # fmt: skip
+
+
+def _sharded_weights() -> Iterator[Layout]:
+    sample = {"zero 3 dp2", "zero 3 dp4 in two replicas", "zero 3 tp2 dp2 sp"}
+    inside = ParallelConfig(tp=2, dp=2, zero=3, order="dp-tp-cp-ep-pp")
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+        "zero 3 dp2": (tiny(), ParallelConfig(dp=2, zero=3)),
+        "zero 3 dp2 tied": (TIED, ParallelConfig(dp=2, zero=3)),
+        "zero 3 dp3": (BIASED, ParallelConfig(dp=3, zero=3)),
+        "zero 3 dp4": (TIED, ParallelConfig(dp=4, zero=3)),
+        "zero 3 dp4 in two replicas": (BIASED, ParallelConfig(dp=4, zero=3, replicas=2)),
+        "zero 3 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=3)),
+        "zero 3 tp2 dp2, dp inside": (tiny(), inside),
+        "zero 3 tp3 dp2 sp": (TIED, ParallelConfig(tp=3, dp=2, sp=True, zero=3)),
+        "zero 3 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=3)),
+        "zero 3 tp2 dp4 sp in two replicas": (tiny(), ParallelConfig(tp=2, dp=4, sp=True, zero=3, replicas=2)),
+        "zero 3 cp2": (tiny(), ParallelConfig(cp=2, zero=3)),
+        "zero 3 cp2 dp2": (BIASED, ParallelConfig(cp=2, dp=2, zero=3)),
+        "zero 3 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=3)),
+        "zero 3 pp2 dp2": (tiny(), staged(2, dp=2, zero=3)),
+        "zero 3 pp2 dp2 tied, without overlap": (TIED, replace(staged(2, dp=2, zero=3), overlap=False)),
+        "zero 3 pp2 dp2, two chunks each": (replace(tiny(), num_layers=4), staged(2, dp=2, zero=3, vpp=2)),
+        "zero 3 pp2 tp2 dp2 sp tied": (TIED, staged(2, tp=2, dp=2, sp=True, zero=3)),
+    }  # fmt: skip
+    for name, (model, parallel) in layouts.items():
+        yield Layout(
+            area="sharded weights", name=name, model=model, parallel=parallel, seq_len=row_of(parallel),
+            sample=name in sample,
+        )  # fmt: skip
+
+
+def _pipeline() -> Iterator[Layout]:
+    sample = {
+        "pp3 tied, fewer than ranks", "pp2 vpp2, groups of 5 and a remainder of 2", "pp3 zb-h1, uneven",
+        "pp2 zb-v tied", "pp2 dualpipe-v tied", "pp4 tied, standalone ends and an empty rank", "tp2 pp2 sp tied",
+        "pp2 dp2 tied, zero 1",
+    }  # fmt: skip
+    # 12 rows a step: rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int]] = {
+        "pp2, many microbatches": (FOUR, staged(2), 1),
+        "pp2 tied, as many as ranks": (FOUR_TIED, staged(2), 6),
+        "pp2 without overlap": (FOUR, replace(staged(2), overlap=False), 3),
+        "pp3 tied, fewer than ranks": (THREE_TIED, staged(3), 6),
+        "pp4, one microbatch": (FOUR, staged(4), 12),
+        "pp4 tied": (FOUR_TIED, staged(4), 2),
+        "pp2 gpipe": (FOUR_TIED, staged(2, schedule="gpipe"), 3),
+        "pp2 vpp2": (FOUR_TIED, staged(2, vpp=2), 2),
+        "pp2 vpp2 without overlap": (FOUR, replace(staged(2, vpp=2), overlap=False), 2),
+        "pp2 vpp2, groups of 5 and a remainder of 2": (FOUR, staged(2, vpp=2, group=5), 1),
+        "pp3 vpp2, groups of 4": (replace(SIX_LAYERS, tied_embeddings=True), staged(3, vpp=2, group=4), 1),
+        "pp1 vpp2 tied": (FOUR_TIED, staged(1, vpp=2), 3),
+        "pp2 zb-h1": (FOUR_TIED, staged(2, schedule="zb-h1"), 3),
+        "pp3 zb-h1, uneven": (FOUR_TIED, staged(3, schedule="zb-h1", layout="Et|tt|tL"), 2),
+        "pp2 zb-v tied": (FOUR_TIED, staged(2, schedule="zb-v", vpp=2), 3),
+        "pp3 zb-v": (SIX_LAYERS, staged(3, schedule="zb-v", vpp=2), 2),
+        "pp2 dualpipe-v tied": (FOUR_TIED, staged(2, schedule="dualpipe-v", vpp=2), 2),
+        "pp3 dualpipe-v": (SIX_LAYERS, staged(3, schedule="dualpipe-v", vpp=2), 1),
+        "pp3, the ends have other counts": (FOUR, staged(3, first_layers=1, last_layers=1), 4),
+        "pp3, the embedding and the loss count": (FOUR, staged(3, count_embedding=True, count_loss=True), 4),
+        "pp3 tied, standalone ends": (FOUR_TIED, staged(3, layout="E|t*4|L"), 4),
+        "pp4 tied, standalone ends and an empty rank": (FOUR_TIED, staged(4, layout="E|t*4||L"), 4),
+        "pp5 tied, standalone ends and an empty stage": (FOUR_TIED, staged(5, layout="E|tt||tt|L"), 2),
+        "pp2 vpp2 tied, empty and uneven stages": (FOUR_TIED, staged(2, vpp=2, layout="E|ttt||tL"), 3),
+        "tp2 pp2 sp tied": (FOUR_TIED, staged(2, tp=2, sp=True), 2),
+        "tp4 pp2 sp, 2 key/value heads": (FOUR, staged(2, tp=4, sp=True), 2),
+        "pp2 dp2 tied": (FOUR_TIED, staged(2, dp=2), 2),
+        "pp2 dp2 tied, zero 1": (FOUR_TIED, staged(2, dp=2, zero=1), 2),
+        "pp2 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, vpp=2), 1),
+        "pp2 dp2 zb-h1, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "pp3 dp2 tied": (THREE_TIED, staged(3, dp=2), 2),
+        "tp2 pp3 sp": (replace(FOUR, num_layers=3), staged(3, tp=2, sp=True), 2),
+        "tp2 pp2 dp2 sp tied": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True), 2),
+    }  # fmt: skip
+    for name, (model, parallel, rows) in layouts.items():
+        yield Layout(area="pipeline", name=name, model=model, parallel=parallel, rows=rows, sample=name in sample)
+
+
+def _shared(
+    name: str, model: ModelConfig, parallel: ParallelConfig, *, seq_len: int = 12, documents: bool = False,
+    rows: int = 1, sample: bool = False,
+) -> Layout:  # fmt: skip
+    return Layout(
+        area="shared rows", name=name, model=model, parallel=parallel, seq_len=seq_len, documents=documents, rows=rows,
+        sample=sample,
+    )  # fmt: skip
+
+
+def _exchange(
+    kind: ContextKind, *, slicing: Literal["row", "document"] = "row", a2a: int | None = None
+) -> ContextConfig:
+    return ContextConfig(kind=kind, slicing=slicing, a2a=a2a)
+
+
+def _kinds_of_exchange() -> Iterator[Layout]:
+    """Every kind at every size, for rows, packed documents, and each document sliced."""
+    model = tiny(num_heads=12, num_kv_heads=2)
+    kinds: Mapping[ContextKind, Sequence[int]] = {
+        "ring": (2, 3, 4), "gather": (2, 3, 4), "a2a": (2, 3, 4), "a2a+ring": (4, 6),
+    }  # fmt: skip
+    for kind, documents in product(kinds, (False, True)):
+        for cp, by in product(kinds[kind], ("row", "document") if documents else ("row",)):
+            context = _exchange(kind, slicing="document" if by == "document" else "row")
+            context = replace(context, a2a=cp // 2 if kind == "a2a+ring" else None)
+            name = f"cp{cp}, {kind}, {'documents' if documents else 'rows'} cut by {by}"
+            parallel = ParallelConfig(cp=cp, context=context)
+            yield _shared(name, model, parallel, seq_len=24, documents=documents, rows=2)
+
+
+def _shared_rows() -> Iterator[Layout]:
+    yield _shared("cp2, ring", SHARED, ParallelConfig(cp=2), rows=2)
+    yield _shared("cp2, ring, without overlap", SHARED, ParallelConfig(cp=2, overlap=False), rows=2)
+    gathered = ParallelConfig(cp=3, context=_exchange("gather"))
+    yield _shared("cp3, gather, documents", UNEVEN, gathered, documents=True, sample=True)
+    heads = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
+    yield _shared("cp2, a2a, each document sliced", BIASED, heads, documents=True, rows=2, sample=True)
+    both = ParallelConfig(cp=4, context=_exchange("a2a+ring", a2a=2))
+    yield _shared("cp4, a2a+ring of two each", SHARED, both, seq_len=16, sample=True)
+    few = ParallelConfig(cp=4, context=_exchange("a2a"))
+    yield _shared("cp4, a2a, 2 key/value heads", SHARED, few, seq_len=24)
+    layers = ParallelConfig(cp=2, context=ContextConfig(layers=("ring", "a2a")))
+    yield _shared("cp2, a kind for each layer, documents", TIED, layers, documents=True, sample=True)
+    yield _shared("cp2 tp2 sp, ring", BIASED, ParallelConfig(cp=2, tp=2, sp=True), seq_len=16, sample=True)
+    yield _shared("cp2 dp2, ring, documents", tiny(), ParallelConfig(cp=2, dp=2), documents=True)
+    yield from _kinds_of_exchange()
+    yield from _shared_rows_and_others()
+
+
+def _shared_rows_and_others() -> Iterator[Layout]:
+    ring = ParallelConfig(cp=2, tp=2, dp=2, sp=True)
+    yield _shared("cp2 tp2 dp2 sp, ring", tiny(), ring, seq_len=16)
+    heads = ParallelConfig(cp=2, tp=2, dp=2, context=_exchange("a2a"))
+    yield _shared("cp2 tp2 dp2, a2a, 2 key/value heads", SHARED, heads, documents=True)
+    gathered = ParallelConfig(cp=2, tp=2, sp=True, context=_exchange("gather", slicing="document"))
+    yield _shared("cp2 tp2 sp, gather, each document sliced", TIED, gathered, documents=True, rows=2)
+    four = ParallelConfig(cp=2, tp=4, sp=True)
+    yield _shared("cp2 tp4 sp, ring, 2 key/value heads", SHARED, four, seq_len=16)
+    yield _shared("cp2 pp2, ring", SHARED, staged(2, cp=2))
+    sliced = replace(staged(2, cp=2), context=_exchange("a2a", slicing="document"))
+    yield _shared("cp2 pp2, a2a, each document sliced", TIED, sliced, documents=True)
+    mixed = replace(staged(2, cp=2, tp=2, sp=True), context=ContextConfig(layers=("ring", "gather")))
+    yield _shared("cp2 tp2 pp2 sp, a kind for each layer", tiny(), mixed, seq_len=16, documents=True)
+    yield _shared("cp2 dp2, zero 1", BIASED, ParallelConfig(cp=2, dp=2, zero=1))
+    uneven = ParallelConfig(cp=3, dp=2, zero=2, context=_exchange("a2a"))
+    yield _shared("cp3 dp2, zero 2, a2a", UNEVEN, uneven)
+    yield _shared("tp2 cp3 sp, ring", tiny(), ParallelConfig(tp=2, cp=3, sp=True))
+    yield _shared("cp3 pp2, ring", tiny(), staged(2, cp=3))
+    every = ContextConfig(kind="a2a+ring", a2a=2, layers=("a2a+ring", "ring", "gather", "a2a"), slicing="document")
+    padded = ParallelConfig(cp=4, context=every)
+    name = "cp4, three kinds and a2a+ring, rows that need padding"
+    yield _shared(name, replace(SHARED, num_layers=4), padded, seq_len=11)
+
+
+FULL, BLOCK = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block")
+PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
+AWAY = OffloadConfig(layers=1, min_numel=1)
+
+
+def _memory() -> Iterator[Layout]:
+    stay, mlp = OffloadConfig(), replace(PARTS, modules=("core_attention", "mlp"))
+    sliced = replace(FULL, num_layers=2, shard_inputs=True)
+    layouts: dict[str, tuple[ParallelConfig, RecomputeConfig, OffloadConfig]] = {
+        "full, tp2 sp": (ParallelConfig(tp=2, sp=True), FULL, stay),
+        "selective, tp2 sp, offloaded": (ParallelConfig(tp=2, sp=True), PARTS, AWAY),
+        "full, inputs in slices, tp2 dp2 zero 1": (ParallelConfig(tp=2, dp=2, zero=1), sliced, stay),
+        "block, offloaded, cp2 tp2": (ParallelConfig(cp=2, tp=2), BLOCK, AWAY),
+        "full, two layers at once, pp2 vpp2": (staged(2, vpp=2), replace(FULL, num_layers=2), stay),
+        "selective, offloaded, pp2, weights last": (staged(2, schedule="zb-h1"), PARTS, AWAY),
+        "selective, cp2 dp2": (ParallelConfig(cp=2, dp=2), mlp, stay),
+        "full, tp2 pp2 dp2 sp, zero 1": (staged(2, tp=2, dp=2, sp=True, zero=1), FULL, stay),
+        "block, pp3, standalone ends": (staged(3, layout="E|t*4|L"), BLOCK, stay),
+    }  # fmt: skip
+    sample = {"full, tp2 sp", "selective, tp2 sp, offloaded", "selective, offloaded, pp2, weights last"}
+    for name, (parallel, recompute, offload) in layouts.items():
+        model = replace(BIASED, num_layers=4 if parallel.pp > 1 else 2)
+        yield Layout(
+            area="memory", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
+            sample=name in sample,
+        )  # fmt: skip
+
+
+def _all_axes() -> Iterator[Layout]:
+    three = replace(FOUR_TIED, num_heads=6, num_kv_heads=3)
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int]] = {
+        "tp2 pp2 dp2 sp, zero 1": (FOUR, staged(2, tp=2, dp=2, sp=True, zero=1), 2),
+        "tp2 cp2 pp2 sp, zero 1": (FOUR_TIED, staged(2, tp=2, cp=2, sp=True, zero=1), 2),
+        "tp2 cp2 dp2 sp, zero 2": (tiny(), ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2), 2),
+        "tp2 pp2 vpp2 dp2 sp tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True, zero=1, vpp=2), 1),
+        "tp2 pp2 dp2 zb-v tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, zero=1, schedule="zb-v", vpp=2), 1),
+        "cp2 pp2 vpp2 dp2, zero 2": (FOUR, staged(2, cp=2, dp=2, zero=2, vpp=2), 1),
+        "tp3 pp4 tied": (three, staged(4, tp=3), 3),
+        "tp2 pp3 dp2 sp, zero 1": (replace(FOUR, num_layers=3), staged(3, tp=2, dp=2, sp=True, zero=1), 2),
+        "tp3 cp2 dp2 sp": (three, ParallelConfig(tp=3, cp=2, dp=2, sp=True), 1),
+        "cp3 pp2 dp2": (FOUR, staged(2, cp=3, dp=2), 2),
+    }  # fmt: skip
+    for name, (model, parallel, rows) in layouts.items():
+        yield Layout(
+            area="all axes", name=name, model=model, parallel=parallel, rows=rows, seq_len=row_of(parallel),
+            sample=name == "tp2 pp2 vpp2 dp2 sp tied, zero 1",
+        )  # fmt: skip
+
+
+MATRIX: tuple[Layout, ...] = (
+    *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
+    *_all_axes(),
+)  # fmt: skip
+"""Every layout that is proved."""
+
+
+def rows_of_matrix(*, sample: bool) -> list[Layout]:
+    """The rows to prove, those with few processes first, so that workers are started when they are needed."""
+    return sorted((row for row in MATRIX if row.sample or not sample), key=lambda row: row.world)

@@ -1,0 +1,96 @@
+"""The whole proof, part by part: of one run at its real size and in tiny copies, and of every layout of the matrix."""
+
+import time
+from collections.abc import Callable
+
+from megalith.config.train import TrainRun
+from megalith.errors import RankError
+from megalith.train.rules import run_problems
+from megalith.verify.fault_table import Verdict, judge
+from megalith.verify.faults import FAULTS
+from megalith.verify.matrix import Layout, rows_of_matrix
+from megalith.verify.ranks import Difference, LayoutCase, prove_layout
+from megalith.verify.report import (
+    LayoutResult,
+    Row,
+    difference_rows,
+    failure_row,
+    rule_rows,
+    schedule_rows,
+    type_rows,
+)
+from megalith.verify.schedules import ScheduleReport, check_schedule
+from megalith.verify.shrink import shrink, shrunk_words
+from megalith.verify.types import type_check, type_check_in_child
+
+
+def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Row]:
+    """Everything about a run on `world` ranks, as rows; with a broken rule, that alone. `fault`: for part (d)."""
+    rows = rule_rows(run_problems(run, world))
+    if not all(row.holds for row in rows):  # the other parts need a layout that can be built
+        return rows
+    rows += type_rows(type_check_in_child(run.model, run.parallel, world=world))
+    rows += schedule_rows(schedule_of(run, world))
+    for case in shrink(run, world, fault=fault):
+        words, found = shrunk_words(run, world, case), proved(case)
+        if isinstance(found, str):
+            rows.append(failure_row(case.world, words, found))
+        else:
+            rows += difference_rows(case.world, words, found)
+    return rows
+
+
+def prove_row(row: Layout) -> LayoutResult:
+    """Rules, types, schedules and float64 of one row."""
+    started = time.perf_counter()
+    case = row.case()
+    problems = [f"a: {text}" for text in run_problems(case.run, row.world)]
+    error = 0.0
+    if not problems:  # the rest needs a layout that can be built
+        problems += [f"b: {found}" for found in type_check(row.model, row.parallel, world=row.world).problems]
+        schedule = schedule_of(case.run, row.world)
+        problems += [f"c: {text}" for text in (schedule.problems if schedule else ())]
+        found = proved(case)
+        problems += [f"d: {found}"] if isinstance(found, str) else [_told(one) for one in found if not one.holds]
+        error = float("inf") if isinstance(found, str) else max(one.error for one in found)
+    seconds = time.perf_counter() - started
+    return LayoutResult(
+        area=row.area, name=row.name, world=row.world, problems=tuple(problems), error=error, seconds=seconds
+    )
+
+
+def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
+    """The pipeline lists of a run, checked on paper; None where there is one stage."""
+    p, t = run.parallel, run.train
+    if p.pp * p.pipeline.vpp == 1:
+        return None
+    rows = t.micro_batch_size * (p.dp or world // (p.tp * p.cp * p.pp))
+    return check_schedule(
+        p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows, overlap=p.overlap
+    )
+
+
+def proved(case: LayoutCase) -> list[Difference] | str:
+    """What float64 found, or why ranks failed before there was anything to compare."""
+    try:
+        return prove_layout(case)
+    except RankError as error:
+        return str(error).split("\nthen:")[0].strip()
+
+
+def _told(found: Difference) -> str:
+    return f"d: {found.what} off by {found.error:.1e}{f' in {found.name}' if found.name else ''}"
+
+
+def prove_all(*, sample: bool, tell: Callable[[str], None]) -> tuple[list[LayoutResult], list[Verdict]]:
+    """Every row, or the sample, and every planted fault; `tell` hears of each when it is done."""
+    results, rows = [], rows_of_matrix(sample=sample)
+    for number, row in enumerate(rows, 1):
+        results.append(prove_row(row))
+        held = "holds" if results[-1].holds else "DOES NOT HOLD"
+        tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
+    verdicts = []
+    for number, fault in enumerate(FAULTS, 1):
+        verdicts.append(judge(fault))
+        tell(f"fault {number}/{len(FAULTS)} {fault.name}: {'refused' if verdicts[-1].refused else 'NOT SEEN'}")
+    return results, verdicts

@@ -1,0 +1,61 @@
+"""The matrix has every axis and every kind of it, breaks no rule, and its sample has everything once."""
+
+import pytest
+
+from megalith.config.context import ContextKind
+from megalith.config.pipeline import ScheduleName
+from megalith.plan.schedule import schedule_name
+from megalith.train.rules import run_problems
+from megalith.verify.matrix import MATRIX, Layout, rows_of_matrix
+
+SAMPLE = [row for row in MATRIX if row.sample]
+
+
+def kinds(row: Layout) -> set[ContextKind]:
+    p = row.parallel
+    return {*(p.context.layers or (p.context.kind,))} if p.cp > 1 else set()
+
+
+def test_every_row_has_a_name_of_its_own_and_few_processes() -> None:
+    assert len({(row.area, row.name) for row in MATRIX}) == len(MATRIX)
+    assert len({row.name for row in MATRIX}) == len(MATRIX)
+    assert all(1 <= row.world <= 12 for row in MATRIX)
+    assert {row.world for row in MATRIX} >= {2, 3, 4, 5, 6, 8, 12}
+
+
+@pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.name)
+def test_no_row_breaks_a_rule(row: Layout) -> None:
+    assert run_problems(row.case().run, row.world) == []
+
+
+@pytest.mark.parametrize("rows", [MATRIX, SAMPLE], ids=["all", "sample"])
+def test_everything_is_in_it_and_in_its_sample(rows: list[Layout]) -> None:
+    layouts = [row.parallel for row in rows]
+    for axis in ("tp", "cp", "pp", "dp"):
+        assert {getattr(p, axis) for p in layouts} >= {1, 2, 3}
+    schedules: set[ScheduleName] = {schedule_name(p.pipeline) for p in layouts if p.pp > 1}
+    assert schedules >= {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"}
+    assert {kind for row in rows for kind in kinds(row)} == {"ring", "gather", "a2a", "a2a+ring"}
+    assert {p.zero for p in layouts} == {0, 1, 2, 3} and any(p.replicas > 1 for p in layouts)
+    assert {p.context.slicing for p in layouts if p.cp > 1} == {"row", "document"}
+    assert {p.overlap for p in layouts} == {True, False} and any(p.order.startswith("dp") for p in layouts)
+    assert any(p.sp for p in layouts) and any(row.documents for row in rows)
+    assert any(p.pp > 1 and row.model.tied_embeddings for row, p in zip(rows, layouts, strict=True))
+    assert any(row.model.num_kv_heads < row.parallel.tp for row in rows)
+    assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
+    assert any(row.offload.layers for row in rows)
+    assert any(p.pipeline.layout and "||" in p.pipeline.layout for p in layouts)
+
+
+def test_the_whole_matrix_has_what_the_sample_is_too_small_for() -> None:
+    layouts = [row.parallel for row in MATRIX]
+    assert any(p.pipeline.schedule == "gpipe" for p in layouts)
+    assert any(p.pipeline.first_layers is not None for p in layouts)
+    assert any(p.pipeline.count_embedding for p in layouts)
+    for three in (("tp", "pp", "dp"), ("tp", "cp", "pp"), ("tp", "cp", "dp"), ("cp", "pp", "dp")):
+        assert any(all((getattr(p, axis) or 1) > 1 for axis in three) and p.zero for p in layouts), three
+
+
+def test_rows_come_in_the_order_of_their_processes() -> None:
+    assert [row.world for row in rows_of_matrix(sample=False)] == sorted(row.world for row in MATRIX)
+    assert len(rows_of_matrix(sample=True)) == len(SAMPLE) < len(MATRIX) / 3

@@ -1,0 +1,74 @@
+"""The parts of the proof are asked one after the other, and what fails in any of them is told."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.testing.tiny import tiny_run
+from megalith.verify import prove
+from megalith.verify.matrix import MATRIX, Layout
+from megalith.verify.prove import prove_row, prove_run, proved, schedule_of
+from megalith.verify.ranks import LayoutCase
+from megalith.verify.types import type_check
+
+DP2 = next(row for row in MATRIX if row.name == "dp2")
+PP2 = next(row for row in MATRIX if row.name == "pp2 tied, as many as ranks")
+
+
+def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
+    result = prove_row(PP2)
+    assert result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
+    assert (result.area, result.name, result.world) == ("pipeline", PP2.name, 2)
+
+
+def test_a_row_that_breaks_a_rule_is_not_run() -> None:
+    broken = replace(DP2, parallel=ParallelConfig(dp=2, replicas=2))
+    result = prove_row(broken)
+    assert not result.holds and result.problems[0].startswith("a: parallel.replicas=2 with parallel.zero=0")
+
+
+@pytest.mark.parametrize(
+    ("row", "fault", "told"),
+    [
+        (DP2, "dp_sum_averaged", "d: gradients off by "),
+        (PP2, "tied_sum_left_out", "d: gradients off by "),
+        (DP2, "no_such_fault", "d: "),
+    ],
+)
+def test_a_fault_on_the_ranks_is_told(row: Layout, fault: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(row.case(), fault=fault)
+    monkeypatch.setattr(Layout, "case", lambda self: case)
+    result = prove_row(row)
+    assert any(problem.startswith(told) for problem in result.problems), result.problems
+    if fault == "no_such_fault":
+        assert "there is no such fault to plant" in result.problems[0] and result.error == float("inf")
+
+
+def test_ranks_that_fail_are_an_answer() -> None:
+    found = proved(LayoutCase(DP2.case().run, 2, fault="no_such_fault"))
+    assert isinstance(found, str) and "there is no such fault to plant" in found
+
+
+def test_schedules_are_those_of_the_run() -> None:
+    run = tiny_run({"parallel.pp": "2", "train.micro_batch_size": "2"})
+    report = schedule_of(run, 2)
+    assert report is not None and report.ok
+    assert (report.name, report.num_ranks, report.num_microbatches) == ("1f1b", 2, 6)
+    assert schedule_of(tiny_run(), 2) is None
+    wrong = replace(run, parallel=replace(run.parallel, pipeline=PipelineConfig(vpp=2, group=4)))
+    refused = schedule_of(replace(wrong, train=replace(run.train, micro_batch_size=4)), 2)
+    assert refused is not None and not refused.ok
+
+
+def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "type_check_in_child", type_check)  # a process of its own imports torch first
+    run = tiny_run({"parallel.tp": "2", "parallel.sp": "true"})
+    rows = prove_run(run, 4, fault="sp_norm_not_summed")
+    assert list(dict.fromkeys(row.part for row in rows)) == ["a", "b", "c", "d"]
+    assert all(row.holds for row in rows if row.part != "d")
+    assert any(not row.holds and "_norm.weight" in row.answer for row in rows)
+    monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
+    failed = prove_run(run, 2)
+    assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
