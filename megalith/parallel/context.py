@@ -15,7 +15,7 @@ arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -36,13 +36,11 @@ from megalith.kernels.span_attention import (
     window_attention,
 )
 from megalith.kernels.tokens import Context, Join, Tokens
-from megalith.observe.flight import Entry
 from megalith.parallel.autograd import Moves, all_to_all, gather
-from megalith.parallel.group import Group, finished, note
+from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.rings import Started, start_passing
 from megalith.plan.context import Slicing, Spans, kind_of_layer
-
-_ops = torch.ops._c10d_functional
 
 
 class Attend(Protocol):
@@ -234,9 +232,9 @@ class RingAttention(Function):
         q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
         result, held = nothing_found(q, widths[1]), own
         for step in range(group.size):
-            coming = _pass_on(held, group) if step < group.size - 1 else None
+            coming = start_passing(held, group) if step < group.size - 1 else None
             attend(q, *_both(held, widths), spans[_owner(group, step)], result)
-            held = held if coming is None else _arrived(coming)
+            held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths = group, spans, heads, widths
@@ -251,16 +249,16 @@ class RingAttention(Function):
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, torch.zeros_like(q, dtype=lse.dtype))
         first, last = _halves(spans[group.rank])
-        coming, travelling = _pass_on(own, group), None
+        coming, travelling = start_passing(own, group), None
         mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype))
         for step in range(1, group.size):
-            held = _arrived(coming)
-            coming = _pass_on(held, group) if step < group.size - 1 else coming
+            held = coming.wait()
+            coming = start_passing(held, group) if step < group.size - 1 else coming
             sums = find(held, spans[_owner(group, step)], torch.zeros_like(mine))
             travelling = _send_home(sums, travelling, group)
         mine = find(own, last, mine)
         assert travelling is not None
-        dkv = by_token(mine.add_(_arrived(travelling)).to(q.dtype).unsqueeze(1), heads)
+        dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
         return by_token(find.dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None
 
 
@@ -301,30 +299,6 @@ def _owner(group: Group, step: int) -> int:
     return (group.rank - step) % group.size
 
 
-class Passing(NamedTuple):
-    """What is on its way to me."""
-
-    x: Tensor
-    """May be read when it has `_arrived`."""
-
-    entry: Entry | None
-    """The note of it, for the report of a hang."""
-
-
-def _pass_on(x: Tensor, group: Group) -> Passing:
-    """Start sending x [heads, ...] to the next rank, and receiving as much from the one before."""
-    send, receive = [0] * group.size, [0] * group.size
-    send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
-    entry = note(group, "all_to_all", x, rows=(send, receive))
-    return Passing(_ops.all_to_all_single(x.contiguous(), receive, send, group.name), entry)
-
-
-def _send_home(sums: Tensor, travelling: Passing | None, group: Group) -> Passing:
+def _send_home(sums: Tensor, travelling: Started | None, group: Group) -> Started:
     """Add what the ranks before me found for the same keys, and send it on; the last step ends at the keys' owner."""
-    return _pass_on(sums if travelling is None else sums.add_(_arrived(travelling)), group)
-
-
-def _arrived(passing: Passing) -> Tensor:
-    y: Tensor = _ops.wait_tensor(passing.x)
-    finished(passing.entry)
-    return y
+    return start_passing(sums if travelling is None else sums.add_(travelling.wait()), group)

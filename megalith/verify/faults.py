@@ -250,12 +250,12 @@ def _fsdp_takes_means() -> AbstractContextManager[None]:
 # --- faults in sharing tokens over context-parallel ranks
 
 
-def _own_keys_for_all(x: Tensor, group: Group) -> context.Passing:
-    return context.Passing(x.clone(), None)
+def _own_keys_for_all(x: Tensor, group: Group) -> Started:
+    return Started(x.clone())
 
 
-def _gradients_stay(sums: Tensor, travelling: context.Passing | None, group: Group) -> context.Passing:
-    return context.Passing(sums if travelling is None else sums + travelling.x, None)
+def _gradients_stay(sums: Tensor, travelling: Started | None, group: Group) -> Started:
+    return Started(sums if travelling is None else sums + travelling.x, None)
 
 
 def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
@@ -361,7 +361,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "ring_never_turned", "Context-parallel ranks never exchange keys and values, and use their own for all.",
-        "numbers", ("cp",), lambda: replaced(context, "_pass_on", _own_keys_for_all),
+        "numbers", ("cp",), lambda: replaced(context, "start_passing", _own_keys_for_all),
     ),
     Fault(
         "ring_gradients_kept", "Gradients of keys and values stay with the rank that computed them.",

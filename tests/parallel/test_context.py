@@ -23,6 +23,7 @@ from megalith.parallel import context
 from megalith.parallel.context import Ring, attend_alone, build_attend, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.rings import Started
 from megalith.plan.context import Slices, plan_slices
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
@@ -168,7 +169,7 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
     arriving: list[weakref.ref[Tensor]] = []
     alive = []
 
-    def pass_on(x: Tensor, group: Group) -> context.Passing:
+    def pass_on(x: Tensor, group: Group) -> Started:
         passing = PASS_ON(x, group)
         arriving.append(weakref.ref(passing.x))
         return passing
@@ -181,14 +182,14 @@ def _memory(rank: int, world: int, case: Case) -> tuple[int, int]:
         alive.append(min(counts))
         ATTEND(*arguments)
 
-    with metered() as meter, replaced(context, "_pass_on", pass_on), replaced(context, "attend", attend):
+    with metered() as meter, replaced(context, "start_passing", pass_on), replaced(context, "attend", attend):
         out = Ring(mesh.cp)(q, k, v, tokens)
         kept = meter.live
     del out
     return kept, max(alive)
 
 
-PASS_ON, ATTEND, ATTEND_BACKWARD = context._pass_on, span_attention.attend, span_attention.attend_backward
+PASS_ON, ATTEND, ATTEND_BACKWARD = context.start_passing, span_attention.attend, span_attention.attend_backward
 
 
 @pytest.mark.parametrize("world", [2, 4])
