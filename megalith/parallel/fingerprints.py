@@ -7,15 +7,15 @@ a few round trips to the store per collective, so it is for finding a fault, not
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from megalith.errors import CollectiveError
 from megalith.observe.flight import Entry, axes_name, short_path
+from megalith.parallel.watch import wait_for
 
-PATIENCE = timedelta(seconds=1.0)
+PATIENCE_SECONDS = 1.0
 """Time after which ranks that do not come are suspected of waiting for this one."""
 
 Fingerprint = Mapping[str, Any]  # Any: JSON
@@ -63,20 +63,16 @@ class Fingerprints:
 
     def _wait_for_all(self, entry: Entry) -> None:
         keys = [_key(entry, rank) for rank in entry.ranks]
-        while True:
-            try:
-                self.store.wait(keys, PATIENCE)
-                return
-            except RuntimeError:  # time is up; a rank that is only slow is left to the timeout
-                absent = [rank for rank, key in zip(entry.ranks, keys, strict=True) if not self.store.check([key])]
-                waits = {"text": entry.describe(), "lane": entry.lane, "number": entry.number, "absent": absent}
-                self.store.set(f"waits/{self.rank}", json.dumps(waits))
-                if (circle := self._circle([self.rank])) is not None:
-                    told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in circle.items())
-                    raise CollectiveError(
-                        f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must enter the "
-                        f"collectives of its groups in the same order: look at what made these differ."
-                    ) from None
+        while not wait_for(self.store, keys, PATIENCE_SECONDS):  # a rank that is only slow is left to the timeout
+            absent = [rank for rank, key in zip(entry.ranks, keys, strict=True) if not self.store.check([key])]
+            waits = {"text": entry.describe(), "lane": entry.lane, "number": entry.number, "absent": absent}
+            self.store.set(f"waits/{self.rank}", json.dumps(waits))
+            if (circle := self._circle([self.rank])) is not None:
+                told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in circle.items())
+                raise CollectiveError(
+                    f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must enter the "
+                    f"collectives of its groups in the same order: look at what made these differ."
+                )
 
     def _circle(self, path: Sequence[int]) -> dict[int, str] | None:
         """Ranks that wait for one another, from this one back to it, and in what; `path` is the way so far.

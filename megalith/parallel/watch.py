@@ -10,10 +10,9 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -118,19 +117,15 @@ class Watch:
         """Publish where this rank is; make the report, or wait for it."""
         self.flight.note_torchs_own(tuple(range(self.world)))
         self.store.set(f"place/{self.rank}", json.dumps(asdict(self.flight.place(self.rank))))
-        patience = timedelta(seconds=self.patience_seconds)
         if winner == self.rank:
-            self.store.set(REPORT, self._report(patience))
-        try:
-            self.store.wait([REPORT], 2 * patience)
+            self.store.set(REPORT, self._report(self.patience_seconds))
+        if wait_for(self.store, [REPORT], 2 * self.patience_seconds):
             return self.store.get(REPORT).decode()
-        except RuntimeError:
-            return f"rank {winner} noticed a hang, but did not say of what"
+        return f"rank {winner} noticed a hang, but did not say of what"
 
-    def _report(self, patience: timedelta) -> str:
+    def _report(self, patience: float) -> str:
         keys = [f"place/{rank}" for rank in range(self.world)]
-        with suppress(RuntimeError):  # the report names those that did not answer
-            self.store.wait(keys, patience)
+        wait_for(self.store, keys, patience)  # the report names those that did not answer
         told = [json.loads(self.store.get(key)) for key in keys if self.store.check([key])]
         places = {place.rank: place for place in map(Place.from_json, told)}
         return describe_hang(places, self.world, timeout_seconds=self.timeout_seconds, where=self.where)
@@ -169,6 +164,17 @@ class Watch:
             f"rank {self.where(self.rank)} has waited for {waiting.age_seconds:g} s in {waiting.text}, and nobody can "
             f"say for whom: the store of the ranks does not answer ({str(error).splitlines()[0]})"
         )
+
+
+def wait_for(store: Store, keys: Sequence[str], seconds: float) -> bool:
+    """Whether all these keys are in the store by then. Its own wait prints a warning when time is up."""
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not store.check(list(keys)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    return True
 
 
 def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:

@@ -4,14 +4,12 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
 from torch.distributed.rendezvous import rendezvous
 
 from megalith.errors import ConfigError, RankError
@@ -19,6 +17,7 @@ from megalith.observe.flight import Flight
 from megalith.observe.limits import available_cores
 from megalith.parallel.group import Group, alone, gather_objects
 from megalith.parallel.launch import LISTENER, RANK_VARIABLES, in_worker, threads_per_rank
+from megalith.parallel.watch import wait_for
 from megalith.plan.grid import Grid
 
 _log = logging.getLogger(__name__)
@@ -125,8 +124,7 @@ def meet(worker: Worker, *, timeout_seconds: float) -> Store | None:
     store.set(f"here/{worker.rank}", "")
     if worker.rank == 0:
         keys = [f"here/{rank}" for rank in range(worker.world)]
-        with suppress(DistStoreError):  # the list tells
-            store.wait(keys, timedelta(seconds=timeout_seconds))
+        wait_for(store, keys, timeout_seconds)  # the list tells
         store.set("absent", json.dumps([rank for rank, key in enumerate(keys) if not store.check([key])]))
     absent = json.loads(store.get("absent"))
     if absent:
