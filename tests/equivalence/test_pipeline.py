@@ -1,4 +1,4 @@
-"""Any pipeline equals one process, and a checkpoint of one continues under another layout."""
+"""A checkpoint of one pipeline continues under another layout; that each equals one process is in test_layouts.py."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.step import train_step
-from megalith.verify.ranks import LayoutCase, _loader, layout_case, prove_layout
+from megalith.verify.ranks import LayoutCase, _loader, layout_case
 
 UNTIED = ModelConfig(
     vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=6,
@@ -31,58 +31,6 @@ def parallel(
 ) -> ParallelConfig:
     """A layout with a pipeline."""
     return ParallelConfig(tp=tp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]  # by name
-
-
-# 12 rows a step: rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
-LAYOUTS = {
-    "pp2, many microbatches": (UNTIED, parallel(2), 1),
-    "pp2 tied, as many as ranks": (TIED, parallel(2), 6),
-    "pp3 tied, fewer than ranks": (replace(TIED, num_layers=3), parallel(3), 6),
-    "pp4, one microbatch": (UNTIED, parallel(4), 12),
-    "pp4 tied": (TIED, parallel(4), 2),
-    "pp2 gpipe": (TIED, parallel(2, schedule="gpipe"), 3),
-    "pp2 vpp2": (TIED, parallel(2, vpp=2), 2),
-    "pp2 vpp2, groups of 5 and a remainder of 2": (UNTIED, parallel(2, vpp=2, group=5), 1),
-    "pp3 vpp2, groups of 4": (replace(TIED, num_layers=6), parallel(3, vpp=2, group=4), 1),
-    "pp1 vpp2 tied": (TIED, parallel(1, vpp=2), 3),
-    "pp2 zb-h1": (TIED, parallel(2, schedule="zb-h1"), 3),
-    "pp3 zb-h1, uneven": (TIED, parallel(3, schedule="zb-h1", layout="Et|tt|tL"), 2),
-    "pp2 zb-v tied": (TIED, parallel(2, schedule="zb-v", vpp=2), 3),
-    "pp3 zb-v": (replace(UNTIED, num_layers=6), parallel(3, schedule="zb-v", vpp=2), 2),
-    "pp2 dualpipe-v tied": (TIED, parallel(2, schedule="dualpipe-v", vpp=2), 2),
-    "pp3 dualpipe-v": (replace(UNTIED, num_layers=6), parallel(3, schedule="dualpipe-v", vpp=2), 1),
-    "pp3, the ends have other counts": (UNTIED, parallel(3, first_layers=1, last_layers=1), 4),
-    "pp3, the embedding and the loss count": (UNTIED, parallel(3, count_embedding=True, count_loss=True), 4),
-    "pp3 tied, standalone ends": (TIED, parallel(3, layout="E|t*4|L"), 4),
-    "pp5 tied, standalone ends and an empty stage": (TIED, parallel(5, layout="E|tt||tt|L"), 2),
-    "pp4 tied, standalone ends and an empty rank": (TIED, parallel(4, layout="E|t*4||L"), 4),
-    "pp2 vpp2 tied, empty and uneven stages": (TIED, parallel(2, vpp=2, layout="E|ttt||tL"), 3),
-    "tp2 pp2 sp tied": (TIED, parallel(2, tp=2, sp=True), 2),
-    "tp4 pp2 sp, 2 key/value heads": (UNTIED, parallel(2, tp=4, sp=True), 2),
-    "pp2 dp2 tied": (TIED, parallel(2, dp=2), 2),
-    "pp2 dp2 tied, zero 1": (TIED, parallel(2, dp=2, zero=1), 2),
-    "pp2 vpp2 dp2 tied, zero 2": (TIED, parallel(2, dp=2, zero=2, vpp=2), 1),
-    "pp2 dp2 zb-h1, zero 2": (TIED, parallel(2, dp=2, zero=2, schedule="zb-h1"), 1),
-    "pp3 dp2 tied": (replace(TIED, num_layers=3), parallel(3, dp=2), 2),
-    "tp2 pp2 dp2 sp tied": (TIED, parallel(2, tp=2, dp=2, sp=True), 2),
-    "tp2 pp2 vpp2 dp2 sp tied, zero 1": (TIED, parallel(2, tp=2, dp=2, sp=True, zero=1, vpp=2), 1),
-    "tp2 pp2 dp2 zb-v tied, zero 1": (TIED, parallel(2, tp=2, dp=2, zero=1, schedule="zb-v", vpp=2), 1),
-    "tp3 pp4 tied": (replace(TIED, num_heads=6, num_kv_heads=3), parallel(4, tp=3), 3),
-}
-SAMPLE = {
-    "pp3 tied, fewer than ranks", "pp2 vpp2, groups of 5 and a remainder of 2", "pp3 zb-h1, uneven", "pp2 zb-v tied",
-    "pp2 dualpipe-v tied", "pp4 tied, standalone ends and an empty rank", "tp2 pp2 sp tied", "pp2 dp2 tied, zero 1",
-}  # fmt: skip
-"""What `make test` runs; `make test-all` runs them all."""
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in LAYOUTS]
-)
-def test_pipeline_equals_one_process(name: str) -> None:
-    model, layout, rows = LAYOUTS[name]
-    differences = prove_layout(layout_case(model, layout, world_of(layout), micro_batch_size=rows))
-    assert {found.what for found in differences if not found.holds} == set(), differences
 
 
 def world_of(layout: ParallelConfig) -> int:
