@@ -29,7 +29,7 @@ def padded_numel(shard: Shard, ranks: int) -> int:
     return -(-rows // ranks) * (shard.numel // rows)
 
 
-def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig, *, compiled: bool) -> list[str]:
+def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig) -> list[str]:
     """What cannot be had together with parallel.zero=3: one text each."""
     p = parallel
     problems: list[str] = []
@@ -50,10 +50,5 @@ def fully_sharded_problems(parallel: ParallelConfig, offload: OffloadConfig, *, 
         problems.append(
             f"offload.layers={offload.layers} with parallel.zero={p.zero}: what a layer keeps for backward includes "
             f"its gathered weights, which would wait in host memory too. Set offload.layers=0, or parallel.zero=2."
-        )
-    if compiled:
-        problems.append(
-            f"train.compile={compiled} with parallel.zero={p.zero}: compiled layers would keep the weights that they "
-            f"were first given. Set train.compile=False, or parallel.zero=2."
         )
     return problems

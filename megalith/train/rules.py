@@ -48,7 +48,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
-        problems += fully_sharded_problems(p, run.offload, compiled=t.compile)
+        problems += fully_sharded_problems(p, run.offload)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)

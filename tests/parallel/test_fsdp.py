@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from shutil import which
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +21,7 @@ from megalith.nn.init import fill
 from megalith.observe.flight import Flight
 from megalith.parallel.fsdp import FullySharded, Unit
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.tensor import Init
 from megalith.plan.shards import whole
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, compare
@@ -153,6 +156,27 @@ def _bf16(rank: int, world: int) -> None:
 
 def test_gradients_of_bf16_weights_are_added_in_fp32() -> None:
     run_ranks(_bf16, 2)
+
+
+def _compiled(rank: int, world: int) -> None:
+    mesh, config = dp_mesh(rank, world), replace(CONFIG, num_layers=2)
+    model, data = build(mesh, config=config)
+    for layer in model.layers:
+        layer.compile()
+    for factor in (1.0, 1.5):
+        plain, its_data = build(mesh, config=config)
+        for engine in (data, its_data):
+            for owned in engine.owned:
+                fill(owned.weight, owned.shard, Init(0.1 * factor), seed=7)
+            engine.publish()
+        assert_close(step(model, data, mine(rank)), step(plain, its_data, mine(rank)), FP64)
+
+
+@pytest.mark.slow  # the compiler takes half a minute
+@pytest.mark.skipif(which("g++") is None and which("clang++") is None, reason="needs a C++ compiler: torch.compile")
+@pytest.mark.skipif(" " in torch.__file__, reason="torch.compile does not quote its own folder for the linker")
+def test_compiled_layers_read_the_weights_that_are_gathered_for_them() -> None:
+    run_ranks(_compiled, 2, timeout=300)
 
 
 class Odd(nn.Module):
