@@ -62,7 +62,8 @@ class Comparison:
         if not torch.equal(fingerprint(y), self.expected):
             raise RuntimeError(
                 f"recompute.check: {self.function} of {[list(x.shape) for x in inputs]} did not give the same bits a "
-                f"second time. Something in it is not deterministic, or has changed what it reads: gradients are wrong"
+                f"second time. Something in it is not deterministic, or has changed what it reads, so gradients would "
+                f"be wrong. Set recompute.granularity=none until that is mended"
             )
         return y
 
@@ -88,7 +89,7 @@ def rebuild(again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tup
     if (x.shape, x.dtype) != like:
         raise RuntimeError(
             f"backward computed {x.dtype} {list(x.shape)} again where forward had {like[1]} {list(like[0])}: "
-            f"{again} must give the same tensor whenever it is called with the same inputs"
+            f"{again} must be made to give the same tensor whenever it is called with the same inputs"
         )
     return x
 

@@ -63,15 +63,15 @@ def parse_layout(text: str) -> list[list[Item]]:
         else:
             raise PlanError(_unknown(text, start))
     if opened:
-        raise PlanError(mistake(text, opened[-1], "this ( is never closed", "Use a ) for each ("))
+        raise PlanError(f"{mistake(text, opened[-1], 'this ( is never closed')}\nUse a ) for each (.")
     return _stages(groups[0])
 
 
-def mistake(text: str, position: int, what: str, fix: str) -> str:
-    """A message with a caret under one character of the layout."""
+def mistake(text: str, position: int, what: str) -> str:
+    """What is wrong, with a caret under one character of the layout; the way out comes after it."""
     first = max(0, position - SHOWN // 2) if len(text) > SHOWN else 0
     shown = "".join(" " if character.isspace() else character for character in text[first : first + SHOWN])
-    return f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    {' ' * (position - first)}^\n{fix}."
+    return f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    {' ' * (position - first)}^"
 
 
 def show_layout(stages: Sequence[str]) -> str:
@@ -107,7 +107,8 @@ def _stages(items: Sequence[Item]) -> list[list[Item]]:
 def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tuple[int, int]:
     """The number after a star, and where the text goes on."""
     if not repeated:
-        raise PlanError(mistake(text, star, "there is nothing before this * to repeat", "Use it as in t*3 or (tt|)*2"))
+        what = "there is nothing before this * to repeat"
+        raise PlanError(f"{mistake(text, star, what)}\nUse it as in t*3 or (tt|)*2.")
     first = star + 1
     while text[first : first + 1] == " ":
         first += 1
@@ -116,15 +117,16 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
         stop += 1
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
-        raise PlanError(mistake(text, star, "this * needs a number of at least 1 after it", "Use it as in t*3"))
+        raise PlanError(f"{mistake(text, star, 'this * needs a number of at least 1 after it')}\nUse it as in t*3.")
     if len(digits) > 9 or len(repeated) * int(digits) > room:
-        raise PlanError(mistake(text, star, f"{digits} times are more than {MOST_ITEMS} items", "Use a smaller number"))
+        what = f"{digits} times are more than {MOST_ITEMS} items"
+        raise PlanError(f"{mistake(text, star, what)}\nUse a smaller number.")
     return int(digits), stop
 
 
 def _unknown(text: str, position: int) -> str:
     character = text[position]
     if character == ")":
-        return mistake(text, position, "this ) closes no (", "Use a ( for each )")
+        return f"{mistake(text, position, 'this ) closes no (')}\nUse a ( for each )."
     fix = "Use only E (embedding), t (layer), m (multi-token prediction), L (loss), |, *n and ( )"
-    return mistake(text, position, f"{character!r} is no item", fix) + did_you_mean(character, ITEMS)
+    return f"{mistake(text, position, f'{character!r} is no item')}\n{fix}.{did_you_mean(character, ITEMS)}"

@@ -27,6 +27,8 @@ def quickstart() -> TrainRun:
         ),
         data=DataConfig(mock=True, mock_num_documents=4000),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
-        train=LoopConfig(steps=976, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=244, eval_steps=16),
+        train=LoopConfig(
+            steps=976, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=244, eval_steps=16
+        ),
         schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=60),
     )
