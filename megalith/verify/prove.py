@@ -87,7 +87,7 @@ def prove_all(*, sample: bool, tell: Callable[[str], None]) -> tuple[list[Layout
     results, rows = [], rows_of_matrix(sample=sample)
     for number, row in enumerate(rows, 1):
         results.append(prove_row(row))
-        held = "holds" if results[-1].holds else "DOES NOT HOLD"
+        held = "holds" if results[-1].holds else f"DOES NOT HOLD: {results[-1].problems[0]}"
         tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
     verdicts = []
     for number, fault in enumerate(FAULTS, 1):
