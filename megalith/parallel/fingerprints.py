@@ -7,7 +7,7 @@ a few round trips to the store per collective, so it is for finding a fault, not
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import Store
 
@@ -45,7 +45,8 @@ class Fingerprints:
         self._wait_for_all(entry)
         found = {rank: json.loads(self.store.get(_key(entry, rank))) for rank in entry.ranks}
         if not agree(found, entry.ranks):
-            raise CollectiveError(self._difference(found, f"number {entry.number} over {axes_name(entry.axes)}"))
+            what = f"number {entry.number} over {axes_name(entry.axes)}"
+            self._refuse(found, what)
 
     def _compare_message(self, entry: Entry, peer: int) -> None:
         group, sends = entry.lane.rsplit(" ", 2)[0], entry.op == "send"
@@ -59,7 +60,7 @@ class Fingerprints:
         for key in keys:
             self.store.delete_key(key)
         if any(found[self.rank][name] != found[peer][name] for name in ("shape", "dtype")):
-            raise CollectiveError(self._difference(found, f"message {entry.number} between them"))
+            self._refuse(found, f"message {entry.number} between them")
 
     def _wait_for_all(self, entry: Entry) -> None:
         keys = [_key(entry, rank) for rank in entry.ranks]
@@ -70,8 +71,8 @@ class Fingerprints:
             if (circle := self._circle([self.rank])) is not None:
                 told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in circle.items())
                 raise CollectiveError(
-                    f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must enter the "
-                    f"collectives of its groups in the same order: look at what made these differ."
+                    f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must be made to "
+                    f"enter the collectives of its groups in the same order: look at what made these differ."
                 )
 
     def _circle(self, path: Sequence[int]) -> dict[int, str] | None:
@@ -93,15 +94,15 @@ class Fingerprints:
                 return {path[-1]: waits["text"], **rest}
         return None
 
-    def _difference(self, found: Mapping[int, Fingerprint], what: str) -> str:
-        """What each rank is about to do, those that agree in one line."""
+    def _refuse(self, found: Mapping[int, Fingerprint], what: str) -> NoReturn:
+        """Say what each rank is about to do, those that agree in one line."""
         shared: dict[str, list[str]] = {}
         for rank, told in found.items():
             shared.setdefault(str(told["text"]), []).append(self.where(rank))
         lines = "\n".join(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {t}" for t, ranks in shared.items())
-        return (
-            f"ranks {list(found)} are about to do different things as {what}:\n{lines}\nThey must enter the same "
-            f"operations, with the same shapes and dtypes, in the same order: look at what made these differ."
+        raise CollectiveError(
+            f"ranks {list(found)} are about to do different things as {what}:\n{lines}\nThey must be made to enter the "
+            f"same operations, with the same shapes and dtypes, in the same order: look at what made these differ."
         )
 
 

@@ -63,15 +63,15 @@ def parse_layout(text: str) -> list[list[Item]]:
         else:
             raise PlanError(_unknown(text, start))
     if opened:
-        raise PlanError(f"{mistake(text, opened[-1], 'this ( is never closed')}\nUse a ) for each (.")
+        raise PlanError(f"{mistake(text, opened[-1], 'this ( is never closed')}Use a ) for each (.")
     return _stages(groups[0])
 
 
 def mistake(text: str, position: int, what: str) -> str:
-    """What is wrong, with a caret under one character of the layout; the way out comes after it."""
+    """What is wrong, with a caret under one character of the layout; the way out follows on a line of its own."""
     first = max(0, position - SHOWN // 2) if len(text) > SHOWN else 0
     shown = "".join(" " if character.isspace() else character for character in text[first : first + SHOWN])
-    return f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    {' ' * (position - first)}^"
+    return f"{FIELD}={text}: {what}, at character {position + 1}:\n    {shown}\n    {' ' * (position - first)}^\n"
 
 
 def show_layout(stages: Sequence[str]) -> str:
@@ -108,7 +108,7 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
     """The number after a star, and where the text goes on."""
     if not repeated:
         what = "there is nothing before this * to repeat"
-        raise PlanError(f"{mistake(text, star, what)}\nUse it as in t*3 or (tt|)*2.")
+        raise PlanError(f"{mistake(text, star, what)}Use it as in t*3 or (tt|)*2.")
     first = star + 1
     while text[first : first + 1] == " ":
         first += 1
@@ -117,16 +117,16 @@ def _count(text: str, star: int, repeated: Sequence[Item], *, room: int) -> tupl
         stop += 1
     digits = text[first:stop]
     if not digits or int(digits[:9]) == 0:
-        raise PlanError(f"{mistake(text, star, 'this * needs a number of at least 1 after it')}\nUse it as in t*3.")
+        raise PlanError(f"{mistake(text, star, 'this * needs a number of at least 1 after it')}Use it as in t*3.")
     if len(digits) > 9 or len(repeated) * int(digits) > room:
         what = f"{digits} times are more than {MOST_ITEMS} items"
-        raise PlanError(f"{mistake(text, star, what)}\nUse a smaller number.")
+        raise PlanError(f"{mistake(text, star, what)}Use a smaller number.")
     return int(digits), stop
 
 
 def _unknown(text: str, position: int) -> str:
     character = text[position]
     if character == ")":
-        return f"{mistake(text, position, 'this ) closes no (')}\nUse a ( for each )."
+        return f"{mistake(text, position, 'this ) closes no (')}Use a ( for each )."
     fix = "Use only E (embedding), t (layer), m (multi-token prediction), L (loss), |, *n and ( )"
-    return f"{mistake(text, position, f'{character!r} is no item')}\n{fix}.{did_you_mean(character, ITEMS)}"
+    return f"{mistake(text, position, f'{character!r} is no item')}{fix}.{did_you_mean(character, ITEMS)}"

@@ -238,7 +238,7 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int) -> list[str]
         )
     if (first := next((item for item in items if item.kind == "m"), None)) is not None:
         what = "this model has no multi-token prediction layers"
-        problems.append(f"{mistake(text, first.position, what)}\nUse no m.")
+        problems.append(f"{mistake(text, first.position, what)}Use no m.")
     return problems
 
 
@@ -254,7 +254,7 @@ def _once(text: str, items: Sequence[Item], kind: str, name: str) -> list[str]:
     if len(found) == 1:
         return []
     what = f"the {name} ({kind}) comes {len(found)} times"
-    return [f"{mistake(text, found[1].position, what)}\nUse {kind} once."]
+    return [f"{mistake(text, found[1].position, what)}Use {kind} once."]
 
 
 def _at_the_end(text: str, stages: Sequence[Sequence[Item]], kind: str, end: int, where: str) -> list[str]:
@@ -264,4 +264,4 @@ def _at_the_end(text: str, stages: Sequence[Sequence[Item]], kind: str, end: int
     found = next(item for stage in stages for item in stage if item.kind == kind)
     bar = f"a bar, which makes an empty stage {where}" if not stages[end] else f"something {where}"
     side = "first stage begins" if end == 0 else "last stage ends"
-    return [f"{mistake(text, found.position, f'there is {bar}')}\nUse {kind} where the {side}."]
+    return [f"{mistake(text, found.position, f'there is {bar}')}Use {kind} where the {side}."]

@@ -84,7 +84,7 @@ def test_a_rebuilt_input_of_another_shape_or_dtype_is_refused() -> None:
     w = seeded(3, 5, seed=2).requires_grad_()
     for wrong in (lambda x: x[1:], lambda x: x.double()):
         y = linear(Rebuilt(seeded(7, 5), wrong, (seeded(7, 5),)), [w])
-        with pytest.raises(RuntimeError, match="must give the same tensor"):
+        with pytest.raises(RuntimeError, match="must be made to give the same tensor"):
             y.sum().backward()
 
 
