@@ -44,7 +44,7 @@ class FullySharded:
     ) -> None:  # fmt: skip
         """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
         `watch`: note which gradients are not finite before they are summed."""
-        self.mesh, self.keep_gathered = mesh, keep_gathered
+        self.mesh = mesh
         self.units = [
             Unit(module, mesh.over("dp_replica")) for chunk in chunks for module in (*_inner_units(chunk), chunk)
         ]
@@ -122,13 +122,9 @@ class Unit:
         return self.module
 
     def connect(
-        self,
-        parameters: Sequence[tuple[Shard, nn.Parameter]],
-        group: Group,
-        *,
-        gradient_dtype: torch.dtype,
+        self, parameters: Sequence[tuple[Shard, nn.Parameter]], group: Group, *, gradient_dtype: torch.dtype,
         watch: bool,
-    ) -> dict[str, Owned]:
+    ) -> dict[str, Owned]:  # fmt: skip
         """Let FSDP2 sum the gradients of these rows over `group`, through us. By name: what is mine, empty rows left
         out; weights where FSDP2 sends them from, gradients one after the other in one buffer."""
         if not parameters:
@@ -177,8 +173,9 @@ class Unit:
         that order, so `_add` knows which is which.
         """
         self._sum, self._read = message, 0
-        if message.is_cuda:  # it was allocated on the stream that sums, and is read on this one
-            message.record_stream(torch.cuda.current_stream())
+        for x in (message, self._finite) if message.is_cuda else ():
+            if x is not None:  # allocated on the stream that sums, and read on this one
+                x.record_stream(torch.cuda.current_stream())
 
     def _add(self, name: str, gradient: Tensor, sent: int, parameter: Tensor) -> None:
         """Add the next part of the message, of `sent` elements, to a gradient."""

@@ -157,10 +157,10 @@ def train_as_rank(rank: int, world: int, run: TrainRun, path: Path) -> Outcome:
 
 
 def test_a_run_goes_on_under_any_other_layout(tmp_path: Path) -> None:
-    """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then two share weights."""
+    """Two ranks share weights and tokens, then one has all, then two divide optimizer state, then weights too."""
     fixed = CONSTANT | {"precision.params": "fp64", "optim.eps": "1e-3"}
     train(tmp_path / "whole", fixed)
-    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.zero": "1"}, {"parallel.tp": "2"}]
+    layouts = [{"parallel.tp": "2", "parallel.sp": "true"}, {}, {"parallel.zero": "1"}, {"parallel.zero": "3"}]
     for number, layout in enumerate(layouts):
         settings = fixed | layout | {"train.steps": str(2 * number + 2)}
         if layout:
