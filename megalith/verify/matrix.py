@@ -88,7 +88,10 @@ def row_of(parallel: ParallelConfig) -> int:
 
 
 def _tensor_and_data() -> Iterator[Layout]:
-    sample = {"dp3 tied", "tp3", "tp2 sp", "tp4 sp, 2 key/value heads, biases", "tp2 dp2 sp tied, dp inside"}
+    sample = {
+        "dp3 tied", "tp3", "tp2 sp", "tp3 sp tied, rings", "tp4 sp, 2 key/value heads, biases",
+        "tp2 dp2 sp tied, dp inside",
+    }  # fmt: skip
     layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
         "dp2": (tiny(), ParallelConfig(dp=2)),
         "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False)),
@@ -104,6 +107,9 @@ def _tensor_and_data() -> Iterator[Layout]:
         "tp4 sp, 2 key/value heads, biases": (
             tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True),
         ),
+        "tp2 sp, rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True)),
+        "tp3 sp tied, rings": (TIED, ParallelConfig(tp=3, sp=True, rings=True)),
+        "tp4 dp2 sp, rings, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, rings=True)),
         "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True)),
         "tp2 dp2 sp tied, dp inside": (TIED, ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")),
         "tp2 pp2 dp2, pp before dp": (FOUR, replace(staged(2, tp=2, dp=2), order="tp-cp-ep-pp-dp")),
@@ -333,6 +339,7 @@ def _all_axes() -> Iterator[Layout]:
         "tp2 cp2 dp2 sp, zero 2": (tiny(), ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2), 2),
         "tp2 pp2 vpp2 dp2 sp tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True, zero=1, vpp=2), 1),
         "tp2 pp2 dp2 zb-v tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, zero=1, schedule="zb-v", vpp=2), 1),
+        "tp2 cp2 pp2 sp zb-h1, rings": (FOUR, replace(staged(2, tp=2, cp=2, sp=True, schedule="zb-h1"), rings=True), 2),
         "cp2 pp2 vpp2 dp2, zero 2": (FOUR, staged(2, cp=2, dp=2, zero=2, vpp=2), 1),
         "tp3 pp4 tied": (three, staged(4, tp=3), 3),
         "tp2 pp3 dp2 sp, zero 1": (replace(FOUR, num_layers=3), staged(3, tp=2, dp=2, sp=True, zero=1), 2),

@@ -39,7 +39,7 @@ def test_everything_is_in_it_and_in_its_sample(rows: list[Layout]) -> None:
     assert {p.zero for p in layouts} == {0, 1, 2, 3} and any(p.replicas > 1 for p in layouts)
     assert {p.context.slicing for p in layouts if p.cp > 1} == {"row", "document"}
     assert {p.overlap for p in layouts} == {True, False} and any(p.order.startswith("dp") for p in layouts)
-    assert any(p.sp for p in layouts) and any(row.documents for row in rows)
+    assert any(p.sp for p in layouts) and any(p.rings for p in layouts) and any(row.documents for row in rows)
     assert any(p.pp > 1 and row.model.tied_embeddings for row, p in zip(rows, layouts, strict=True))
     assert any(row.model.num_kv_heads < row.parallel.tp for row in rows)
     assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}

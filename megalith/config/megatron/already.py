@@ -28,7 +28,9 @@ ALREADY = (
         ),
         flags="""
             --align-grad-reduce! --align-param-gather! --delay-param-gather! --disable-align-grad-reduce!
-            --no-align-grad-reduce! --no-align-param-gather! --no-delay-grad-reduce! --no-overlap-p2p-communication!
+            --disable-tp-comm-bulk-dgrad! --disable-tp-comm-bulk-wgrad! --no-align-grad-reduce! --no-align-param-gather!
+            --no-async-tensor-model-parallel-allreduce! --no-delay-grad-reduce! --no-overlap-p2p-communication!
+            --no-tp-comm-bulk-dgrad! --no-tp-comm-bulk-wgrad!
             --overlap-grad-reduce! --overlap-p2p-communication! --overlap-p2p-communication-warmup-flush!
             --overlap-param-gather! --overlap-param-gather-with-optimizer-step!
         """,

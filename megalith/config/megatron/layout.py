@@ -48,6 +48,8 @@ def translate_layout(draft: Draft) -> None:
         draft.copy(flag)
     if draft.arguments.value("--sequence-parallel"):
         draft.put("--sequence-parallel", "parallel.sp", tp > 1, "" if tp > 1 else "off at tp 1, as in Megatron")
+    if draft.arguments.value("--tp-comm-overlap") and tp > 1:
+        draft.put("--tp-comm-overlap", "parallel.rings", True, "sums are taken in the order of the ring")
     if draft.arguments.value("--use-tp-pp-dp-mapping"):
         draft.put("--use-tp-pp-dp-mapping", "parallel.order", "tp-cp-ep-pp-dp")
     _pipeline(draft)
@@ -212,8 +214,8 @@ def _instances(draft: Draft, zero: int) -> None:
 def _reduction(draft: Draft, zero: int) -> None:
     if not draft.arguments.value(_REDUCE):
         return
-    if zero:
+    if zero in (1, 2):
         draft.put(_REDUCE, "parallel.reduce_dtype", "bf16", "each rank still adds what it receives in fp32")
     else:
-        text = f"without {_OPTIMIZER} gradients are summed in fp32 here, which is more exact"
-        draft.say("explained", _REDUCE, text)
+        where = f"without {_OPTIMIZER}" if zero == 0 else "of fully sharded weights"
+        draft.say("explained", _REDUCE, f"gradients {where} are summed in fp32 here, which is more exact")

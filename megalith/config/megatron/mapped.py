@@ -208,6 +208,7 @@ OPTIMIZER = (
 LAYOUT = (
     Row(name="--tensor-model-parallel-size", takes="int", fields=("parallel.tp",), default=1),
     Row(name="--sequence-parallel", takes="nothing", fields=("parallel.sp",), how="false when tp is 1, as in Megatron"),
+    Row(name="--tp-comm-overlap", takes="nothing", fields=("parallel.rings",), how="true, with sequence parallelism"),
     Row(name="--use-tp-pp-dp-mapping", takes="nothing", fields=("parallel.order",), how="tp-cp-ep-pp-dp"),
     Row(
         name="--distributed-timeout-minutes", takes="float", fields=("parallel.timeout_seconds",), default=10.0,

@@ -36,6 +36,16 @@ def test_tensor_parallelism_is_kept(tiny: Translate) -> None:
     assert not layout(tiny, "--sequence-parallel").sp
 
 
+def test_products_that_overlap_their_communication_are_rings(tiny: Translate) -> None:
+    added = "--tp-comm-overlap --sequence-parallel --seq-length 33"
+    assert layout(tiny, f"{added} --tensor-model-parallel-size 3").rings
+    assert not layout(tiny, added).rings
+    run = tiny("--tp-comm-overlap --tensor-model-parallel-size 3").run
+    assert run is not None
+    (problem,) = run_problems(run, 3)
+    assert "parallel.rings=true needs parallel.sp=true" in problem
+
+
 def test_the_run_is_checked_on_the_ranks_that_megatron_has(tiny: Translate) -> None:
     added = "--tensor-model-parallel-size 3 --pipeline-model-parallel-size 2 --context-parallel-size 2"
     assert tiny(added, world=36).ranks == 36
@@ -203,6 +213,7 @@ def test_instances_are_replicas(tiny: Translate) -> None:
 def test_gradients_travel_in_bf16_where_something_is_sharded(tiny: Translate) -> None:
     assert layout(tiny, "--use-distributed-optimizer --grad-reduce-in-bf16", world=2).reduce_dtype == "bf16"
     assert layout(tiny, "--grad-reduce-in-bf16", world=2).reduce_dtype == "fp32"
+    assert layout(tiny, "--use-torch-fsdp2 --grad-reduce-in-bf16", world=2).reduce_dtype == "fp32"
     assert "which is more exact" in told(tiny, "--grad-reduce-in-bf16", "--grad-reduce-in-bf16")[0]
 
 
