@@ -87,7 +87,9 @@ def _overlap(run: TrainRun, command: OverlapCommand) -> int:
 
     bandwidth = float("inf") if command.gigabytes_per_second is None else command.gigabytes_per_second * 1e9
     with joined(run, os.environ) as job:
-        found = exposure_of(run, job.mesh, steps=command.steps, latency=command.latency_ms / 1000, bandwidth=bandwidth)
+        found = exposure_of(
+            run, job.mesh, job.device, steps=command.steps, latency=command.latency_ms / 1000, bandwidth=bandwidth
+        )
         first = job.first
     if first and command.json:
         rows = [{**asdict(each), "hidden": each.hidden} for each in found.traffic]

@@ -4,6 +4,8 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
+import torch
+
 from megalith.config.data import DataConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import build_datasets
@@ -75,15 +77,14 @@ def measure_exposure(run: TrainRun, mesh: Mesh, trainer: Trainer, *, steps: int,
     return _joined(gather_objects((seconds, _table(link, seen, steps)), mesh.world))
 
 
-def exposure_of(run: TrainRun, mesh: Mesh, *, steps: int, latency: float, bandwidth: float) -> Exposure:
+def exposure_of(
+    run: TrainRun, mesh: Mesh, device: torch.device, *, steps: int, latency: float, bandwidth: float
+) -> Exposure:
     """Build this rank of the run and measure it over a link that adds `latency` seconds and a time per byte.
 
     Collective. On CPUs, where gloo's messages are copied by the cores that compute, a slow link shows what a network
     would: its time passes on a thread that sleeps. On GPUs each wait is a wait of the host: an upper bound.
     """
-    import torch
-
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     trainer = build_trainer(run, mesh, device)
     with slow_link(latency_seconds=latency, bytes_per_second=bandwidth) as link:
         return measure_exposure(run, mesh, trainer, steps=steps, link=link)

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megalith.config.parallel import ParallelConfig
 from megalith.parallel.mesh import build_mesh, model_grid
@@ -15,7 +16,7 @@ def measured(rank: int, world: int, overlap: bool) -> Exposure:
     run = tiny_run()
     run = replace(run, parallel=ParallelConfig(dp=2, zero=1, overlap=overlap, bucket_numel=2000))
     mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
-    return exposure_of(run, mesh, steps=2, latency=0.005, bandwidth=1e9)
+    return exposure_of(run, mesh, torch.device("cpu"), steps=2, latency=0.005, bandwidth=1e9)
 
 
 def test_every_rank_has_the_same_table_and_overlap_exposes_less() -> None:
