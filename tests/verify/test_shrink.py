@@ -230,8 +230,8 @@ def any_run(draw: random.Random) -> TrainRun:
         kind=kind, layers=layers, a2a=2 if kind == "a2a+ring" else None, slicing=draw.choice(("row", "document"))  # type: ignore[arg-type]
     )  # fmt: skip
     parallel = ParallelConfig(
-        tp=tp, sp=tp > 1 and draw.random() < 0.7, cp=cp, context=context, pp=pp, pipeline=pipeline, dp=dp,
-        zero=draw.choice((0, 1, 2)), replicas=draw.choice((1, 1, 2, dp)),
+        tp=tp, sp=(sp := tp > 1 and draw.random() < 0.7), rings=sp and draw.random() < 0.5, cp=cp, context=context,
+        pp=pp, pipeline=pipeline, dp=dp, zero=draw.choice((0, 1, 2, 3)), replicas=draw.choice((1, 1, 2, dp)),
     )  # fmt: skip
     recompute = draw.choice((
         RecomputeConfig(), RecomputeConfig(granularity="selective"), RecomputeConfig(granularity="full", num_layers=3),
