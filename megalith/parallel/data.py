@@ -212,7 +212,8 @@ class DataParallel:
             None if self.division.gradients else self.gradients[bucket.start : bucket.stop]
             for bucket in self.plan.buckets
         ]
-        self._uses = self._connect({layer: [self._stack(run) for run in runs[layer]] for layer in layers}, sinks)
+        stacks = {layer: [self._stack(run) for run in runs[layer]] for layer in layers}
+        self._uses = self._connect(stacks, list(model) if isinstance(model, nn.ModuleList) else [model], sinks)
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
@@ -273,11 +274,18 @@ class DataParallel:
         while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
         self._complete(0)
+        self._check_counts()
         for work in self._running:
             work.wait()
         self._running.clear()
         sum_shared_slices(self.owned, self.mesh)
         return self.owned
+
+    def _check_counts(self) -> None:
+        """A contribution that came after its bucket was on its way would be lost, or lose others."""
+        least = self._expected if self.division.gradients else [0] * len(self._left)  # ZeRO-2 expects the next round
+        surplus = [n for n, (left, at_least) in enumerate(zip(self._left, least, strict=True)) if left < at_least]
+        assert not surplus, f"more gradients than backward passes: {[self.shards[n].name for n in surplus[:5]]}"
 
     def _start_next(self) -> None:
         """Start the next sum; parameters of its bucket that had no part are zero."""
@@ -439,18 +447,21 @@ class DataParallel:
         columns = self.shards[numbers[0]].matrix_shape[-1]
         return Stack(tuple(numbers), first.bucket, first.start - start, last.stop - start, columns)
 
-    def _connect(self, stacks: dict[TensorParallel, list[Stack]], sinks: bool) -> list[int]:
-        """Let gradients come here; returns how often each parameter contributes in one backward pass."""
+    def _connect(
+        self, stacks: dict[TensorParallel, list[Stack]], chunks: Sequence[nn.Module], sinks: bool
+    ) -> list[int]:
+        """Let gradients come here; returns how often each parameter contributes in one microbatch."""
         uses = [0] * len(self.shards)
         for layer, parts in stacks.items():
             if sinks:
                 layer.sink = FlatSink(parts, self)
                 for number in (number for stack in parts for number in stack.numbers):
                     uses[number] += 1
+        held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
         for number, parameter in enumerate(self.parameters):
             if uses[number] == 0:
                 parameter.register_post_accumulate_grad_hook(self._hook(number))
-                uses[number] = 1
+                uses[number] = sum(id(parameter) in each for each in held)  # each chunk has a backward of its own
         return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:

@@ -244,6 +244,33 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
     assert any(len(entries) == 1 for entries in found) or replicas > 1  # somebody owns nothing
 
 
+def _two_chunks_of_one_table(rank: int, world: int, zero: int, surplus: bool) -> list[float]:
+    """The summed gradient of a table that two chunks of a rank use: all microbatches of the last go back first."""
+    mesh = build_mesh(model_grid(ParallelConfig(zero=zero), CONFIG, world), rank=rank)
+    chunks = nn.ModuleList([nn.Module(), nn.Module()])
+    chunks[0].table = chunks[1].table = nn.Parameter(torch.ones(3, 4, dtype=torch.float64))
+    data = DataParallel(
+        chunks, [(whole("table", (3, 4)), chunks[0], "table")], mesh, device=torch.device("cpu"),
+        gradient_dtype=torch.float64, bucket_numel=100, overlap=True, sinks=False, zero=zero,
+    )  # fmt: skip
+    data.begin_step(2)
+    for chunk, factor in [(1, 1), (1, 10), (0, 100), (0, 1000), *[(0, 1)] * surplus]:
+        (factor * (rank + 1) * chunks[chunk].get_parameter("table").sum()).backward()
+    return [value for owned in data.finish() for value in owned.gradient.flatten().tolist()]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_a_table_of_two_chunks_is_ready_when_both_have_gone_back(zero: int) -> None:
+    found = run_ranks(_two_chunks_of_one_table, 2, zero, False)
+    assert [value for mine in found for value in mine] == [3333.0] * 12 * (2 if zero == 0 else 1)
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_gradient_that_nobody_waits_for_is_refused_with_its_name(zero: int) -> None:
+    with pytest.raises(RankError, match=r"more gradients than backward passes: \['table'\]"):
+        run_ranks(_two_chunks_of_one_table, 2, zero, True)
+
+
 def test_one_rank_alone_divides_nothing() -> None:
     for zero in (1, 2):
         model = Odd()
