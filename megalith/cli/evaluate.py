@@ -12,6 +12,7 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
@@ -73,20 +74,25 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """The run in a layout for `world` processes, which need not be as many as trained it.
 
     The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not;
-    rows are not shared, layers not divided, and weights whole: no gradient or optimizer takes memory. dp is the rest,
-    and the batch one microbatch per rank, because nothing is accumulated.
+    rows are not shared, layers not divided, and weights whole: no gradient or optimizer takes memory, and nothing is
+    kept for a backward. dp is the rest, and the batch one microbatch per rank, because nothing is accumulated.
     """
     p, whole = run.parallel, ParallelConfig()
     kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
     tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
-    names = ("cp", "context", "pp", "pipeline", "dp", "zero", "replicas", "rings")
+    names = ("cp", "context", "pp", "pipeline", "dp", "zero", "replicas", "reduce_dtype", "rings")
     layout = replace(
         p, tp=tp, sp=p.sp if "sp" in kept else p.sp and tp > 1,
         **{name: getattr(whole, name) for name in names if name not in kept},
     )  # fmt: skip
     ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
     rows = run.train.micro_batch_size * max(layout.dp or world // ranks, 1)
-    return replace(run, parallel=layout, train=replace(run.train, global_batch_size=rows, compile=False))
+    sections = {name.split(".")[0] for name in given}
+    return replace(
+        run, parallel=layout, train=replace(run.train, global_batch_size=rows, compile=False),
+        recompute=run.recompute if "recompute" in sections else RecomputeConfig(),
+        offload=run.offload if "offload" in sections else OffloadConfig(),
+    )  # fmt: skip
 
 
 def _world(nproc: int) -> int:

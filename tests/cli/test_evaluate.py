@@ -104,6 +104,16 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
         assert run_problems(found, world) == []
 
 
+def test_what_only_training_divides_or_keeps_is_left_out() -> None:
+    run = tiny_run(
+        {"parallel.tp": "2", "parallel.zero": "1", "parallel.reduce_dtype": "bf16", "recompute.granularity": "full",
+         "recompute.shard_inputs": "true", "offload.layers": "1"}
+    )  # fmt: skip
+    assert run_problems(run, 4) == []
+    assert run_problems(fitted(run, 1, ()), 1) == []
+    assert len(run_problems(fitted(run, 1, ("recompute.granularity", "parallel.reduce_dtype")), 1)) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
