@@ -4,6 +4,7 @@ With ZeRO the ranks that sum also divide: each owns an equal slice of every buck
 them to the others while the next forward runs.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -465,15 +466,20 @@ class DataParallel:
         return uses
 
     def _hook(self, number: int) -> Callable[[Tensor], None]:
+        # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong reference in one
+        # would keep this object for ever, and with it process groups, their threads and their sockets.
+        mine = weakref.ref(self)
+
         def add(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            total = self._view(number)
-            if self.is_fresh((number,)):
+            owner = mine()
+            assert owner is not None and parameter.grad is not None
+            total = owner._view(number)
+            if owner.is_fresh((number,)):
                 total.copy_(parameter.grad)
             else:
                 total.add_(parameter.grad)
             parameter.grad = None
-            self.contributed((number,))
+            owner.contributed((number,))
 
         return add
 

@@ -1,5 +1,6 @@
 """The float64 proof holds where the code is right, and sees what it has to see where it is not."""
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.testing.ranks import run_ranks
 from megalith.verify.ranks import (
     STEPS,
     Boxes,
@@ -151,6 +153,23 @@ def test_copies_that_differ_are_found_though_the_last_one_is_right(reference: Ra
     found = compare_results(replace(reference, weights=reference.weights | {NAME: other}), reference)
     assert failing(found) == {"copies agree"}
     assert found[-1].name == NAME
+
+
+def open_files(rank: int, world: int) -> int:
+    """Of this process, sockets too, after it has cleaned up; -1 where there is no list of them."""
+    gc.collect()
+    folder = Path("/proc/self/fd")
+    return len(list(folder.iterdir())) if folder.exists() else -1
+
+
+def test_a_worker_keeps_no_process_group_of_a_case() -> None:
+    """They would run out of file descriptors: a case has several groups, and a pool runs hundreds of cases."""
+    case = layout_case(model(heads=2, keys=2), ParallelConfig(tp=2, sp=True), 2)
+    prove_layout(case)
+    before = run_ranks(open_files, 2)
+    prove_layout(case)
+    prove_layout(case)
+    assert all(now <= earlier for now, earlier in zip(run_ranks(open_files, 2), before, strict=True))
 
 
 def test_threads_are_as_before(tmp_path: Path) -> None:
