@@ -4,6 +4,7 @@ With ZeRO the ranks that sum also divide: each owns an equal slice of every buck
 them to the others while the next forward runs.
 """
 
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,8 @@ from megalith.parallel.slices import SliceSum, Transfer, start_gather, start_sum
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
 from megalith.plan.shards import PARTS, Shard, summed_over
+
+_log = logging.getLogger(__name__)
 
 IN_FLIGHT = 2
 """Sums of buckets on their way at once; each holds what it receives. Two, so that the link never waits for the next."""
@@ -219,6 +222,7 @@ class DataParallel:
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
         self._arriving: dict[int, Transfer] = {}
+        self._told = False
         self._waits_in_forward = self.division.divided and overlap and bool(chunks)
         if self._waits_in_forward:
             for chunk in chunks:
@@ -238,6 +242,7 @@ class DataParallel:
         self._fresh = [True] * len(self.shards)
         self._waiting = [len(bucket.members) for bucket in self.plan.buckets]
         self._next = 0  # counts sums: bucket `_next % buckets` in round `_next // buckets`
+        self._took_part: set[int] = set()
         self._norms: list[tuple[int, tuple[Tensor, ...]]] = []
 
     def total(self, stack: Stack) -> Tensor:
@@ -269,13 +274,16 @@ class DataParallel:
     def finish(self) -> Sequence[Owned]:
         """Wait for all sums; every slice of mine with its whole gradient.
 
-        A parameter that had no part in the loss gets zeros, and takes part in the sums like any other.
+        A parameter that had no part in the loss gets zeros, and takes part in the sums like any other; the first step
+        with such parameters is told about.
         """
         self.settle()  # a layer that forward left out has not waited, and its weights are about to be overwritten
         while self._next < len(self.plan.buckets) * self._rounds:
             self._start_next()
         self._complete(0)
         self._check_counts()
+        unused = [shard.name for number, shard in enumerate(self.shards) if number not in self._took_part]
+        self._told = self._told or warn_of_zeros(unused)
         for work in self._running:
             work.wait()
         self._running.clear()
@@ -295,6 +303,8 @@ class DataParallel:
         for number in members:
             if self._fresh[number]:
                 self._view(number).zero_()
+            else:
+                self._took_part.add(number)
         if self.watch:
             self._norms.append((index, torch._foreach_norm([self._view(number) for number in members])))
         if self.division.divided:
@@ -482,6 +492,17 @@ class DataParallel:
             owner.contributed((number,))
 
         return add
+
+
+def warn_of_zeros(unused: Sequence[str]) -> bool:
+    """Warn on this rank of parameters without any gradient in a step, naming ten at most; whether there were any."""
+    if unused:
+        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
+        _log.warning(
+            "%s%s had no part in the loss of this step: their gradients are zero on this rank (said once)",
+            ", ".join(unused[:10]), more,
+        )  # fmt: skip
+    return bool(unused)
 
 
 def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
 from megalith.parallel.alike import require_alike
-from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices
+from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
@@ -66,6 +66,7 @@ class FullySharded:
             found |= unit.connect(places.get(id(unit), []), mesh.shard, gradient_dtype=gradient_dtype, watch=watch)
         self.owned = [found[shard.name] for shard, _, _ in parameters if shard.name in found]
         require_alike_slices(self.owned, mesh)
+        self._told = False
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
@@ -73,7 +74,13 @@ class FullySharded:
             unit.begin_step(microbatches)
 
     def finish(self) -> Sequence[Owned]:
-        """My rows of every gradient, summed over every rank that holds the same box; zeros where there was none."""
+        """My rows of every gradient, summed over every rank that holds the same box; zeros where there was none.
+
+        The first step in which a unit had no part in the loss is told about, unless an earlier step gathered the unit:
+        then FSDP2 sends zeros, as for what was left out inside a unit, which cannot be told from gradients.
+        """
+        unused = [name for unit in self.units for name in unit.unused()]
+        self._told = self._told or warn_of_zeros(unused)
         for unit in self.units:
             unit.finish()
         self._free()
@@ -107,6 +114,7 @@ class Unit:
     def __init__(self, module: nn.Module, replicas: Group) -> None:
         self.module, self.replicas = module, replicas
         self.gradient = torch.empty(0)
+        self.names: list[str] = []
         self.seen: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
         self._expected = self._rounds = 0
@@ -129,6 +137,7 @@ class Unit:
         out; weights where FSDP2 sends them from, gradients one after the other in one buffer."""
         if not parameters:
             return {}
+        self.names = [mine.name for mine, _ in parameters]
         weights = [_local(parameter) for _, parameter in parameters]
         numels = [weight.numel() for weight in weights]
         self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=weights[0].device)
@@ -151,6 +160,10 @@ class Unit:
         """Expect this many sums."""
         self._expected, self._rounds = microbatches, 0
         self.seen.clear()
+
+    def unused(self) -> list[str]:
+        """Names of its parameters, if none of them has had a gradient in this step."""
+        return self.names if self._rounds == 0 else []
 
     def finish(self) -> None:
         """Wait for the sums of the step; a unit without any has zeros."""

@@ -83,16 +83,23 @@ def test_a_tied_head_stays_tied() -> None:
     assert not any(parameter.is_meta for parameter in model.parameters())
 
 
-def test_an_unused_parameter_gets_zeros() -> None:
+def test_an_unused_parameter_gets_zeros_and_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
     model, data = build(mesh_of_one())
-    data.begin_step(1)
+    data.begin_step(2)
     loss_of(model, 0).backward()
+    model.embed(torch.arange(5)).sum().backward()  # a part in one microbatch is a part
     gradients(data)
-    data.begin_step(1)
-    model.embed(torch.arange(5)).sum().backward()
-    found = gradients(data)
+    assert not caplog.records
+    for _ in range(2):
+        data.begin_step(1)
+        model.embed(torch.arange(5)).sum().backward()
+        found = gradients(data)
     assert not found["layers.0.mlp.down"].any()
     assert found["embed.weight"].any()
+    (record,) = caplog.records
+    names = record.getMessage().partition(" had no part in the loss of this step: their gradients are zero")[0]
+    expected = [shard.name for shard in data.shards if shard.name != "embed.weight"]
+    assert names == f"{', '.join(expected[:10])} and {len(expected) - 10} more"
 
 
 def _starts_before_the_end(rank: int, world: int) -> list[int]:

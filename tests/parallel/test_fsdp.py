@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from shutil import which
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,10 +20,12 @@ from megalith.models.decoder import Decoder, allocate, declared_parameters, init
 from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.observe.flight import Flight
+from megalith.parallel import data as engines
 from megalith.parallel.fsdp import FullySharded, Unit
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import whole
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
@@ -123,6 +126,27 @@ def _sums(rank: int, world: int) -> None:
 
 def test_gradients_of_all_microbatches_and_ranks_are_summed_tied_or_not_kept_gathered_or_not() -> None:
     run_ranks(_sums, 2)
+
+
+def _without_the_last_layer(rank: int, world: int) -> list[str]:
+    model, data = build(dp_mesh(rank, world))
+    last = model.layers[-1]
+    said: list[str] = []
+    with replaced(engines, "_log", SimpleNamespace(warning=lambda text, *parts: said.append(text % parts))):
+        step(*build(dp_mesh(rank, world)), [0])
+        assert not said
+        del model.layers[-1]
+        found = [step(model, data, [0]) for _ in range(2)][-1]
+    assert not any(found[name].any() for name in found if name.startswith(f"layers.{len(model.layers)}."))
+    assert len(list(last.parameters())) < 10
+    return said
+
+
+def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> None:
+    for said in run_ranks(_without_the_last_layer, 2):
+        (text,) = said
+        assert text.startswith("layers.3.") and "embed.weight" not in text
+        assert " had no part in the loss of this step: their gradients are zero" in text
 
 
 def _recomputed(rank: int, world: int) -> None:
