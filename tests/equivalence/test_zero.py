@@ -19,6 +19,7 @@ from megalith.data.loader import Loader, Masks
 from megalith.parallel import data as engine
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
+from megalith.parallel.tensor import VocabEmbedding
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -199,6 +200,53 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
 def test_zero_2_holds_few_buckets_at_a_time() -> None:
     for most, largest in run_ranks(_live_buckets, 2):
         assert 0 < most <= (engine.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
+
+
+# --- a step that is skipped
+
+
+def _skipped(rank: int, world: int, settings: Settings, where: int) -> tuple[bool, list[str], int, dict[str, float]]:
+    """A good step, then one in which gradients overflow on rank `where` alone: whether that one updated, which of all
+    saved tensors it changed here, the number of updates, and the loss scale."""
+    run = tiny_run({**SMALL, **settings})
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    steps(trainer, 0, 1)
+    trainer.data.settle()
+    before = {(entry.role, entry.key): entry.tensor.clone() for entry in checkpoint_entries(trainer)}
+    if rank == where:
+        (embed,) = [module for module in trainer.model.modules() if isinstance(module, VocabEmbedding)]
+        embed.register_forward_hook(lambda _module, _ids, x: x.register_hook(lambda dx: dx * float("inf")) and None)
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(0, 1))
+    loader = Loader(
+        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=run.train.micro_batch_size, consumed=0,
+        steps=1, device=CPU,
+    )  # fmt: skip
+    result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
+    trainer.data.settle()
+    after = {(entry.role, entry.key): entry.tensor for entry in checkpoint_entries(trainer)}
+    assert after.keys() == before.keys() and len(before) > 10
+    changed = [key for (role, key), x in after.items() if not torch.equal(x, before[role, key])]
+    scale = {} if trainer.loss_scale is None else trainer.loss_scale.as_json()
+    return result.updated, changed, trainer.optimizer.updates, scale
+
+
+@pytest.mark.parametrize(
+    ("zero", "where"),
+    [("1", 1), ("3", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("0", 1), ("2", 1), ("1", 0)))],
+)
+def test_a_step_that_overflows_on_one_rank_changes_no_bit_on_any(zero: str, where: int) -> None:
+    settings = {**ONE_MICROBATCH, "parallel.zero": zero, "optim.nonfinite_grad": "skip"}
+    assert run_ranks(_skipped, 2, settings, where) == [(False, [], 1, {})] * 2
+    assert all(updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1))
+
+
+def test_an_overflow_of_fp16_in_one_stage_changes_no_bit_in_any_and_lowers_the_scale_on_all() -> None:
+    settings = {"parallel.pp": "2", "precision.params": "fp16", "precision.loss_scale.initial": "1024",
+                "precision.loss_scale.hysteresis": "1"}  # fmt: skip
+    first, last = run_ranks(_skipped, 2, settings, 0)  # backward ends in the first stage: the last sees no overflow
+    assert first == last
+    assert first[:3] == (False, [], 1) and first[3]["scale"] == 512.0
+    assert all(updated and changed for updated, changed, _, _ in run_ranks(_skipped, 2, settings, -1))
 
 
 # --- a slow link is hidden
