@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalith.errors import DataError
 from megalith.parallel.group import Group, start_receive, start_send
-from megalith.plan.transfers import Direction
+from megalith.plan.transfers import Channel, Direction
 
 Tensors = tuple[Tensor, ...]
 
@@ -94,6 +94,21 @@ def handles_of(group: Group, *, tags: bool, timeout_seconds: float = 600.0) -> H
             if ranks == group.ranks:
                 by_way[direction, after] = handle
     return Handles(group, by_way, tags)
+
+
+def open_channels(handles: Handles, channels: Sequence[Channel], device: torch.device) -> None:
+    """Send one number through every channel, so that both ends are connected; every rank lists the same channels.
+
+    NCCL connects two ranks with their first message and holds up whoever comes first until the other does. A receive
+    is posted long before its message is sent: in the middle of a step ranks would hold up each other in a circle.
+    """
+    me = handles.group.rank
+    for source, target, direction in channels:
+        handle, number = handles.of(direction, source, target), torch.zeros(1, device=device)
+        if me == source:
+            start_send(number, handles.group, target, handle=handle).wait()
+        elif me == target:
+            start_receive(number, handles.group, source, handle=handle).wait()
 
 
 def specs_of(tensors: Sequence[Tensor]) -> Specs:

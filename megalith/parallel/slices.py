@@ -105,14 +105,18 @@ def _exchange(sent: Tensor, received: Tensor, group: Group, tag: int) -> Transfe
 def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
     """Sum `x` in place over some ranks of `group`, given by their places in it; only they call this.
 
-    Every one of them adds in the same order, so that all get the same bits.
+    Every one of them adds in the same order, so that all get the same bits. Of two, the first sends before it receives:
+    NCCL takes the messages of a pair one after the other, and two that received first would wait for ever.
     """
     if len(members) == 1:
         return x
     parts = {member: x.clone() if member == group.rank else torch.empty_like(x) for member in members}
     works = []
-    for member in members:
-        if member != group.rank:
+    for member in sorted(set(members) - {group.rank}):
+        if group.rank < member:
+            works.append(start_send(x, group, member))
+            works.append(start_receive(parts[member], group, member))
+        else:
             works.append(start_receive(parts[member], group, member))
             works.append(start_send(x, group, member))
     Transfer(works).wait()

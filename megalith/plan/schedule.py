@@ -91,6 +91,11 @@ def schedule_name(pipeline: PipelineConfig) -> ScheduleName:
     return "interleaved" if pipeline.vpp > 1 else "1f1b"
 
 
+def pipeline_in_use(pipeline: PipelineConfig, pp: int) -> PipelineConfig:
+    """The settings that a run obeys: one chunk on one rank is no pipeline, and takes microbatch after microbatch."""
+    return pipeline if pp * pipeline.vpp > 1 else PipelineConfig()
+
+
 def build_schedule(
     name: ScheduleName,
     *,

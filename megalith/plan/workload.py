@@ -6,7 +6,7 @@ from megalith.config.train import TrainRun
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.parameters import HeldParameter, held_parameters
-from megalith.plan.schedule import Schedule, build_schedule
+from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks
 
 
@@ -80,7 +80,8 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     p, t = run.parallel, run.train
     grid = model_grid(p, run.model, world)
     rows = t.global_batch_size // (t.micro_batch_size * grid.size("dp"))
+    used = pipeline_in_use(p.pipeline, p.pp)
     schedule = build_schedule(
-        p.pipeline.schedule, num_ranks=p.pp, num_microbatches=rows, num_chunks=p.pipeline.vpp, group=p.pipeline.group
+        schedule_name(used), num_ranks=p.pp, num_microbatches=rows, num_chunks=used.vpp, group=used.group
     )
     return Workload(run, grid, plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers), schedule)

@@ -11,13 +11,13 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.models.decoder import Decoder, build_chunks
-from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of
+from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.tensor import TensorParallel
-from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, schedule_name
-from megalith.plan.transfers import with_transfers
+from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
+from megalith.plan.transfers import channels, with_transfers
 
 Ending = Callable[[Tensor], Tensor]
 """The summed loss of a microbatch -> what backward starts from."""
@@ -110,6 +110,9 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=run.parallel.timeout_seconds
     )  # fmt: skip
+    if handles is not None and not handles.tags:
+        step = planned_step(run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True)
+        open_channels(handles, channels(step), device)
     return Staged(run, mesh, device, tuple(chunks), handles)
 
 
@@ -123,7 +126,7 @@ def with_postponed(staged: Staged) -> Staged:
 
 def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
     """Whether weight gradients are added apart from the rest of backward."""
-    return pp * pipeline.vpp > 1 and schedule_name(pipeline) in SPLIT_SCHEDULES
+    return schedule_name(pipeline_in_use(pipeline, pp)) in SPLIT_SCHEDULES
 
 
 @lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
@@ -135,7 +138,7 @@ def planned_step(
     Raises:
         PlanError: the schedule cannot be had with these counts.
     """
-    used = pipeline if pp * pipeline.vpp > 1 else PipelineConfig()
+    used = pipeline_in_use(pipeline, pp)
     schedule = build_schedule(
         schedule_name(used), num_ranks=pp, num_chunks=used.vpp, num_microbatches=microbatches, group=used.group,
         forward_only=forward_only,

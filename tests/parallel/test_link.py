@@ -1,14 +1,22 @@
 """Messages: every one has its own number, keeps its shape, and may be taken in any order on gloo."""
 
 import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalith.errors import RankError
-from megalith.parallel.group import alone
-from megalith.parallel.link import Link, Message, Spec, _announced, _announcement, handles_of, specs_of
+from megalith.parallel import link
+from megalith.parallel.group import Group, alone, start_receive, start_send
+from megalith.parallel.link import Link, Message, Spec, _announced, _announcement, handles_of, open_channels, specs_of
+from megalith.plan.schedule import build_schedule
+from megalith.plan.transfers import channels
 from megalith.testing.ranks import everyone, run_ranks
 
 CPU = torch.device("cpu")
@@ -72,6 +80,38 @@ def _both_at_once(rank: int, world: int) -> bool:
 
 def test_two_ranks_that_send_to_each_other_at_once_do_not_block() -> None:
     assert run_ranks(_both_at_once, 2) == [True, True]
+
+
+def _opened(rank: int, world: int) -> list[tuple[str, int]]:
+    """(what, with whom) of a rank, in order."""
+    handles = handles_of(everyone(rank, world, "pp"), tags=False)
+    assert handles is not None
+    seen: list[tuple[str, int]] = []
+
+    def noting(name: str, start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        def started(x: Tensor, group: Group, peer: int, **others: Any) -> dist.Work:
+            seen.append((name, peer))
+            return start(x, group, peer, **others)
+
+        return started
+
+    with (
+        patch.object(link, "start_send", noting("to", start_send)),
+        patch.object(link, "start_receive", noting("from", start_receive)),
+    ):
+        schedule = build_schedule("zb-v", num_ranks=world, num_chunks=2, num_microbatches=1)
+        open_channels(handles, channels(schedule), CPU)
+    return seen
+
+
+def test_every_channel_is_opened_before_the_first_step_and_both_ends_keep_one_order() -> None:
+    """In a V ranks 0 and 1 have four channels, two each way."""
+    first, middle, last = run_ranks(_opened, 3)
+    assert Counter(first) == Counter({("to", 1): 2, ("from", 1): 2})
+    assert Counter(last) == Counter({("to", 1): 2, ("from", 1): 2})
+    for rank, seen in ((0, first), (2, last)):
+        turned = {"to": "from", "from": "to"}
+        assert [turned[what] for what, peer in middle if peer == rank] == [what for what, _ in seen]
 
 
 def _dies_while_sending(rank: int, world: int) -> None:

@@ -1,8 +1,14 @@
 """Slices of sums and buckets of slices: the numbers, their order, and what may be read when."""
 
+from collections.abc import Callable
+from unittest.mock import patch
+
 import pytest
 import torch
+import torch.distributed as dist
 
+from megalith.parallel import slices
+from megalith.parallel.group import Group, start_receive, start_send
 from megalith.parallel.slices import Transfer, start_gather, start_sum, sum_over_members_
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -86,6 +92,33 @@ def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[
         expected = expected + bucket_of(member, world, torch.float32)
     for rank in range(world):
         assert torch.equal(found[rank], expected if rank in members else bucket_of(rank, world, torch.float32))
+
+
+def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
+    seen: list[tuple[str, int]] = []
+
+    def noting(name: str, start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+        def started(x: torch.Tensor, group: Group, peer: int) -> dist.Work:
+            seen.append((name, peer))
+            return start(x, group, peer)
+
+        return started
+
+    with (
+        patch.object(slices, "start_send", noting("to", start_send)),
+        patch.object(slices, "start_receive", noting("from", start_receive)),
+    ):
+        sum_over_members_(torch.ones(3), everyone(rank, world, "pp"), range(world))
+    return seen
+
+
+def test_of_two_members_one_sends_while_the_other_receives() -> None:
+    """NCCL takes the messages of a pair one after the other: two that both received first would wait for ever."""
+    assert run_ranks(_order_of_messages, 3) == [
+        [("to", 1), ("from", 1), ("to", 2), ("from", 2)],
+        [("from", 0), ("to", 0), ("to", 2), ("from", 2)],
+        [("from", 0), ("to", 0), ("from", 1), ("to", 1)],
+    ]
 
 
 def test_a_transfer_waits_for_each_of_its_works_once() -> None:
