@@ -23,6 +23,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from math import lcm
 from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
@@ -247,6 +248,15 @@ def _alone_rows(setting: Setting, heads: int, kv_heads: int, *, separate: bool) 
     return rows
 
 
+def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
+    """Key/value heads that each of `ranks` ranks has after an exchange of heads, copies included.
+
+    >>> [kv_heads_exchanged(kv_heads, 4) for kv_heads in (8, 4, 2, 6)]
+    [2, 1, 1, 3]
+    """
+    return lcm(kv_heads, ranks) // ranks
+
+
 def _context_rows(setting: Setting) -> list[Row]:
     """Attention over the tokens of other ranks, see parallel/context.py."""
     part, e, w, cp, ranks = setting.part, setting.element, setting.wide, setting.cp, setting.cp
@@ -254,7 +264,7 @@ def _context_rows(setting: Setting) -> list[Row]:
         ranks = setting.a2a
     elif setting.context != "a2a":
         ranks = 1
-    heads, kv_heads = part.heads // ranks, max(1, part.kv_heads // ranks)
+    heads, kv_heads = part.heads // ranks, kv_heads_exchanged(part.kv_heads, ranks)
     if setting.context == "a2a":
         return _alone_rows(setting, heads, kv_heads, separate=True)
     d, t = setting.model.head_size(), setting.tokens * ranks

@@ -390,13 +390,14 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     run, t = workload.run, workload.tokens
     c, width = run.model, WIDTHS[run.precision.params]
     part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
-    parts = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}[run.parallel.context.kind]
+    others_of: dict[ContextKind, int] = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}
+    parts = max((others_of[kind_of_layer(run.parallel.context, layer)] for layer in stage.layers), default=0)
     others = parts * 2 * part.kv_heads * c.head_size() * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
         return (3 * part.ffn + 2 * c.hidden_size) * t * width.value + others if stage.layers else 0
     logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
-    return max(head, others if stage.layers else 0)
+    return max(head, others)
 
 
 def boundary_bytes(workload: Workload) -> int:

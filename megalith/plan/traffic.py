@@ -11,10 +11,10 @@ e bytes per weight or activation, L layers of this rank, M microbatches.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
+from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan, gathered_units, keeps_gathered, kept_rows
@@ -190,13 +190,14 @@ def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Pass
     behind = "attention" if run.parallel.overlap else ""
     if kind in ("a2a", "a2a+ring"):
         ranks = near if kind == "a2a+ring" else run.parallel.cp
-        sent_heads = part.heads + 2 * lcm(part.kv_heads, ranks)
+        own_keys = kv_heads_exchanged(part.kv_heads, ranks)
+        sent_heads = part.heads + 2 * ranks * own_keys
         # The way back of the results is not taken again where only attention itself is.
         results = forwards if run.recompute.granularity == "full" else passes.all
         heads = (forwards + passes.all) * sent_heads + (results + passes.all) * part.heads
         calls = forwards + results + 2 * passes.all
         yield _row("cp", "heads for tokens", "all_to_all", ranks=ranks, calls=calls, nbytes=heads * d * t * width.value)
-        keys = 2 * max(1, part.kv_heads // ranks) * d * t * ranks
+        keys = 2 * own_keys * d * t * ranks
     if kind in ("ring", "a2a+ring"):
         steps = ring - 1
         nbytes = steps * keys * ((forwards + passes.all) * width.value + passes.all * width.sums)

@@ -137,6 +137,12 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: 
         run_ranks(on_a_cp_rank, cp, replace(plain, recompute=recompute))
 
 
+def test_ranks_that_exchange_heads_that_do_not_divide_keep_copies_of_keys_and_values() -> None:
+    model = replace(MODEL, num_heads=6, num_kv_heads=3)  # three copies on each of two ranks
+    plain = Setting(model=model, dtype="fp32", lengths=(24, 24), cp=2, context="a2a")
+    run_ranks(on_a_cp_rank, 2, plain)
+
+
 def on_a_cp_rank(rank: int, world: int, setting: Setting) -> None:
     agrees(setting, rank, world)
 

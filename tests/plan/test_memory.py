@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -30,6 +31,7 @@ from megalith.plan.memory import (
     keeps_gathered,
     memory_ledger,
     place_memory,
+    working_bytes,
     worst,
 )
 from megalith.plan.parameters import layer_parameters, tensor_part
@@ -333,3 +335,19 @@ def test_places_with_uneven_parts_are_told_apart() -> None:
 
 def test_sums_on_their_way_are_counted_as_the_engine_counts_them() -> None:
     assert memory.IN_FLIGHT == SUMS_IN_FLIGHT
+
+
+@pytest.mark.parametrize("kind", ["F", "B"])
+def test_a_layer_that_gathers_keys_needs_room_for_them_whatever_the_others_do(kind: Literal["F", "B"]) -> None:
+    cut = {"parallel.cp": "2", "model.num_layers": "2"}
+    settings = {
+        "all": {"parallel.context.kind": "gather"},
+        "one": {"parallel.context.kind": "a2a", "parallel.context.layers": "[a2a, gather]"},
+        "none": {"parallel.context.kind": "a2a"},
+    }
+    needed = {}
+    for name, context in settings.items():
+        workload = plan_workload(tiny_run(cut | context), 2)
+        stage = replace(workload.stages[0], loss=False)
+        needed[name] = working_bytes(workload, stage, 0, kind)
+    assert needed["one"] == needed["all"] > needed["none"]

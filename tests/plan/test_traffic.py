@@ -112,6 +112,17 @@ CONTEXT = [
     (2, {"parallel.cp": "2", "parallel.context.kind": "gather"}),
     (2, {"parallel.cp": "2", "parallel.context.kind": "a2a"}),
     (4, {"parallel.cp": "4", "parallel.context.kind": "a2a+ring", "parallel.context.a2a": "2", "train.seq_len": "16"}),
+    (
+        4,
+        {
+            "parallel.cp": "4",
+            "parallel.context.kind": "a2a+ring",
+            "parallel.context.a2a": "2",
+            "train.seq_len": "16",
+            "model.num_heads": "6",
+            "model.num_kv_heads": "3",
+        },
+    ),
     (2, {"parallel.cp": "2", "recompute.granularity": "full"}),
     (2, {"parallel.cp": "2", "parallel.context.kind": "a2a", "recompute.granularity": "selective"}),
 ]
