@@ -89,7 +89,7 @@ def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) 
 
     run = apply_overrides(resolve(recipe), overrides)
     p = run.parallel
-    ranks = world if world is not None else p.tp * p.cp * p.pp * (p.dp or 1)
+    ranks = world if world is not None else max(1, p.tp * p.cp * p.pp * (p.dp or 1))
     if ranks < 1:
         raise ConfigError(f"--world={ranks} must be at least 1. Use the number of ranks of the real job.")
     check_run(run, ranks)

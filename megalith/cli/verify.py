@@ -64,9 +64,9 @@ def main(argv: list[str]) -> int:
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that a layout can have."""
+    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say."""
     p = parallel
-    return p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1))
+    return max(1, p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1)))
 
 
 def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:

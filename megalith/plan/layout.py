@@ -15,7 +15,7 @@ def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offs
     p = parallel
     grid = dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, offset=offset)
     heads = key_value_ranks(model.num_kv_heads, p.tp)
-    a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1)
+    a2a = {"a2a": p.cp, "a2a+ring": p.context.a2a or 1}.get(p.context.kind, 1) if p.cp > 1 else 1
     inner = {"tp": p.tp // heads, "cp": a2a, "dp": grid.size("dp") // p.replicas}
     for axis, size in inner.items():
         outer_name, inner_name = PARTS[axis]

@@ -248,6 +248,19 @@ def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
     )
 
 
+def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
+    """Fully sharded weights are cut chunk by chunk, and without a pipeline the first and the last lie on one rank."""
+    p = run.parallel
+    alone = world // p.tp <= 1
+    if p.zero != 3 or p.pp > 1 or p.pipeline.vpp == 1 or alone or not run.model.tied_embeddings:
+        return None
+    return (
+        f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} and "
+        f"model.tied_embeddings=true: two chunks of a rank share the table of the vocabulary, and each chunk is cut by "
+        f"itself. Set parallel.pipeline.vpp=1, or parallel.zero=2."
+    )
+
+
 def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     """Asking for evaluations means saying how long they are."""
     if run.train.eval_every is None or run.train.eval_steps > 0:
@@ -325,6 +338,6 @@ def _divisors(number: int) -> list[int]:
 LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp)
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
-    rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, evaluation_has_steps, betas_are_shares,
-    samples_can_be_counted,
+    rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table,
+    evaluation_has_steps, betas_are_shares, samples_can_be_counted,
 )  # fmt: skip

@@ -50,6 +50,15 @@ def test_explain_as_json_has_the_same_and_the_memory(recipe: str, capsys: pytest
     assert found["memory"][0]["memory"]["weights"] > 0 and found["memory"][0]["total"] > 0
 
 
+@pytest.mark.parametrize("command", [("plan", "explain"), ("plan", "estimate")])
+def test_a_degree_that_is_no_count_is_blamed_by_its_own_name(
+    command: tuple[str, str], recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, recipe, "--parallel.pp", "0"]) == 2
+    told = capsys.readouterr().err
+    assert "parallel.pp=0 must be at least 1. Set parallel.pp to 1 or more." in told and "--world" not in told
+
+
 def test_the_405b_layout_on_16384_ranks_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "explain", "llama3_405b", "--parallel.cp", "4", "--world", "16384"]) == 0
     told = flat(capsys.readouterr().out)

@@ -27,6 +27,11 @@ def test_the_kind_of_exchange_decides_which_ranks_trade_heads(kind: str, inner: 
     assert model_grid(parallel, MODEL, 4).size("cp_a2a") == inner
 
 
+def test_without_shared_rows_the_kind_of_exchange_decides_nothing() -> None:
+    parallel = ParallelConfig(context=ContextConfig(kind="a2a+ring", a2a=2))
+    assert model_grid(parallel, MODEL, 2).size("cp_a2a") == 1
+
+
 def test_a_world_that_does_not_fit_is_refused_with_one_that_does() -> None:
     with pytest.raises(PlanError) as error:
         model_grid(ParallelConfig(tp=4, cp=2), MODEL, 12)
