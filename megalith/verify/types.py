@@ -31,6 +31,7 @@ from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.tree import from_dict, to_dict
@@ -41,7 +42,7 @@ from megalith.nn.block import Block
 from megalith.parallel.context import RingAttention, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
-from megalith.plan.context import WHOLE, Slicing, plan_slices
+from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
@@ -165,7 +166,7 @@ def type_check(
     for number, (rank, chunk) in enumerate(chosen):
         place = _build(model, parallel, grid, rank, chunk, documents=number % 2 == 1)
         names |= place.shards.keys()
-        counts = calls[kind_of(place.model.stage)] = Counter[str]()
+        counts = calls[kind_of(place.model.stage, parallel.context)] = Counter[str]()
         for problem in [*_shard_problems(place, model, parallel), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
@@ -188,13 +189,13 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[bool, bool, bool]
-"""Kinds of stages that differ in what they compute: with the embedding, with layers, with the loss."""
+Kind = tuple[bool, frozenset[ContextKind], bool]
+"""Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss."""
 
 
-def kind_of(stage: Stage) -> Kind:
-    """Which kind a stage is of."""
-    return stage.embedding, len(stage.layers) > 0, stage.loss
+def kind_of(stage: Stage, context: ContextConfig) -> Kind:
+    """Which kind a stage is of; layers differ in how they see the tokens of other ranks."""
+    return stage.embedding, frozenset(kind_of_layer(context, layer) for layer in stage.layers), stage.loss
 
 
 def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tuple[int, int]]:
@@ -203,7 +204,7 @@ def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tupl
     stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
     first_of_kind: dict[Kind, int] = {}
     for number, stage in enumerate(stages):
-        first_of_kind.setdefault(kind_of(stage), number)
+        first_of_kind.setdefault(kind_of(stage, parallel.context), number)
     found = []
     for rank in places(grid):
         for number in first_of_kind.values():
@@ -218,7 +219,7 @@ def spots_of(grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Se
     found = []
     for rank in ranks:
         held = stages_of_rank(stages, grid.coordinates(rank)["pp"], parallel.pipeline, pp=parallel.pp)
-        chunk_of_kind = {kind_of(stage): chunk for chunk, stage in reversed(list(enumerate(held)))}
+        chunk_of_kind = {kind_of(stage, parallel.context): chunk for chunk, stage in reversed(list(enumerate(held)))}
         found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
     return found
 

@@ -17,11 +17,11 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.autograd import Function
 
-from megalith.config.context import ContextConfig
+from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
-from megalith.config.tree import from_dict, to_dict
+from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.cross_entropy import token_losses
 from megalith.kernels.tokens import Tokens
@@ -35,6 +35,7 @@ from megalith.parallel.context import ring_attention
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import Spans
+from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
 from megalith.verify.faults import FAULTS, changed_model, planted, replaced
 from megalith.verify.types import (
@@ -124,6 +125,15 @@ def test_shared_rows_have_no_problem_in_any_exchange(
     report = type_check(MODEL, parallel, world=world)
     assert report.problems == () and "cp" not in report.unproved
     assert {name: count for name, count in report.collectives.items() if "cp" in name} == exchanges
+
+
+def test_stages_whose_layers_exchange_in_other_ways_are_other_kinds() -> None:
+    layers: tuple[ContextKind, ...] = ("ring", "ring", "ring", "gather", "ring", "ring")
+    parallel = ParallelConfig(pp=6, cp=2, context=ContextConfig(layers=layers))
+    model = replace(MODEL, num_layers=6)
+    grid = model_grid(parallel, model, 12)
+    looked_at = {grid.coordinates(rank)["pp"] for rank, _ in spots(grid, parallel, model)}
+    assert looked_at == {0, 1, 3, 5}, "the embedding, a ring, the one that gathers, the loss"
 
 
 def test_every_kind_of_stage_is_looked_at_at_three_places_of_the_other_axes() -> None:
@@ -232,6 +242,17 @@ def test_llama_70b_on_4096_ranks_is_checked_at_three_places_within_a_minute_and_
     print(f"type check of 70B at 4096 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
     assert report.ok and report.ranks == (0, 2052, 4095)
     assert report.seconds < 60 and report.peak_gib < 4
+
+
+@pytest.mark.slow
+def test_llama_405b_on_16384_ranks_is_checked_at_every_kind_of_stage_within_two_minutes_and_8_gib() -> None:
+    layout = {"parallel.cp": "4", "parallel.pipeline.vpp": "4", "parallel.dp": "32"}
+    run = apply_overrides(resolve("llama3_405b"), dict(layout))
+    assert (run.parallel.tp, run.parallel.pp, run.parallel.sp) == (8, 16, True)
+    report = type_check_in_child(run.model, run.parallel, world=16_384)
+    print(f"type check of 405B at 16,384 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
+    assert report.ok and len(report.ranks) == 9, "three kinds of stages, at three places each"
+    assert report.seconds < 120 and report.peak_gib < 8
 
 
 # --- problems
