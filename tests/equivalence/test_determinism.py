@@ -68,6 +68,24 @@ def test_bits_would_show_another_seed(tmp_path: Path) -> None:
     assert all(first["bits"][key] != other["bits"][key] for key in first["bits"])
 
 
+EVALUATED = [
+    {"parallel.dp": "2", "parallel.zero": "1", "parallel.bucket_numel": "300"},
+    pytest.param({"parallel.pp": "2"}, marks=pytest.mark.slow),
+    pytest.param({"parallel.dp": "2", "parallel.zero": "3"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("layout", EVALUATED)
+def test_evaluating_after_every_step_changes_no_bit_of_training(tmp_path: Path, layout: dict[str, str]) -> None:
+    """Weights that are still arriving, or gathered, when evaluation begins are those of the next step."""
+    never, always = trained(tmp_path, layout | {"train.eval_steps": "0"}, layout | {"train.eval_every": "1"})
+    found = [[row for row in each["rows"] if row["loss"] is not None] for each in (never, always)]
+    assert found[0] == found[1] and len(found[0]) == 3
+    assert never["bits"] == always["bits"]
+    evaluated = [row["eval_loss"] for row in always["rows"] if row["eval_loss"] is not None]
+    assert len(set(evaluated)) == 3 and not any(row["eval_loss"] for row in never["rows"])
+
+
 @pytest.mark.parametrize("recompute", [{"recompute.granularity": "full"}, {"recompute.granularity": "selective"}])
 def test_recomputing_changes_no_bit(tmp_path: Path, recompute: dict[str, str]) -> None:
     first, again = trained(tmp_path, LAYOUTS["tp2 sp"], LAYOUTS["tp2 sp"] | recompute)
