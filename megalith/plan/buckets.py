@@ -233,4 +233,21 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
             f"fp32 by the rank that owns the slice, and without ZeRO nobody does. Set parallel.zero=1, or "
             f"parallel.reduce_dtype=fp32."
         )
+    elif p.reduce_dtype == "bf16" and dp * p.cp == p.replicas:
+        problems.append(
+            f"parallel.reduce_dtype={p.reduce_dtype} with dp={dp}, parallel.cp={p.cp} and parallel.replicas="
+            f"{p.replicas}: one rank owns all of each gradient, so none travels in bf16. Set parallel.reduce_dtype=fp32"
+            f"{'' if p.replicas == 1 else ', or parallel.replicas=1'}."
+        )
     return problems
+
+
+def zero_notes(parallel: ParallelConfig, dp: int) -> list[str]:
+    """What a run over `dp` ranks says at its start when ZeRO has nothing to divide; the same run may start on more."""
+    p = parallel
+    if p.zero == 0 or dp * p.cp > p.replicas:
+        return []
+    return [
+        f"parallel.zero={p.zero} divides nothing here: with dp={dp}, parallel.cp={p.cp} and parallel.replicas="
+        f"{p.replicas}, one rank owns everything"
+    ]

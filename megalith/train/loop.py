@@ -29,6 +29,7 @@ from megalith.optim.schedule import learning_rate, schedule_lengths, weight_deca
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
 from megalith.plan.savings import run_lines
 from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries, publish_loaded
@@ -123,7 +124,9 @@ class _Loop:
         outcome = Outcome("done", run.train.steps)
         self.metrics = self._open_metrics() if self.writer else None
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
-        for line in run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu):
+        notes = zero_notes(run.parallel, self.mesh.dp.size)
+        notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
+        for line in notes:
             self.progress.say(line)
         try:
             with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:

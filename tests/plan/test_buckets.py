@@ -1,6 +1,7 @@
 """Tests of megalith/plan/buckets.py."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from math import lcm
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ import pytest
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
-from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets, slice_of, zero_problems
+from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets, slice_of, zero_notes, zero_problems
 
 # Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives these sizes, so that
 # its shards can be read by position.
@@ -294,3 +295,20 @@ def test_sound_divisions_break_no_rule() -> None:
 )
 def test_divisions_that_cannot_work_are_refused(parallel: ParallelConfig, text: str) -> None:
     assert zero_problems(parallel, 6) == [text]
+
+
+@pytest.mark.parametrize(("cp", "replicas", "fix"), [(1, 1, "."), (1, 3, ", or parallel.replicas=1."), (2, 1, None)])
+def test_bf16_where_nothing_is_sent_is_refused_and_zero_where_nothing_is_divided_told(
+    cp: int, replicas: int, fix: str | None
+) -> None:
+    parallel = ParallelConfig(zero=1, cp=cp, replicas=replicas, reduce_dtype="bf16")
+    place = f"with dp={replicas}, parallel.cp=1 and parallel.replicas={replicas}"
+    problem = f"parallel.reduce_dtype=bf16 {place}: one rank owns all of each gradient, so none travels in bf16. Set "
+    note = f"parallel.zero=1 divides nothing here: {place}, one rank owns everything"
+    assert zero_problems(parallel, replicas) == ([] if fix is None else [f"{problem}parallel.reduce_dtype=fp32{fix}"])
+    assert zero_notes(parallel, replicas) == ([] if fix is None else [note])
+    assert zero_problems(replace(parallel, reduce_dtype="fp32"), replicas) == []  # the same run starts on a laptop
+
+
+def test_a_run_with_nothing_to_divide_is_told_nothing_about_it() -> None:
+    assert zero_notes(ParallelConfig(), 1) == zero_notes(ParallelConfig(zero=3), 2) == []

@@ -418,6 +418,13 @@ def test_zeros_of_the_gradient_are_logged_when_asked_for(tmp_path: Path) -> None
     assert len(zeros) == 8 and min(zeros) > 24 * 60  # the rows of tokens that do not occur
 
 
+def test_zero_on_one_rank_runs_and_says_that_it_divides_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, {"parallel.zero": "1", "train.steps": "1"}, show=True).kind == "done"
+    assert "parallel.zero=1 divides nothing here: with dp=1" in capsys.readouterr().out
+
+
 def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
     train(tmp_path)
     train(tmp_path, {"train.steps": "8", "schedule.lr": "3e-3"})
