@@ -7,7 +7,7 @@ import torch
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.optim.clip import clip_factor, counted, global_norm, num_zeros, sum_of_squares
+from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.shards import Shard, whole
 
@@ -21,7 +21,7 @@ def test_norm_is_that_of_torch() -> None:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient.clone()
     expected = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    norm = global_norm(pairs, mesh_of_one())
+    norm = sum_of_squares(counted(pairs, mesh_of_one()), CPU).sqrt()
     assert norm.dtype == torch.float64
     assert torch.allclose(norm.float(), expected)
     factor = clip_factor(norm, 1.0)
@@ -53,6 +53,15 @@ def test_the_sum_of_slices_is_the_sum_of_the_whole_to_the_last_bits() -> None:
     for cuts in ([64], [640, 6400], [64 * 999]):
         parts = torch.tensor_split(gradient, cuts)
         assert float(sum(sum_of_squares([part], CPU) for part in parts)) == pytest.approx(float(whole_sum), rel=1e-14)
+
+
+def test_a_slice_that_cuts_a_row_changes_only_rounding_in_fp32() -> None:
+    """As a slice does of weights that lie without gaps in one bucket."""
+    gradient = torch.randn(5000, generator=torch.Generator().manual_seed(1))
+    whole_sum = float(sum_of_squares([gradient], CPU))
+    for cut in (5, 33, 1666, 2501):
+        found = sum(float(sum_of_squares([part], CPU)) for part in torch.tensor_split(gradient, [cut]))
+        assert 1e-12 < abs(found / whole_sum - 1) < 1e-8
 
 
 def test_zeros_are_counted_once_each() -> None:
