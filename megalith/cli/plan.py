@@ -19,6 +19,7 @@ from megalith.errors import ConfigError
 from megalith.plan.advice import Change, changes, notes, remedy, verdict
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device, device_named
 from megalith.plan.explain import Explanation, GroupRow, StageRow, explain
+from megalith.plan.layout import fewest_ranks
 from megalith.plan.memory import PlaceMemory, RankMemory, distinct_places, memory_ledger, worst
 from megalith.plan.times import Passage, passage, rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import Traffic, step_traffic
@@ -37,7 +38,7 @@ class ExplainCommand:
     """A recipe's name, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the job; default: tp · cp · pp · dp."""
+    """Ranks of the job; default: the fewest that the layout can have."""
 
     json: bool = False
     """Print one JSON document."""
@@ -52,7 +53,7 @@ class EstimateCommand:
     """A recipe's name, a YAML file, or the folder of a run."""
 
     world: int | None = None
-    """Ranks of the job; default: tp · cp · pp · dp."""
+    """Ranks of the job; default: the fewest that the layout can have."""
 
     device: str = "h100"
     """a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one device."""
@@ -88,8 +89,7 @@ def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) 
     from megalith.train.rules import check_run
 
     run = apply_overrides(resolve(recipe), overrides)
-    p = run.parallel
-    ranks = world if world is not None else max(1, p.tp * p.cp * p.pp * (p.dp or 1))
+    ranks = world if world is not None else fewest_ranks(run.parallel)
     if ranks < 1:
         raise ConfigError(f"--world={ranks} must be at least 1. Use the number of ranks of the real job.")
     check_run(run, ranks)

@@ -8,10 +8,10 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
-from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
+from megalith.plan.layout import fewest_ranks
 
 NO = 1  # the exit code of "no"
 
@@ -61,12 +61,6 @@ def main(argv: list[str]) -> int:
     if world < 1:
         raise ConfigError(f"--world={world} must be at least 1. Use the number of ranks of the real job.")
     return _verify(run, world, json=command.json)
-
-
-def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say."""
-    p = parallel
-    return max(1, p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1)))
 
 
 def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:

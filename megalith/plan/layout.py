@@ -21,3 +21,9 @@ def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offs
         outer_name, inner_name = PARTS[axis]
         grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
     return grid
+
+
+def fewest_ranks(parallel: ParallelConfig) -> int:
+    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say."""
+    p = parallel
+    return max(1, p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1)))

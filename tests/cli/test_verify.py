@@ -7,7 +7,6 @@ import pytest
 
 from megalith.cli import verify
 from megalith.cli.main import main
-from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.testing.tiny import tiny_yaml
 from megalith.verify import prove
@@ -82,12 +81,6 @@ def test_a_planted_problem_is_1_and_named(
 def test_a_world_that_is_no_count_is_refused(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--world", "0"]) == 2
     assert "--world=0 must be at least 1. Use the number of ranks of the real job." in capsys.readouterr().err
-
-
-def test_the_world_is_the_fewest_ranks_that_the_layout_can_have() -> None:
-    assert verify.fewest_ranks(ParallelConfig(tp=2, cp=3, pp=4)) == 24
-    assert verify.fewest_ranks(ParallelConfig(tp=2, dp=5)) == 10
-    assert verify.fewest_ranks(ParallelConfig(zero=1, replicas=4)) == 4
 
 
 @pytest.mark.parametrize(
