@@ -59,6 +59,7 @@ class LossScale:
             "scale": self.scale,
             "growth_tracker": self.growth_tracker,
             "hysteresis_tracker": self.hysteresis_tracker,
+            "stuck": self.stuck,
         }
 
     def load(self, saved: Mapping[str, float]) -> None:
@@ -73,6 +74,7 @@ class LossScale:
         self.scale = float(saved["scale"])
         self.growth_tracker = int(saved["growth_tracker"])
         self.hysteresis_tracker = int(saved["hysteresis_tracker"])
+        self.stuck = int(saved.get("stuck", 0))  # checkpoints before 2026-11-21 have none
 
 
 def build_loss_scale(precision: PrecisionConfig) -> LossScale | None:

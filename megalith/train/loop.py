@@ -110,7 +110,6 @@ class _Loop:
         self.flops = 0  # of the global batch, since the last logged row
         self.seconds = 0.0  # in steps, since the last logged row
         self.lr = 0.0
-        self.skipped_in_a_row = 0
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
         self.saved_step = self.state.step if saved is not None else -1
@@ -166,7 +165,7 @@ class _Loop:
         state.tokens += rows * run.train.seq_len
         if result.updated:
             state.scheduled_samples += rows
-            self.skipped_in_a_row = 0
+            state.skipped_in_a_row = 0
         else:
             state.skipped += 1
             self._note_skipped(result)
@@ -178,7 +177,7 @@ class _Loop:
         Raises:
             DataError: so many that waiting for a better batch makes no sense.
         """
-        self.skipped_in_a_row += 1
+        self.state.skipped_in_a_row += 1
         scale = self.trainer.loss_scale
         lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
         self.progress.say(
@@ -191,7 +190,7 @@ class _Loop:
                     f"finite whatever the scale (in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
                     f"data and the settings of the model, or set precision.params=bf16."
                 )
-        elif self.skipped_in_a_row >= MOST_SKIPPED:
+        elif self.state.skipped_in_a_row >= MOST_SKIPPED:
             raise DataError(
                 f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} and gradient norm "
                 f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "

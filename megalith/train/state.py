@@ -23,11 +23,15 @@ class TrainState:
     skipped: int = 0
     """Steps that changed nothing, because a gradient was not finite."""
 
+    skipped_in_a_row: int = 0
+    """The last of them, with no update since."""
+
     def as_json(self) -> dict[str, int]:
         """Plain numbers."""
         return asdict(self)
 
     @staticmethod
     def from_json(saved: dict[str, Any]) -> "TrainState":  # Any: whatever JSON holds
-        """The counters that `as_json` gave."""
-        return TrainState(**{name: int(saved[name]) for name in TrainState.__slots__})
+        """The counters that `as_json` gave; `skipped_in_a_row`, which checkpoints before 2026-11-21 lack, may miss."""
+        found = {"skipped_in_a_row": 0} | saved
+        return TrainState(**{name: int(found[name]) for name in TrainState.__slots__})

@@ -74,7 +74,7 @@ def test_a_run_continues_where_it_was_saved(cut: int) -> None:
     before = trace(first, overflows[:cut])
     second = build(initial=1024, min=1, window=3, hysteresis=2)
     second.load(first.as_json())
-    assert set(first.as_json()) == {"scale", "growth_tracker", "hysteresis_tracker"}
+    assert set(first.as_json()) == {"scale", "growth_tracker", "hysteresis_tracker", "stuck"}
     assert before + trace(second, overflows[cut:]) == [8, 8, 16, 16, 8, 4, 4, 2, 2, 2, 4, 4, 2]
 
 
@@ -84,3 +84,14 @@ def test_loading_into_a_constant_scale_warns_and_keeps_it(caplog: pytest.LogCapt
         scale.load(build().as_json())
     assert scale.scale == 128.0
     assert "loss scale 4.29497e+09 is not taken over: precision.loss_scale.constant=128" in caplog.text
+
+
+def test_overflows_at_the_minimum_are_counted_on_after_a_restart_and_from_zero_in_old_checkpoints() -> None:
+    first = build(initial=1, min=1, hysteresis=1, max_overflows=3)
+    trace(first, "11")
+    second, old = (build(initial=1, min=1, hysteresis=1, max_overflows=3) for _ in range(2))
+    second.load(first.as_json())
+    old.load({name: value for name, value in first.as_json().items() if name != "stuck"})
+    for scale in (second, old):
+        trace(scale, "1")
+    assert (second.exhausted, old.exhausted, old.stuck) == (True, False, 1)

@@ -380,6 +380,16 @@ def test_a_run_that_never_updates_ends_with_a_message(tmp_path: Path, monkeypatc
         train(tmp_path)
 
 
+def test_steps_without_update_are_counted_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        loop, "train_step", lambda *given, **options: replace(train_step(*given, **options), updated=False)
+    )
+    monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
+    assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
+    with pytest.raises(DataError, match="3 steps in a row changed nothing"):
+        train(tmp_path, {**CONSTANT, "train.steps": "3"})
+
+
 FP16 = {
     "precision.params": "fp16", "precision.loss_scale.window": "3", "precision.loss_scale.hysteresis": "1",
     "precision.loss_scale.initial": str(2.0**24),
@@ -397,7 +407,7 @@ def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> N
     assert [row for row in rows(parts) if "loss" in row] == steps
     assert hashes(parts, 8) == hashes(whole, 8)
     state = open_checkpoint(parts / "checkpoints" / "step_0000008").state
-    assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_tracker"}
+    assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_tracker", "stuck"}
     assert state["loss_scale"]["scale"] == scales[-1]
 
 
