@@ -275,7 +275,8 @@ class DataParallel:
         """Wait for all sums; every slice of mine with its whole gradient.
 
         A parameter that had no part in the loss gets zeros, and takes part in the sums like any other; the first step
-        with such parameters is told about.
+        with such parameters is told about. Without overlap every sum of zero 0 and 1 starts here, behind no backward;
+        under zero 1 `IN_FLIGHT` of them are still on their way at once, so that the link does not wait between two.
         """
         self.settle()  # a layer that forward left out has not waited, and its weights are about to be overwritten
         while self._next < len(self.plan.buckets) * self._rounds:
@@ -547,7 +548,7 @@ def _tensor_axes(shard: Shard) -> tuple[str, ...]:
 
 
 def _stages(shard: Shard) -> tuple[int, ...]:
-    """Stages over which its gradient is summed."""
+    """Stages over which its gradient is summed; apart, so that verify/faults.py can break this sum alone."""
     return shard.stages
 
 

@@ -17,8 +17,9 @@ from megalith.nn.attention import with_rotary
 from megalith.parallel import data as engine
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.slices import start_sum
 from megalith.plan.shards import whole
-from megalith.testing.inject import slow_link
+from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
@@ -29,14 +30,14 @@ CONFIG = ModelConfig(
 
 
 def build(
-    mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300
+    mesh: Mesh, *, overlap: bool = True, sinks: bool = True, bucket_numel: int = 300, zero: int = 0
 ) -> tuple[Decoder, DataParallel]:
     """A small float64 model on the engine."""
     model = Decoder(CONFIG, mesh, dtype=torch.float64)
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
     data = DataParallel(
         model, parameters, mesh, device=torch.device("cpu"), gradient_dtype=torch.float64, bucket_numel=bucket_numel,
-        overlap=overlap, sinks=sinks,
+        overlap=overlap, sinks=sinks, zero=zero,
     )  # fmt: skip
     initialise(model, seed=5)
     return model, data
@@ -276,6 +277,34 @@ def test_a_table_of_two_chunks_is_ready_when_both_have_gone_back(zero: int) -> N
 def test_a_gradient_that_nobody_waits_for_is_refused_with_its_name(zero: int) -> None:
     with pytest.raises(RankError, match=r"more gradients than backward passes: \['table'\]"):
         run_ranks(_two_chunks_of_one_table, 2, zero, True)
+
+
+def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
+    """Before finish and inside: how many sums of buckets have started, and the most at once on their way; how many."""
+    found = []
+    for overlap in (False, True):
+        mesh = build_mesh(model_grid(ParallelConfig(zero=1), CONFIG, world), rank=rank)
+        model, data = build(mesh, overlap=overlap, zero=1)
+        most: list[int] = []
+
+        def counted(*given: Any, data: DataParallel = data, most: list[int] = most, **options: Any) -> Any:
+            most.append(len(data._sums) + 1)
+            return start_sum(*given, **options)
+
+        with replaced(engine, "start_sum", counted):
+            data.begin_step(1)
+            loss_of(model, rank).backward()
+            started = data._next
+            data.finish()
+        found.append((started, max(most), len(data.plan.buckets)))
+    return found
+
+
+def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once() -> None:
+    for (apart, most_apart, count), (started, most, _) in run_ranks(_on_their_way, 2):
+        assert count > 4
+        assert (apart, started) == (0, count)
+        assert most_apart == most == engine.IN_FLIGHT + 1  # the oldest is waited for once the next has started
 
 
 def test_one_rank_alone_divides_nothing() -> None:
