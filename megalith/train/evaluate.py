@@ -54,8 +54,8 @@ def evaluate(
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
-    Samples are dealt out over the data-parallel ranks, some of which may have one less; context-parallel ranks share
-    theirs as `slicing` says. What is counted comes from the last stage.
+    Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run as many batches;
+    context-parallel ranks share theirs as `slicing` says. What is counted comes from the last stage.
     """
     mesh, device = staged.mesh, staged.device
     total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
@@ -111,8 +111,9 @@ def _batches(
     dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device, slicing: Slicing
 ) -> Iterator[Batch]:
     mine = range(mesh.dp.rank, samples, mesh.dp.size)
-    for start in range(0, len(mine), rows):
+    for start in range(0, -(-samples // mesh.dp.size), rows):  # as often as the rank with the most samples
         found = [dataset.sample(k) for k in mine[start : start + rows]]
-        # Rows without labels fill up the last batch: its tokens must still divide over sequence-parallel ranks.
-        empty = Sample(np.zeros_like(found[0].ids), num_valid=0)
+        # Rows without labels fill up the last batch, whose tokens must still divide over sequence-parallel ranks, and
+        # are all that a rank has which must still take part in gathering weights.
+        empty = Sample(np.zeros_like((found or [dataset.sample(0)])[0].ids), num_valid=0)
         yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing)

@@ -71,6 +71,7 @@ def test_rows_at_a_time_do_not_matter(rows: int) -> None:
     [
         (2, {"parallel.dp": "2"}, SAMPLES),
         (3, {"parallel.dp": "3"}, 2),  # one rank has nothing to do
+        (2, {"parallel.dp": "2", "parallel.zero": "3"}, 5),  # nor has one here, in the last batch, but it gathers
         (2, {"parallel.tp": "2", "parallel.sp": "true"}, SAMPLES),
         (2, {"parallel.tp": "2", "parallel.sp": "true", "train.seq_len": "11"}, SAMPLES),  # a last row of odd length
         (2, {"parallel.cp": "2"}, SAMPLES),
