@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pytest
@@ -165,8 +166,8 @@ def test_a_pod_that_is_told_to_end_lets_its_ranks_save(pod: Path, manifests: dic
 
 @pytest.mark.slow  # twice torchrun and two ranks, each of which imports torch
 def test_a_real_run_under_the_pods_script_stops_with_75_and_goes_on(tmp_path: Path, manifests: dict[str, Any]) -> None:
-    tool(tmp_path, "megalith", f'exec {sys.executable} -m megalith "$@"')
-    tool(tmp_path, "torchrun", f'exec {sys.executable} -m torch.distributed.run --local-addr 127.0.0.1 "$@"')
+    tool(tmp_path, "megalith", f'exec {quote(sys.executable)} -m megalith "$@"')
+    tool(tmp_path, "torchrun", f'exec {quote(sys.executable)} -m torch.distributed.run --local-addr 127.0.0.1 "$@"')
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     script = container(manifests)["args"][0].replace("megalith-0.megalith:29400", f"localhost:{port}")
