@@ -321,7 +321,9 @@ def serve(pipe: str, parent: str, folder: str) -> None:
             gc.collect()  # a group held by a dead cycle would keep its connections
             _leave()  # at once, so that peers waiting for this rank fail too
         assert connection.recv_bytes() == RELEASE
+        gc.collect()  # groups in dead cycles end now and here, not on some thread in the middle of another call
         _leave()
+        gc.freeze()  # what lives on is not looked at again, which keeps the next collection short
         os.environ.clear()
         os.environ.update(environment)
 
