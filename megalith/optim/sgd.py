@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.slots import Slot, build_slot, decayed, round_masters
+from megalith.optim.slots import Slot, build_slot, by_decay, round_masters
 from megalith.plan.shards import Shard
 
 
@@ -26,10 +26,8 @@ class SGD:
     def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
         """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
         self.updates += 1
-        matrices, vectors = decayed(self.slots)
-        for numbers, decay in ((matrices, weight_decay), (vectors, 0.0)):
-            if numbers:
-                self._update([self.slots[i] for i in numbers], [gradients[i] for i in numbers], lr, decay, scale)
+        for slots, theirs, decay in by_decay(self.slots, gradients, weight_decay):
+            self._update(slots, theirs, lr, decay, scale)
         round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:

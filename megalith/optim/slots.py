@@ -54,8 +54,13 @@ def round_masters(slots: Sequence[Slot]) -> None:
         torch._foreach_copy_([slot.weight for slot in apart], [slot.master for slot in apart])
 
 
-def decayed(slots: Sequence[Slot]) -> tuple[list[int], list[int]]:
-    """Numbers of the slots whose weights decay, and of the others: vectors (norms, biases) do not."""
-    matrices = [number for number, slot in enumerate(slots) if slot.shard.inputs > 0]
-    vectors = [number for number, slot in enumerate(slots) if slot.shard.inputs == 0]
-    return matrices, vectors
+def by_decay(
+    slots: Sequence[Slot], gradients: Sequence[Tensor], weight_decay: float
+) -> list[tuple[list[Slot], list[Tensor], float]]:
+    """Slots with their gradients and their decay: matrices, then vectors (norms, biases), which do not decay."""
+    parts = []
+    for matrices, decay in ((True, weight_decay), (False, 0.0)):
+        numbers = [number for number, slot in enumerate(slots) if (slot.shard.inputs > 0) == matrices]
+        if numbers:
+            parts.append(([slots[i] for i in numbers], [gradients[i] for i in numbers], decay))
+    return parts

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.optim.slots import build_slot, decayed, round_masters
+from megalith.optim.slots import build_slot, by_decay, round_masters
 from megalith.plan.shards import whole
 
 
@@ -37,4 +37,8 @@ def test_weights_are_the_rounding_of_their_masters() -> None:
 def test_matrices_decay_and_vectors_do_not() -> None:
     shards = [whole("b", (3,), inputs=0), whole("w", (3, 2)), whole("n", (2,), inputs=0)]
     slots = [build_slot(shard, torch.ones(shard.matrix_shape), ()) for shard in shards]
-    assert decayed(slots) == ([1], [0, 2])
+    gradients = [torch.full_like(slot.weight, 5.0) for slot in slots]
+    (matrices, its, decay), (vectors, theirs, none) = by_decay(slots, gradients, 0.1)
+    assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (decay, none) == (0.1, 0.0)
+    assert its[0] is gradients[1] and [id(x) for x in theirs] == [id(gradients[0]), id(gradients[2])]
+    assert [part for part, _, _ in by_decay(vectors, theirs, 0.1)] == [vectors], "what is empty is left out"
