@@ -3,36 +3,25 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.dropout import DropoutConfig
+from megalith.config.mtp import MTPConfig
+from megalith.config.rope import RopeConfig
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RopeConfig:
-    """Rotary positions: how far apart two tokens are, told to attention by turning pairs of features.
+Norm = Literal["rms", "layer"]
+"""RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450)."""
 
-    Source: Su et al. 2021, arXiv:2104.09864; the `llama3` scaling is that of the Llama 3.1 release.
-    """
+NormPlacement = Literal["before", "around", "after"]
+"""Where a layer norms: what goes into attention and MLP, what goes in and comes out, or what comes out."""
 
-    theta: float = 10_000.0
-    """Base of the wavelengths: pair i of a head turns by position * theta ** (-2 i / head_dim)."""
-
-    scaling: Literal["none", "llama3"] = "none"
-    """`llama3` stretches the long wavelengths by `factor`, so that a model reads further than it was trained to."""
-
-    factor: float = 8.0
-    """llama3: how many times longer the longest wavelengths become."""
-
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_position / low_freq_factor are stretched in full."""
-
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_position / high_freq_factor stay as they are."""
-
-    original_max_position: int = 8192
-    """llama3: the context length of the first training, in tokens."""
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu"]
+"""gelu is the exact one, gelu_tanh its approximation, quick_gelu x * sigmoid(1.702 x)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Llama-class decoder: RMSNorm, rotary positions, grouped-query attention and SwiGLU.
+    """A decoder-only transformer. The defaults are those of Llama: RMSNorm before attention and MLP, rotary positions,
+    grouped-query attention and SwiGLU.
 
     Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:2407.21783.
     """
@@ -61,11 +50,62 @@ class ModelConfig:
     max_seq_len: int = 8192
     """Longest context the model is meant to read, in tokens."""
 
+    norm: Norm = "rms"
+    """How features are normed."""
+
     norm_eps: float = 1e-5
-    """Added to the mean square before the root in RMSNorm."""
+    """Added to the mean square, or the variance, before the root."""
+
+    norm_zero_centred: bool = False
+    """Norms multiply by 1 + weight, which starts at 0."""
+
+    norm_placement: NormPlacement = "before"
+    """before: x + f(norm(x)), around: x + norm(f(norm(x))), after: x + norm(f(x))."""
+
+    block: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"
+    """parallel: attention and MLP read the same x and are added together, each with a norm of its own or with one."""
+
+    positions: Literal["rope", "learned", "none"] = "rope"
+    """How tokens know their place: turned features, a learnt vector for each place, or only by what they may see."""
 
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
+
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    """How queries and keys become weights of values."""
+
+    mla: MLAConfig | None = None
+    """Multi-head latent attention in place of keys and values per head; head_dim and num_kv_heads are then not used."""
+
+    activation: Activation = "silu"
+    """Inside the MLP."""
+
+    gated: bool = True
+    """The MLP is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
+
+    activation_clamp: float | None = None
+    """With `gated`: gate is cut off above this, and up at plus and minus this."""
+
+    up_offset: float = 0.0
+    """With `gated`: added to up(x)."""
+
+    embedding_scale: float = 1.0
+    """What embeddings are multiplied by."""
+
+    residual_scale: float = 1.0
+    """What attention and MLP are multiplied by before they are added to the residual stream."""
+
+    logit_scale: float = 1.0
+    """What scores of the vocabulary are multiplied by."""
+
+    logit_softcap: float | None = None
+    """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap)."""
+
+    mtp: MTPConfig = field(default_factory=MTPConfig)
+    """Prediction of tokens further ahead."""
+
+    dropout: DropoutConfig = field(default_factory=DropoutConfig)
+    """Activations dropped while training."""
 
     tied_embeddings: bool = False
     """Use the embedding table as the output head."""
@@ -89,6 +129,16 @@ class ModelConfig:
     def head_size(self) -> int:
         """Features per head (d)."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
+
+    def has_window(self, layer: int) -> bool:
+        """Whether a layer, numbered over all stages, sees only a window of tokens."""
+        pattern = self.attention.window_layers
+        return self.attention.window is not None and (not pattern or pattern[layer % len(pattern)])
+
+    def turns(self, layer: int) -> bool:
+        """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""
+        skip = self.rope.skip
+        return self.positions == "rope" and not (skip and skip[layer % len(skip)])
 
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to `vocab_multiple`."""

@@ -6,6 +6,8 @@ from typing import Literal
 from megalith.config.context import ContextConfig
 from megalith.config.pipeline import PipelineConfig
 
+RingProductsName = Literal["auto", "messages", "fused"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
@@ -20,6 +22,10 @@ class ParallelConfig:
     rings: bool = False
     """With sp: gather and scatter tokens step by step around the tp ranks, each step behind a part of a matmul. Adds
     up in another order, so the last digits differ."""
+
+    ring_products: RingProductsName = "auto"
+    """With rings: messages between matmuls, on any device, or torch's products that are fused with them, on GPUs of one
+    machine that read each other's memory. auto: fused where every tp rank can."""
 
     cp: int = 1
     """Context parallel: ranks that share the tokens of each row."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.model import RopeConfig
+from megalith.config.rope import RopeConfig
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context

@@ -4,7 +4,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
 from megalith.errors import raise_all
 from megalith.models.names import Family, TensorRule, rule
 

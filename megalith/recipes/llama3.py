@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
-from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.model import ModelConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun

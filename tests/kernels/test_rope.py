@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.model import RopeConfig
+from megalith.config.rope import RopeConfig
 from megalith.kernels.cpu import Kernel
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 

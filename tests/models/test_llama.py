@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megalith.checkpoint.boxes import tiling_problem
-from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.llama import LLAMA, read_config, rules, write_config
 from megalith.models.names import by_parameter, extent

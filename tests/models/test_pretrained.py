@@ -9,8 +9,9 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.model import ModelConfig, RopeConfig
+from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
