@@ -20,7 +20,7 @@ from megalith.kernels.linear import add_product_, weight_grad
 from megalith.parallel.alike import require_alike, require_alike_where_shared
 from megalith.parallel.group import Group, all_reduce_, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.slices import SliceSum, Transfer, start_gather, start_sum, sum_over_members_
+from megalith.parallel.slices import SliceSum, Works, start_gather, start_sum, sum_over_members_
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
 from megalith.plan.shards import PARTS, Shard, summed_over
@@ -221,7 +221,7 @@ class DataParallel:
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
-        self._arriving: dict[int, Transfer] = {}
+        self._arriving: dict[int, Works] = {}
         self._told = False
         self._waits_in_forward = self.division.divided and overlap and bool(chunks)
         if self._waits_in_forward:
@@ -375,9 +375,9 @@ class DataParallel:
 
     def _arrive(self, buckets: Iterable[int]) -> None:
         for index in buckets:
-            transfer = self._arriving.pop(index, None)
-            if transfer is not None:
-                transfer.wait()
+            works = self._arriving.pop(index, None)
+            if works is not None:
+                works.wait()
 
     def _wait_in(self, chunk: nn.Module) -> None:
         """Let every layer of a chunk wait for its own weights, and what comes after the chunk's forward for the rest.

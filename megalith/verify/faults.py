@@ -4,8 +4,8 @@ A proof that nothing can fail proves nothing. Each fault is a mistake that peopl
 existing classes until its context ends; nothing here is ever reached without `planted`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import Started
-from megalith.parallel.slices import SliceSum, Transfer
+from megalith.parallel.slices import SliceSum, Works
 from megalith.parallel.tensor import (
     ColumnLinear,
     Region,
@@ -44,6 +44,7 @@ from megalith.parallel.tensor import (
 from megalith.plan.context import Numbers, Slices
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
+from megalith.testing.inject import replaced
 from megalith.train import loss
 
 Change = Callable[[Decoder, Mesh], None]
@@ -107,17 +108,6 @@ class Detour:
     invariant: frozenset[str]
     border: None = None
     rings: bool = False
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:  # Any: classes, modules and what they hold
-    """`owner.name` is `value` inside, and what it was outside."""
-    old = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, old)
 
 
 # --- faults in the model: they change it right after it was built
@@ -393,7 +383,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "stale_weights", "Ranks compute with weights that the ranks that own them have updated, and do not get them.",
-        "numbers", ("dp", "zero"), lambda: replaced(data, "start_gather", lambda *_, **__: Transfer([])),
+        "numbers", ("dp", "zero"), lambda: replaced(data, "start_gather", lambda *_, **__: Works([])),
     ),
     Fault(
         "slice_off_by_one", "A rank's slice of the gradient lies one element further than its slice of the weights.",

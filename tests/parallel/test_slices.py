@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megalith.parallel import slices
 from megalith.parallel.group import Group, start_receive, start_send
-from megalith.parallel.slices import Transfer, start_gather, start_sum, sum_over_members_
+from megalith.parallel.slices import Works, start_gather, start_sum, sum_over_members_
 from megalith.testing.ranks import everyone, run_ranks
 
 N = 5
@@ -69,12 +69,12 @@ def _many_at_once(rank: int, world: int) -> list[float]:
     group = everyone(rank, world, "dp_shard")
     started = [start_sum(torch.full((world,), float(k)), group, tag=k) for k in range(6)]
     gathers = [start_gather(torch.full((world,), 10.0 * rank + k), group, tag=100 + k) for k in range(3)]
-    for transfer in gathers:
-        transfer.wait()
+    for works in gathers:
+        works.wait()
     return [float(each.wait()) for each in reversed(started)]
 
 
-def test_transfers_may_be_waited_for_in_any_order() -> None:
+def test_sums_and_gathers_may_be_waited_for_in_any_order() -> None:
     assert run_ranks(_many_at_once, 3) == [[3.0 * k for k in reversed(range(6))]] * 3
 
 
@@ -121,7 +121,7 @@ def test_of_two_members_one_sends_while_the_other_receives() -> None:
     ]
 
 
-def test_a_transfer_waits_for_each_of_its_works_once() -> None:
+def test_works_are_waited_for_once() -> None:
     class Work:
         waits = 0
 
@@ -129,7 +129,7 @@ def test_a_transfer_waits_for_each_of_its_works_once() -> None:
             self.waits += 1
 
     works = [Work(), Work()]
-    transfer = Transfer([*works])  # type: ignore[arg-type]  # all it needs is `wait`
-    transfer.wait()
-    transfer.wait()
+    both = Works([*works])  # type: ignore[list-item]  # all it needs is `wait`
+    both.wait()
+    both.wait()
     assert [work.waits for work in works] == [1, 1]

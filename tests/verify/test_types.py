@@ -37,7 +37,8 @@ from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import Spans
 from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
-from megalith.verify.faults import FAULTS, changed_model, planted, replaced
+from megalith.testing.inject import replaced
+from megalith.verify.faults import FAULTS, changed_model, planted
 from megalith.verify.types import (
     TypeReport,
     _shards_of,
