@@ -116,8 +116,7 @@ def linear(x: Input, parameters: Sequence[Tensor], *, sink: Sink | None = None, 
     a gradient, and autograd sees none; without one, each parameter gets its rows of dw. If x is `Rebuilt`, its inputs
     are kept instead of it; if no parameter wants a gradient, neither.
     """
-    wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
-    kept = Kept(wanted, x.again, x.inputs) if isinstance(x, Rebuilt) else Kept(wanted)
+    kept = kept_of(x, parameters)
     y: Tensor = LinearFunction.apply(value_of(x), kept, sink, products, *parameters)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -132,6 +131,39 @@ class Kept(NamedTuple):
     """Gives x when called with `inputs`; None: x itself is kept."""
 
     inputs: tuple[Tensor, ...] = ()
+
+
+def kept_of(x: Input, parameters: Sequence[Tensor]) -> Kept:
+    """What the backward of a linear layer gets its input from."""
+    wanted = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)
+    return Kept(wanted, x.again, x.inputs) if isinstance(x, Rebuilt) else Kept(wanted)
+
+
+def save(ctx: Context, kept: Kept, x: Tensor, parameters: Sequence[Tensor]) -> None:
+    """In a forward: keep the parameters, and x [t, i] or what it is rebuilt from, for `saved_input`."""
+    inputs = kept.inputs if kept.again is not None else (x,)
+    ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
+    ctx.again, ctx.like = kept.again, (x.shape, x.dtype)
+
+
+def saved_input(ctx: Context, wanted: Sequence[bool], inputs: tuple[Tensor, ...]) -> Tensor | None:
+    """In a backward: x, out of the saved tensors behind the parameters; None: no parameter wants a gradient."""
+    if not any(wanted):
+        return None
+    return inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
+
+
+def weight_gradients(
+    ctx: Context, parameters: Sequence[Tensor], wanted: Sequence[bool], x: Tensor | None, dy: Tensor
+) -> list[Tensor | None]:
+    """Hand x [t, i] and dy [t, o] to the sink, or give each parameter its rows of their product; without x, nothing."""
+    if x is None:
+        return [None] * len(parameters)
+    if ctx.sink is not None:
+        ctx.sink.product(x, dy)
+        return [None] * len(parameters)
+    parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
+    return [part if want else None for part, want in zip(parts, wanted, strict=True)]
 
 
 def reference_linear(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -149,9 +181,8 @@ class LinearFunction(Function):
         ctx: Context, x: Tensor, kept: Kept, sink: Sink | None, products: Products, *parameters: Tensor
     ) -> Tensor:
         """x [t, i] -> y [t, o]."""
-        inputs = kept.inputs if kept.again is not None else (x,)
-        ctx.save_for_backward(*parameters, *(inputs if kept.wanted else ()))
-        ctx.again, ctx.like, ctx.sink, ctx.products = kept.again, (x.shape, x.dtype), sink, products
+        save(ctx, kept, x, parameters)
+        ctx.sink, ctx.products = sink, products
         return products.forward(x, stacked(parameters))
 
     @staticmethod
@@ -162,12 +193,5 @@ class LinearFunction(Function):
         saved = ctx.saved_tensors
         parameters, inputs = saved[: len(wanted)], saved[len(wanted) :]
         dx = ctx.products.input_grad(dy, stacked(parameters)) if ctx.needs_input_grad[0] else None
-        grads: list[Tensor | None] = [None] * len(parameters)
-        if any(wanted):
-            x = inputs[0] if ctx.again is None else rebuild(ctx.again, inputs, like=ctx.like)
-            if ctx.sink is not None:
-                ctx.sink.product(x, dy)
-            else:
-                parts = ctx.products.weight_grad(dy, x).split([p.shape[0] for p in parameters])
-                grads = [part if want else None for part, want in zip(parts, wanted, strict=True)]
-        return dx, None, None, None, *grads
+        x = saved_input(ctx, wanted, inputs)
+        return dx, None, None, None, *weight_gradients(ctx, parameters, wanted, x, dy)
