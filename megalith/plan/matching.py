@@ -1,13 +1,14 @@
 """Whether the lists of a pipeline fit together: each action once and in order on its rank, every send with its receive.
 
-What is left after this is a question of time: whether ranks wait for each other in a circle (`plan/simulate`).
+What is left after this is a question of time: whether ranks wait for each other in a circle (`plan/simulate`), and
+whether a receive gets the message it is for where messages have no tags (`plan/queues`).
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from megalith.plan.schedule import Action, Kind, Schedule
-from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Channel, Direction, channels, neighbour
+from megalith.plan.transfers import AGAINST, COMPUTES, RECEIVES, SENDS, Direction, neighbour
 
 # What has happened to a microbatch in a chunk, as bits of one number.
 FORWARD, INPUT, WEIGHT, CAME_FORWARD, CAME_BACKWARD, SENT_FORWARD, SENT_BACKWARD = (1 << bit for bit in range(7))
@@ -34,10 +35,6 @@ class _Rule(NamedTuple):
     before: int
     adds: int
     peer: int = -1
-    queue: list[int] | None = None
-    """Transfers: the messages so far at this end of the channel, each as microbatch · stages + stage it is for."""
-
-    stage: int = 0
 
 
 NOT_HERE = _Rule(0, 0, 0, peer=-2)  # equals no peer
@@ -61,36 +58,26 @@ def action_text(schedule: Schedule, rank: int, index: int) -> str:
 def matching_problems(schedule: Schedule) -> list[str]:
     """Every place where the lists do not fit together, naming rank and action; empty when they do.
 
-    Without messages in the lists, only the order on each rank is looked at.
+    Without messages in the lists, only the order on each rank is looked at. Messages count as told apart by tags: the
+    two ends of a channel may list them in different orders.
     """
     if len(schedule.ranks) != schedule.num_ranks:
         return [f"there are lists for {len(schedule.ranks)} ranks, expected {schedule.num_ranks}"]
-    trained = has_backward(schedule)
-    ends = _ends(schedule) if has_transfers(schedule) else None
+    trained, linked = has_backward(schedule), has_transfers(schedule)
     problems = []
     for rank in range(schedule.num_ranks):
-        problems += _rank_problems(schedule, rank, _rules(schedule, rank, trained, ends))
-    if ends is None or problems:
-        return problems
-    return [_crossed(schedule, channel, *ends[channel]) for channel in ends if ends[channel][0] != ends[channel][1]]
-
-
-Ends = dict[Channel, tuple[list[int], list[int]]]
-"""By channel: the messages as sent, and as received."""
-
-
-def _ends(schedule: Schedule) -> Ends:
-    return {channel: ([], []) for channel in channels(schedule)}
+        problems += _rank_problems(schedule, rank, _rules(schedule, rank, trained, linked))
+    return problems
 
 
 def _rank_problems(schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], _Rule]) -> list[str]:
-    """One rank's list by itself; its messages are put into their queues."""
+    """One rank's list by itself."""
     state = [bytearray(schedule.num_microbatches) for _ in range(schedule.num_chunks)]
     problems = []
-    known, stages = set(range(schedule.num_microbatches)), schedule.num_stages
+    known = set(range(schedule.num_microbatches))
     for index, (kind, chunk, microbatch, peer) in enumerate(schedule.ranks[rank]):
         rule = rules.get((kind, chunk), NOT_HERE)
-        after, before, adds, expected, queue, stage = rule
+        after, before, adds, expected = rule
         if peer != expected or microbatch not in known:
             problems.append(f"{action_text(schedule, rank, index)}: {_misplaced(rule, peer)}")
             continue
@@ -99,12 +86,10 @@ def _rank_problems(schedule: Schedule, rank: int, rules: dict[tuple[Kind, int], 
         if done & after != after or done & before:
             problems.append(f"{action_text(schedule, rank, index)}: {_untimely(done, rule)}")
         row[microbatch] = done | adds
-        if queue is not None:
-            queue.append(microbatch * stages + stage)
     return problems + _missing(schedule, rank, rules, state)
 
 
-def _rules(schedule: Schedule, rank: int, trained: bool, ends: Ends | None) -> dict[tuple[Kind, int], _Rule]:
+def _rules(schedule: Schedule, rank: int, trained: bool, linked: bool) -> dict[tuple[Kind, int], _Rule]:
     """By (kind, chunk): what one rank may do, and when."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     for chunk in range(schedule.num_chunks):
@@ -114,8 +99,8 @@ def _rules(schedule: Schedule, rank: int, trained: bool, ends: Ends | None) -> d
             rules["I", chunk] = _Rule(FORWARD, INPUT, INPUT)
             rules["W", chunk] = _Rule(INPUT, WEIGHT, WEIGHT)
         for direction in COMPUTES:
-            if ends is not None and (trained or direction == "forward"):
-                rules |= _transfer_rules(schedule, rank, chunk, direction, ends)
+            if linked and (trained or direction == "forward"):
+                rules |= _transfer_rules(schedule, rank, chunk, direction)
                 if (RECEIVES[direction], chunk) in rules:
                     waiting = {(kind, chunk): rules[kind, chunk] for kind in COMPUTES[direction]}
                     rules |= {key: rule._replace(after=rule.after | CAME[direction]) for key, rule in waiting.items()}
@@ -123,20 +108,16 @@ def _rules(schedule: Schedule, rank: int, trained: bool, ends: Ends | None) -> d
 
 
 def _transfer_rules(
-    schedule: Schedule, rank: int, chunk: int, direction: Direction, ends: Ends
-) -> dict[tuple[Kind, int], _Rule]:
+    schedule: Schedule, rank: int, chunk: int, direction: Direction
+) -> dict[tuple[Kind, int], _Rule]:  # fmt: skip
     """What one chunk sends and receives in one direction."""
     rules: dict[tuple[Kind, int], _Rule] = {}
     target = neighbour(schedule, rank, chunk, direction)
     if target is not None and target[0] != rank:
-        sent, _ = ends[Channel(rank, target[0], direction)]
-        bits = DONE[direction], SENT[direction], SENT[direction]
-        rules[SENDS[direction], chunk] = _Rule(*bits, target[0], sent, schedule.stage_of(*target))
+        rules[SENDS[direction], chunk] = _Rule(DONE[direction], SENT[direction], SENT[direction], target[0])
     source = neighbour(schedule, rank, chunk, AGAINST[direction])
     if source is not None and source[0] != rank:
-        _, received = ends[Channel(source[0], rank, direction)]
-        bits = 0, CAME[direction], CAME[direction]
-        rules[RECEIVES[direction], chunk] = _Rule(*bits, source[0], received, schedule.stage_of(rank, chunk))
+        rules[RECEIVES[direction], chunk] = _Rule(0, CAME[direction], CAME[direction], source[0])
     return rules
 
 
@@ -172,22 +153,6 @@ def _missing(
                 where = f" of chunk {chunk}" if schedule.num_chunks > 1 else ""
                 problems.append(f"rank {rank}: microbatch {lacking[0]}{where} lacks {word[4:]}, in the whole list")
     return problems
-
-
-def _crossed(schedule: Schedule, channel: Channel, sent: Sequence[int], received: Sequence[int]) -> str:
-    """The first send of a channel that would be taken by another receive; both ends list the same messages."""
-    place = next(place for place, (one, other) in enumerate(zip(sent, received, strict=True)) if one != other)
-    send = _nth(schedule.ranks[channel.source], SENDS[channel.direction], channel.target, place)
-    receive = _nth(schedule.ranks[channel.target], RECEIVES[channel.direction], channel.source, place)
-    return (
-        f"{action_text(schedule, channel.source, send)} would be taken by "
-        f"{action_text(schedule, channel.target, receive)}: both must list the messages in one order"
-    )
-
-
-def _nth(actions: Sequence[Action], kind: Kind, peer: int, place: int) -> int:
-    """The index of the n-th action of a kind with a peer, counted from 0."""
-    return [index for index, action in enumerate(actions) if action.kind == kind and action.peer == peer][place]
 
 
 def _what(schedule: Schedule, action: Action) -> str:

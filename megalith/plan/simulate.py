@@ -132,6 +132,9 @@ class Simulation:
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
     """Run the lists of all ranks on paper. Lists without messages pass results on as soon as they are computed.
 
+    Messages are told apart by tags, as on gloo. Where both ends of every channel list them in one order, tags make no
+    difference; whether they do is for `plan/queues` to say.
+
     costs: unset: 1 for each F, I and W (so 2 for a B), nothing for messages.
 
     Raises:
@@ -147,7 +150,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulation:
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Everything that keeps the lists from being run to their end, naming rank and action; empty when they can be."""
+    """Everything that keeps the lists from being run to their end over messages with tags, naming rank and action.
+
+    Empty when they can be. Without tags: `plan/queues.queue_problems`.
+    """
     return matching_problems(schedule) or _Run(schedule, even_costs(schedule.num_stages)).play()
 
 

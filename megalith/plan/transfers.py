@@ -3,8 +3,8 @@
 Messages travel on *channels*: (source rank, target rank, direction); forward carries activations to the next stage,
 backward their gradients to the one before. A channel is a queue: NCCL has no tags, so the k-th send is matched with the
 k-th receive. Both sides therefore list a channel's messages in one order, the one in which the source computes them,
-and each channel needs a queue of its own (a process group, or a tag on gloo): two channels between the same two ranks,
-as with two ranks in all or in a V, may interleave differently on both sides.
+and each channel needs a queue of its own (a process group, or tags on gloo): two channels between the same two ranks,
+as with two ranks in all or in a V, may interleave differently on both sides. `plan/queues` proves both on paper.
 
 Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a message.
 """

@@ -1,6 +1,7 @@
 """The pipeline lists of all ranks, run on paper: the part of the proof that no rank waits for ever.
 
-It sees the order of actions and messages and what is alive when; it sees no values.
+It sees the order of actions and messages and what is alive when; it sees no values. Messages run twice: told apart by
+tags, as on gloo, and as queues whose operations wait for each other, as on NCCL.
 """
 
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from fractions import Fraction
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.plan.live import peak_held
+from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
 from megalith.plan.simulate import Costs, find_problems, simulate
 from megalith.plan.transfers import with_transfers
@@ -40,7 +42,7 @@ class ScheduleReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the lists run to their end."""
+        """Whether the lists run to their end, over gloo and over NCCL."""
         return not self.problems
 
     def summary(self) -> str:
@@ -51,8 +53,9 @@ class ScheduleReport:
         live = [float(peak) for peak in self.peak_live]
         span = f"{max(live):g}" if max(live) == min(live) else f"{min(live):g} to {max(live):g}"
         return (
-            f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock; bubble "
-            f"{float(self.bubble_of_total):.1%} of the step; at most {span} microbatches alive per rank"
+            f"{where}: {self.num_actions:,} actions, {self.num_messages:,} messages, no deadlock with tags (gloo) or "
+            f"without (NCCL); bubble {float(self.bubble_of_total):.1%} of the step; at most {span} microbatches alive "
+            "per rank"
         )
 
 
@@ -95,9 +98,9 @@ def check_schedule(
 
 
 def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:
-    """Run given lists on paper; they must contain their messages."""
+    """Run given lists on paper, over messages with tags and without; they must contain their messages."""
     sizes = schedule.name, schedule.num_ranks, schedule.num_chunks, schedule.num_microbatches
-    problems = find_problems(schedule)
+    problems = find_problems(schedule) or queue_problems(schedule)
     if problems:
         return ScheduleReport(*sizes, tuple(problems))
     result = simulate(schedule, costs)

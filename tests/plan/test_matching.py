@@ -72,27 +72,10 @@ def test_a_receive_for_the_wrong_chunk_is_named(interleaved: Schedule) -> None:
     assert any("(F of microbatch 0, chunk 1): must come after its recv_forward" in problem for problem in problems)
 
 
-def test_swapped_chunks_of_two_sends_do_not_meet_their_receives(interleaved: Schedule) -> None:
-    row = list(interleaved.ranks[0])
-    early, late = find(interleaved, 0, "send_forward", 1, chunk=0), find(interleaved, 0, "send_forward", 0, chunk=1)
-    held = row.pop(early)  # the receiver expects chunk 0 of microbatch 1 before chunk 1 of microbatch 0
-    row.insert(late, held)
-    bad = changed(interleaved, 0, row)
-    [problem] = matching_problems(bad)
-    assert "rank 0, action" in problem and "(send_forward of microbatch 0, chunk 1 to rank 1)" in problem
-    assert "would be taken by rank 1, action" in problem
-    assert "(recv_forward of microbatch 1, chunk 0 from rank 0)" in problem
-    assert "must list the messages in one order" in problem
-
-
-def test_two_sends_in_the_wrong_order_are_named_with_both_ends() -> None:
+def test_with_tags_the_ends_of_a_channel_may_list_its_messages_in_different_orders() -> None:
     schedule = with_transfers(build_schedule("gpipe", num_ranks=2, num_microbatches=2), overlap=False)
     forward_0, send_0, forward_1, send_1, *rest = schedule.ranks[0]
-    [problem] = matching_problems(changed(schedule, 0, [forward_0, forward_1, send_1, send_0, *rest]))
-    assert problem == (
-        "rank 0, action 2 (send_forward of microbatch 1 to rank 1) would be taken by rank 1, action 0 "
-        "(recv_forward of microbatch 0 from rank 0): both must list the messages in one order"
-    )
+    assert matching_problems(changed(schedule, 0, [forward_0, forward_1, send_1, send_0, *rest])) == []
 
 
 def test_a_send_before_its_computing_is_named(one_f_one_b: Schedule) -> None:

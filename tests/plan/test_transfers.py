@@ -7,6 +7,7 @@ import pytest
 
 from megalith.config.pipeline import ScheduleName
 from megalith.plan.matching import matching_problems
+from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Action, Schedule, build_schedule
 from megalith.plan.simulate import simulate
 from megalith.plan.transfers import Channel, channels, neighbour, with_transfers
@@ -73,7 +74,7 @@ def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_b
     schedule = random_schedule(rng, forward_only=rng.random() < 0.2)
     for overlap in (True, False):
         linked = with_transfers(schedule, overlap=overlap)
-        assert matching_problems(linked) == []
+        assert matching_problems(linked) == [] and queue_problems(linked) == []
         assert simulate(linked).makespan == simulate(schedule).makespan  # messages that take no time cost nothing
         for row, plain in zip(linked.ranks, schedule.ranks):
             assert tuple(action for action in row if action.peer < 0) == plain
@@ -121,5 +122,5 @@ def test_receives_follow_the_order_of_sending_where_they_are_needed_in_another()
     for overlap in (True, False):
         linked = with_transfers(crossed, overlap=overlap)
         assert texts(linked)[1] == "rf0 rf1 rf2 F2 F1 F0"
-        assert matching_problems(linked) == []
+        assert matching_problems(linked) == [] and queue_problems(linked) == []
         assert simulate(linked).makespan == 6
