@@ -4,12 +4,10 @@ With ZeRO the ranks that sum also divide: each owns an equal slice of every buck
 them to the others while the next forward runs.
 """
 
-import logging
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,70 +15,25 @@ from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.linear import add_product_, weight_grad
-from megalith.parallel.alike import require_alike, require_alike_where_shared
-from megalith.parallel.group import Group, all_reduce_, alone, start_all_reduce_
+from megalith.parallel.alike import require_alike
+from megalith.parallel.engine import (
+    SHARD_AXES,
+    Owned,
+    require_alike_slices,
+    sum_shared_slices,
+    tensor_axes,
+    warn_of_zeros,
+)
+from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.slices import SliceSum, Works, start_gather, start_sum, sum_over_members_
+from megalith.parallel.publish import Publication
+from megalith.parallel.slices import SliceSum, start_sum
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
-from megalith.plan.shards import PARTS, Shard, summed_over
-
-_log = logging.getLogger(__name__)
+from megalith.plan.shards import Shard
 
 IN_FLIGHT = 2
 """Sums of buckets on their way at once; each holds what it receives. Two, so that the link never waits for the next."""
-
-SHARD_AXES = ("dp_shard", *PARTS["cp"])
-"""Axes along which slices differ under ZeRO."""
-
-TENSOR_SUMS = (("tp_copy",), ("tp_kv",), ("tp_kv", "tp_copy"))
-"""Sets of tensor-parallel axes over which a gradient may have to be summed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """What this rank updates of a parameter: its slice, its weights and its fp32 or float64 gradient, in one layout."""
-
-    shard: Shard
-    weight: Tensor
-    gradient: Tensor
-
-
-class Engine(Protocol):
-    """What training asks of data parallelism, however weights, gradients and optimizer state are divided.
-
-    One step: `begin_step`; forward and backward of every microbatch; `finish`; the optimizer writes `Owned.weight`;
-    `publish`. Optimizer, clipping and checkpoints see (Shard, tensor) pairs only. Every method is collective: all ranks
-    of the mesh call it at the same place of their program.
-    """
-
-    @property
-    def owned(self) -> Sequence[Owned]:
-        """Every slice that this rank updates, in the order of registration; empty ones are left out.
-
-        All ranks that hold a parameter own each of its elements, once per group along the axes of `copies`. Tensors
-        keep their memory for the life of the engine; gradients are valid from `finish` to the next `begin_step`.
-        """
-
-    def begin_step(self, microbatches: int) -> None:
-        """Expect this many backward passes before `finish`."""
-
-    def finish(self) -> Sequence[Owned]:
-        """Wait for the gradients of the step: `owned`, each gradient summed over every rank that holds the same box."""
-
-    def publish(self) -> None:
-        """Give the weights in `owned` to all ranks that compute with them. May return before they have arrived: the
-        layers wait for what they read. After every update, and after anything else has written them."""
-
-    def settle(self) -> None:
-        """Wait until every weight of the model is the one that was published; needed by readers other than forward."""
-
-    def nonfinite(self) -> list[str]:
-        """Names of the parameters whose gradient on this rank was not finite before any rank's was added, in the step
-        that `finish` ended; for engines that were built to watch, else empty. Not collective."""
-
-    def checksum(self) -> tuple[int, Group]:
-        """A sum over the bytes of the weights that this rank holds, and the ranks on which it must be the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,12 +174,12 @@ class DataParallel:
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
-        self._arriving: dict[int, Works] = {}
         self._told = False
+        self.publication = Publication(self.weights, self.plan, self.division.slices)
         self._waits_in_forward = self.division.divided and overlap and bool(chunks)
         if self._waits_in_forward:
             for chunk in chunks:
-                self._wait_in(chunk)
+                self.publication.wait_in(chunk, self.parameters)
 
     # --- one step
 
@@ -357,55 +310,24 @@ class DataParallel:
         self.settle()
         if not self.division.divided:
             return  # the weights were updated where they are read
-        for index in reversed(range(len(self.plan.buckets))):  # the last bucket holds the first layers
-            bucket = self.plan.buckets[index]
-            weights = self.weights.data[bucket.start : bucket.stop]  # autograd need not count this as a change
-            self._arriving[index] = start_gather(weights, self.division.slices, tag=2 * index + 1)
+        self.publication.start()
         if not self._waits_in_forward:
             self.settle()
 
     def settle(self) -> None:
         """Wait until the weights of all slices have arrived."""
-        self._arrive(list(self._arriving))
+        self.publication.settle()
 
     def checksum(self) -> tuple[int, Group]:
         """A sum over the bytes of the weights; ranks that compute other tokens have the same."""
         self.settle()
         return int(self.weights.view(torch.uint8).sum(dtype=torch.int64)), self.mesh.dp_cp
 
-    def _arrive(self, buckets: Iterable[int]) -> None:
-        for index in buckets:
-            works = self._arriving.pop(index, None)
-            if works is not None:
-                works.wait()
-
-    def _wait_in(self, chunk: nn.Module) -> None:
-        """Let every layer of a chunk wait for its own weights, and what comes after the chunk's forward for the rest.
-
-        A head is not called as a module but asked for a loss or for logits, of what forward has given.
-        """
-        number_of = {id(parameter): number for number, parameter in enumerate(self.parameters)}
-        for module in _layers(chunk):
-            module.register_forward_pre_hook(self._wait_hook(self._buckets_of(module, number_of)))
-        chunk.register_forward_hook(self._wait_hook(self._buckets_of(chunk, number_of)))
-
-    def _buckets_of(self, module: nn.Module, number_of: Mapping[int, int]) -> list[int]:
-        """Buckets with weights of a module, in the order in which they arrive."""
-        numbers = {number_of[id(parameter)] for parameter in module.parameters()}
-        return sorted({self.plan.slots[number].bucket for number in numbers}, reverse=True)
-
-    def _wait_hook(self, buckets: Sequence[int]) -> Callable[..., None]:
-        def wait(*_: object) -> None:
-            if self._arriving:
-                self._arrive(buckets)
-
-        return wait
-
     # --- where things lie
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
         """What all parameters of a bucket have in common: over which ranks their slices are summed."""
-        several = (axis for axis in _tensor_axes(shard) if self.mesh.over(axis).size > 1)
+        several = (axis for axis in tensor_axes(shard) if self.mesh.over(axis).size > 1)
         return tuple(several) if self.division.divided else ()
 
     def _owned(self) -> list[Owned]:
@@ -493,63 +415,6 @@ class DataParallel:
             owner.contributed((number,))
 
         return add
-
-
-def warn_of_zeros(unused: Sequence[str]) -> bool:
-    """Warn on this rank of parameters without any gradient in a step, naming ten at most; whether there were any."""
-    if unused:
-        more = f" and {len(unused) - 10} more" if len(unused) > 10 else ""
-        _log.warning(
-            "%s%s had no part in the loss of this step: their gradients are zero on this rank (said once)",
-            ", ".join(unused[:10]), more,
-        )  # fmt: skip
-    return bool(unused)
-
-
-def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
-    """Sum gradients over the tensor-parallel ranks, then over the stages, that hold the same slices.
-
-    One message per set of tensor-parallel axes. Stages add in their order, so that their copies stay the same.
-    """
-    for axes in TENSOR_SUMS:
-        group = mesh.over(*axes)
-        shared = [o.gradient for o in owned if _tensor_axes(o.shard) == axes]
-        if group.size == 1 or not shared:
-            continue
-        message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
-        for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
-            gradient.copy_(part.view_as(gradient))
-    for one in owned:
-        sum_over_members_(one.gradient, mesh.pp, _stages(one.shard))
-
-
-def require_alike_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
-    """Make sure that the ranks of `sum_shared_slices` add up the same slices of the same parameters; collective.
-
-    Raises:
-        PlanError: they do not.
-    """
-    mine = [(o.shard, f"elements {o.shard.flat or (0, o.shard.numel)}") for o in owned]
-    for axes in TENSOR_SUMS:
-        summed = {shard.name: place for shard, place in mine if _tensor_axes(shard) == axes}
-        require_alike(summed, mesh.over(*axes))
-    shared = {shard.name: f"{place}, held by stages {shard.stages}" for shard, place in mine if _stages(shard)[1:]}
-    require_alike_where_shared(shared, mesh.pp)
-
-
-def _layers(chunk: nn.Module) -> list[nn.Module]:
-    """What forward calls: the modules right below a chunk, and those in its lists."""
-    return [layer for child in chunk.children() for layer in (child if isinstance(child, nn.ModuleList) else [child])]
-
-
-def _tensor_axes(shard: Shard) -> tuple[str, ...]:
-    """Tensor-parallel axes over which its gradient is summed."""
-    return tuple(axis for axis in ("tp_kv", "tp_copy") if axis in summed_over(shard))
-
-
-def _stages(shard: Shard) -> tuple[int, ...]:
-    """Stages over which its gradient is summed; apart, so that verify/faults.py can break this sum alone."""
-    return shard.stages
 
 
 def _runs(numbers: Sequence[int], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:

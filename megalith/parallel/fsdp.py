@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
 from megalith.parallel.alike import require_alike
-from megalith.parallel.data import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
+from megalith.parallel.engine import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
@@ -28,7 +28,7 @@ DIVIDE_BY = 1.0
 
 
 class FullySharded:
-    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in parallel/data.py.
+    """The engine of parallel.zero=3; what training asks of it is written at `Engine` in parallel/engine.py.
 
     The layers, the embedding and the head are each gathered together; the last norm, and a table that embedding and
     head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are summed after

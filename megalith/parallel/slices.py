@@ -100,6 +100,8 @@ def sum_over_members_(x: Tensor, group: Group, members: Sequence[int]) -> Tensor
     Every one of them adds in the same order, so that all get the same bits. Of two, the first sends before it receives:
     NCCL takes the messages of a pair one after the other, and two that received first would wait for ever.
     """
+    if len(members) == 1:
+        return x
     received = {member: torch.empty_like(x) for member in sorted(members) if member != group.rank}
     works: list[dist.Work] = []
     for member, part in received.items():

@@ -13,7 +13,8 @@ from megalith.nn.init import fill
 from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
-from megalith.parallel.data import DataParallel, Engine
+from megalith.parallel.data import DataParallel
+from megalith.parallel.engine import Engine
 from megalith.parallel.mesh import Mesh
 from megalith.plan.shards import Shard, is_first_holder
 from megalith.train.staged import Staged, build_staged, with_postponed

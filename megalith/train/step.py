@@ -11,7 +11,7 @@ from torch import Tensor
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
 from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
-from megalith.parallel.data import Owned
+from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.train.build import Trainer
 from megalith.train.loss import share_of_mean

@@ -23,7 +23,7 @@ from megalith.kernels.tokens import Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
-from megalith.parallel import context, data, tensor
+from megalith.parallel import context, data, engine, publish, tensor
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
@@ -191,18 +191,18 @@ ORIGINAL_LOSS = Decoder.loss
 
 def _without_sum(left_out: Callable[[Shard], bool]) -> AbstractContextManager[None]:
     """Gradients of some shards are not summed over tensor-parallel ranks."""
-    right = data._tensor_axes
+    right = engine.tensor_axes
 
     def wrong(shard: Shard) -> tuple[str, ...]:
         return () if left_out(shard) else right(shard)
 
-    return replaced(data, "_tensor_axes", wrong)
+    return replaced(engine, "tensor_axes", wrong)
 
 
 def _averaged() -> AbstractContextManager[None]:
     finish = data.DataParallel.finish
 
-    def wrong(self: data.DataParallel) -> Sequence[data.Owned]:
+    def wrong(self: data.DataParallel) -> Sequence[engine.Owned]:
         owned = finish(self)
         for one in owned:
             one.gradient.div_(self.mesh.dp.size)
@@ -367,7 +367,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "tied_sum_left_out", "The two stages that share the vocabulary table do not add up its gradients.",
-        "numbers", ("pp", "tied"), lambda: replaced(data, "_stages", lambda shard: (0,)),
+        "numbers", ("pp", "tied"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "microbatches_swapped", "A stage receives the hidden states of another microbatch.",
@@ -383,7 +383,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "stale_weights", "Ranks compute with weights that the ranks that own them have updated, and do not get them.",
-        "numbers", ("dp", "zero"), lambda: replaced(data, "start_gather", lambda *_, **__: Works([])),
+        "numbers", ("dp", "zero"), lambda: replaced(publish, "start_gather", lambda *_, **__: Works([])),
     ),
     Fault(
         "slice_off_by_one", "A rank's slice of the gradient lies one element further than its slice of the weights.",

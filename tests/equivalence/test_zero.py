@@ -16,7 +16,7 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override
 from megalith.data.loader import Loader, Masks
-from megalith.parallel import data as engine
+from megalith.parallel import data as flat
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import VocabEmbedding
@@ -163,8 +163,8 @@ def _events(rank: int, world: int, zero: int) -> list[str]:
 
     for number, layer in enumerate(trainer.model.layers):
         layer.register_full_backward_pre_hook(lambda *_, number=number: events.append(f"backward {number}"))
-    right = engine.start_sum
-    with replaced(engine, "start_sum", start_and_tell):
+    right = flat.start_sum
+    with replaced(flat, "start_sum", start_and_tell):
         steps(trainer, 0, 1)
     return events
 
@@ -184,7 +184,7 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
     trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
     data, most = trainer.data, 0
     assert isinstance(data, DataParallel)
-    right = engine.start_sum
+    right = flat.start_sum
 
     def count(*args: Any, **others: Any) -> Any:
         nonlocal most
@@ -192,14 +192,14 @@ def _live_buckets(rank: int, world: int) -> tuple[int, int]:
         most = max(most, on_their_way + sum(buffer.numel() for buffer in data._buffers if buffer is not None))
         return right(*args, **others)
 
-    with replaced(engine, "start_sum", count):
+    with replaced(flat, "start_sum", count):
         steps(trainer, 0, 2)
     return most, max(bucket.stop - bucket.start for bucket in data.plan.buckets)
 
 
 def test_zero_2_holds_few_buckets_at_a_time() -> None:
     for most, largest in run_ranks(_live_buckets, 2):
-        assert 0 < most <= (engine.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
+        assert 0 < most <= (flat.IN_FLIGHT + 2) * largest  # two on their way, one about to be, one being filled
 
 
 # --- a step that is skipped

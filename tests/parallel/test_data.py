@@ -14,7 +14,7 @@ from megalith.kernels.rope import rope_tables
 from megalith.kernels.tokens import Tokens, tokens_of_rows
 from megalith.models.decoder import Decoder, declared_parameters, initialise
 from megalith.nn.attention import with_rotary
-from megalith.parallel import data as engine
+from megalith.parallel import data as flat
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.slices import start_sum
@@ -171,7 +171,7 @@ def test_overlap_and_bucket_size_change_no_bit_at_dp_2() -> None:
 
 def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = build(mesh_of_one())
-    monkeypatch.setattr(engine.DataParallel, "is_fresh", lambda self, numbers: False)
+    monkeypatch.setattr(flat.DataParallel, "is_fresh", lambda self, numbers: False)
     for _ in range(2):
         data.begin_step(1)
         loss_of(model, 0).backward()
@@ -291,7 +291,7 @@ def _on_their_way(rank: int, world: int) -> list[tuple[int, int, int]]:
             most.append(len(data._sums) + 1)
             return start_sum(*given, **options)
 
-        with replaced(engine, "start_sum", counted):
+        with replaced(flat, "start_sum", counted):
             data.begin_step(1)
             loss_of(model, rank).backward()
             started = data._next
@@ -304,7 +304,7 @@ def test_without_overlap_sums_start_in_finish_and_few_are_on_their_way_at_once()
     for (apart, most_apart, count), (started, most, _) in run_ranks(_on_their_way, 2):
         assert count > 4
         assert (apart, started) == (0, count)
-        assert most_apart == most == engine.IN_FLIGHT + 1  # the oldest is waited for once the next has started
+        assert most_apart == most == flat.IN_FLIGHT + 1  # the oldest is waited for once the next has started
 
 
 def test_one_rank_alone_divides_nothing() -> None:
@@ -334,11 +334,11 @@ def _reads(rank: int, world: int) -> list[bool]:
     with slow_link(latency_seconds=0.01, poison=True) as link, torch.no_grad():
         data.publish()
         results.append(bool(loss_of(model, 0).isfinite()))  # through embedding, layers, norm and head
-        results.append(not data._arriving)
+        results.append(not data.publication.arriving)
         data.publish()
         results.append(not bool(data.weights.isfinite().all()))  # the link holds them back
         results.append(bool(model.layers[0](torch.ones(14, 12, dtype=torch.float64), rotary(model)).isfinite().all()))
-        results.append(bool(data._arriving))  # of other layers
+        results.append(bool(data.publication.arriving))  # of other layers
         data.settle()
         results.append(bool(data.weights.isfinite().all()))
         results.append({transfer.waits for transfer in link.transfers} == {1})

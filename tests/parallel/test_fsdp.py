@@ -20,7 +20,7 @@ from megalith.models.decoder import Decoder, allocate, declared_parameters, init
 from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.observe.flight import Flight
-from megalith.parallel import data as engines
+from megalith.parallel import engine as engines
 from megalith.parallel.fsdp import FullySharded, Unit
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init

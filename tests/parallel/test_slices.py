@@ -94,6 +94,11 @@ def test_members_add_in_one_order_so_that_all_have_the_same_bits(members: tuple[
         assert torch.equal(found[rank], expected if rank in members else bucket_of(rank, world, torch.float32))
 
 
+def test_a_single_member_sends_nothing_whoever_it_is() -> None:
+    x = torch.ones(3)
+    assert sum_over_members_(x, Group(("pp",), (0, 1), rank=1), (0,)) is x
+
+
 def _order_of_messages(rank: int, world: int) -> list[tuple[str, int]]:
     seen: list[tuple[str, int]] = []
 

@@ -1,0 +1,82 @@
+"""What both engines do: slices that tensor-parallel ranks or stages share are summed, and compared beforehand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import RankError
+from megalith.parallel.engine import Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
+from megalith.parallel.mesh import Mesh, build_mesh, model_grid
+from megalith.plan.shards import PARTS, Shard, whole
+from megalith.testing.ranks import run_ranks
+
+SHARDS = (
+    whole("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),
+    whole("norm", (3,), inputs=0),
+    replace(whole("shared_head", (2, 3)), cut=("tp_kv",)),
+    replace(whole("own_head", (2, 3)), cut=PARTS["tp"]),
+    replace(whole("table", (5,), invariant=frozenset(PARTS["tp"]), inputs=0), stages=(0, 1)),
+)
+
+
+def mesh_of(parallel: ParallelConfig, rank: int, world: int) -> Mesh:
+    config = ModelConfig(vocab_size=30, hidden_size=12, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=10)
+    return build_mesh(model_grid(parallel, config, world), rank=rank)
+
+
+def owned(shard: Shard, value: float) -> Owned:
+    return Owned(shard, torch.zeros(shard.matrix_shape), torch.full(shard.matrix_shape, value))
+
+
+def _summed(rank: int, world: int, parallel: ParallelConfig, names: tuple[str, ...]) -> list[float]:
+    """One element of each gradient, of which rank r has 10**r."""
+    mine = [owned(shard, 10.0**rank) for shard in SHARDS if shard.name in names]
+    sum_shared_slices(mine, mesh_of(parallel, rank, world))
+    assert all(bool(each.gradient.eq(each.gradient.flatten()[0]).all()) for each in mine)
+    return [each.gradient.flatten()[0].item() for each in mine]
+
+
+def test_gradients_are_summed_over_the_tensor_parallel_ranks_with_the_same_slice_unless_they_are_whole() -> None:
+    names = ("invariant", "norm", "shared_head", "own_head")
+    found = run_ranks(_summed, 4, ParallelConfig(tp=4), names)
+    pairs = [11.0, 11.0, 1100.0, 1100.0]  # ranks 0 and 1 share a key/value head, 2 and 3 the other
+    assert found == [[10.0**rank, 1111.0, pairs[rank], 10.0**rank] for rank in range(4)]
+
+
+def test_gradients_are_summed_over_the_stages_that_hold_the_same_slice() -> None:
+    parallel = ParallelConfig(pp=2)
+    assert run_ranks(_summed, 2, parallel, ("invariant", "table")) == [[1.0, 11.0], [10.0, 11.0]]
+
+
+def _compared(rank: int, world: int, parallel: ParallelConfig, name: str) -> None:
+    shard = next(shard for shard in SHARDS if shard.name == name)
+    mesh = mesh_of(parallel, rank, world)
+    require_alike_slices([owned(replace(shard, flat=(0, 2)), 0.0)], mesh)
+    require_alike_slices([owned(replace(shard, flat=(rank, 2 + rank)), 0.0)], mesh)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "name", "told"),
+    [
+        (ParallelConfig(tp=2), "norm", r"elements \(0, 2\) on rank 0 and norm elements \(1, 3\) on rank 1"),
+        (ParallelConfig(pp=2), "table", r"elements \(0, 2\), held by stages \(0, 1\) on rank 0 and table"),
+    ],
+)
+def test_slices_that_are_added_up_must_be_the_same(parallel: ParallelConfig, name: str, told: str) -> None:
+    with pytest.raises(RankError, match=f"parameters lie differently .* first {name} {told}"):
+        run_ranks(_compared, 2, parallel, name)
+
+
+def test_slices_that_are_not_added_up_may_differ() -> None:
+    run_ranks(_compared, 2, ParallelConfig(tp=2), "invariant")
+
+
+def test_what_had_no_gradient_is_named_up_to_ten(caplog: pytest.LogCaptureFixture) -> None:
+    assert not warn_of_zeros([])
+    assert warn_of_zeros([f"w{i}" for i in range(10)]) and warn_of_zeros([f"w{i}" for i in range(12)])
+    ten, twelve = (record.getMessage() for record in caplog.records)
+    assert ten.startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no part in the loss of this step")
+    assert "w8, w9 and 2 more had no part in the loss" in twelve
