@@ -74,13 +74,15 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """The run in a layout for `world` processes, which need not be as many as trained it.
 
     The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not;
-    rows are not shared, layers not divided, and weights whole: no gradient or optimizer takes memory, and nothing is
-    kept for a backward. dp is the rest, and the batch one microbatch per rank, because nothing is accumulated.
+    rows are not shared and layers not divided. Weights that training divided (zero=3) stay divided, for they may fit no
+    other way; all others are whole: no gradient or optimizer takes memory, and nothing is kept for a backward. dp is
+    the rest, and the batch one microbatch per rank, because nothing is accumulated.
     """
     p, whole = run.parallel, ParallelConfig()
     kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
     tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
-    names = ("cp", "context", "pp", "pipeline", "dp", "zero", "replicas", "reduce_dtype", "rings")
+    names = ["cp", "context", "pp", "pipeline", "dp", "replicas", "reduce_dtype", "rings", "ring_products"]
+    names += ["zero"] if p.zero < 3 else []
     layout = replace(
         p, tp=tp, sp=p.sp if "sp" in kept else p.sp and tp > 1,
         **{name: getattr(whole, name) for name in names if name not in kept},

@@ -284,6 +284,30 @@ def fully_shard_chunk(
     _give_memory(chunk, device)
 
 
+def divide_for_forward(
+    chunks: Sequence[nn.Module], parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *,
+    device: torch.device, keep_gathered: bool = False,
+) -> list[tuple[Shard, Tensor]]:  # fmt: skip
+    """Divide the weights of a model on the meta device over `mesh.shard` for forward passes alone.
+
+    Returns my rows of each, for the caller to fill; weights of which I have no row are left out. Unlike
+    `FullySharded` it makes no room for gradients, and no backward may follow. `keep_gathered`: as there.
+    """
+    _refuse_shared_chunks(chunks)
+    require_alike({shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters}, mesh.dp_cp)
+    group = mesh.shard
+    for chunk in chunks:
+        fully_shard_chunk(chunk, group, device, gradient_dtype=torch.float32, keep_gathered=keep_gathered)
+        for module in (*_inner_units(chunk), chunk):
+            assert isinstance(module, FSDPModule), module
+            module.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
+    mine = [
+        (rows_of(shard, group.rank, group.size, SHARD_AXES), _local(getattr(module, name)))
+        for shard, module, name in parameters
+    ]
+    return [(shard, rows) for shard, rows in mine if rows.numel()]
+
+
 def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
     """Each chunk is cut by itself, so no two of a rank may share a weight."""
     held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]

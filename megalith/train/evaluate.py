@@ -7,6 +7,7 @@ from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
@@ -20,6 +21,7 @@ from megalith.parallel.context import my_slicing
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
+from megalith.plan.shards import Shard
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
 from megalith.train.staged import Staged, build_staged
@@ -95,16 +97,31 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
         )
     staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
-    model = staged.modules
-    allocate(model, device)
-    parameters = [(declared.shard, getattr(module, name).data) for declared, module, name in declared_parameters(model)]
-    load_pretrained(weight_entries(parameters, mesh), str(folder.path), mesh.world, model=run.model)
+    load_pretrained(weight_entries(held_weights(staged), mesh), str(folder.path), mesh.world, model=run.model)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     return evaluate(
         staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
         slicing=my_slicing(run.parallel, mesh),
     )  # fmt: skip
+
+
+def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
+    """Give the weights of my chunks memory, still to be filled: with parallel.zero=3 my rows of each, else all of it.
+
+    Collective over the mesh with parallel.zero=3. Nothing is there for gradients.
+    """
+    mesh, device, p = staged.mesh, staged.device, staged.run.parallel
+    model = staged.modules
+    parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
+    if p.zero == 3 and mesh.shard.size > 1:
+        from megalith.parallel.fsdp import divide_for_forward  # here: torch's part of it takes half a second to load
+
+        return divide_for_forward(
+            staged.chunks, parameters, mesh, device=device, keep_gathered=len(staged.chunks) * p.pp > 1
+        )
+    allocate(model, device)
+    return [(shard, getattr(module, name).data) for shard, module, name in parameters]
 
 
 def _batches(

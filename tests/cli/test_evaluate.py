@@ -104,6 +104,33 @@ def test_the_layout_follows_the_processes_unless_it_is_given(
         assert run_problems(found, world) == []
 
 
+@pytest.mark.parametrize(
+    ("trained", "given", "zero"),
+    [(3, (), 3), (2, (), 0), (1, (), 0), (3, ("parallel.zero",), 3), (2, ("parallel.zero",), 2)],
+)
+def test_weights_that_training_divided_stay_divided(trained: int, given: tuple[str, ...], zero: int) -> None:
+    run = tiny_run({"parallel.zero": str(trained), "parallel.replicas": "2"})
+    for world in (1, 2, 3):
+        found = fitted(run, world, given)
+        assert (found.parallel.zero, found.parallel.replicas) == (zero, 1)
+        assert run_problems(found, world) == []
+
+
+@pytest.mark.slow
+def test_two_processes_find_of_fully_sharded_weights_what_one_finds_of_whole_ones(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cut, saved = tmp_path / "cut", resolve(str(run))
+    shutil.copytree(run, cut)
+    assert isinstance(saved, TrainRun)
+    (cut / "config.yaml").write_text(dump_yaml(replace(saved, parallel=replace(saved.parallel, zero=3))))
+    losses = []
+    for words in ([], ["--nproc", "2"]):
+        assert main(["evaluate", str(cut), "--samples", "7", "--json", *words]) == 0
+        losses.append(json.loads(capfd.readouterr().out)["loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
 def test_what_only_training_divides_or_keeps_is_left_out() -> None:
     run = tiny_run(
         {"parallel.tp": "2", "parallel.zero": "1", "parallel.reduce_dtype": "bf16", "recompute.granularity": "full",

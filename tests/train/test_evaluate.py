@@ -16,10 +16,11 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
-from megalith.train.build import build_trainer
-from megalith.train.evaluate import Evaluation, evaluate, run_evaluation
+from megalith.train.build import DTYPES, build_trainer
+from megalith.train.evaluate import Evaluation, evaluate, held_weights, run_evaluation
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
+from megalith.train.staged import build_staged
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
@@ -98,6 +99,40 @@ def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) 
     whole = run_evaluation(run, folder, mesh_of_one(), CPU, split="valid", samples=None)
     assert whole.num_labels > 5 * found.num_labels
     assert run_evaluation(run, folder, mesh_of_one(), CPU, split="train", samples=5).num_labels == 60
+
+
+def saved_loss(rank: int, world: int, run: TrainRun, path: Path) -> tuple[Evaluation, int, int]:
+    """What one rank of a layout finds of a run's newest checkpoint; weights it holds, and those of the model."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    found = run_evaluation(run, RunFolder(path), mesh, CPU, split="valid", samples=5)
+    staged = build_staged(run, mesh, CPU, dtype=DTYPES[run.precision.params])
+    whole = sum(parameter.numel() for parameter in staged.modules.parameters())
+    return found, sum(rows.numel() for _, rows in held_weights(staged)), whole
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"parallel.dp": "2"}),
+        (3, {"parallel.dp": "3", "model.tied_embeddings": "true"}),
+        (4, {"parallel.tp": "2", "parallel.dp": "2"}),
+        (4, {"parallel.pp": "2", "parallel.dp": "2"}),
+    ],
+)
+def test_fully_sharded_weights_are_read_and_evaluated_without_being_whole_anywhere(
+    world: int, settings: dict[str, str], tmp_path: Path
+) -> None:
+    alone = tiny_run({"precision.params": "fp64"} | {k: v for k, v in settings.items() if "model." in k})
+    run_training(alone, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
+    (reference, all_of_it, _) = saved_loss(0, 1, alone, tmp_path)
+    run = tiny_run({"precision.params": "fp64", "parallel.zero": "3"} | settings)
+    found = run_ranks(saved_loss, world, run, tmp_path)
+    for evaluation_of_rank, held, whole in found:
+        assert evaluation_of_rank.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert evaluation_of_rank.num_labels == reference.num_labels
+        assert held < 0.6 * whole  # rows do not divide evenly
+    if run.parallel.tp * run.parallel.pp == 1:
+        assert sum(held for _, held, _ in found) == all_of_it
 
 
 def test_a_split_without_a_share_is_refused(tmp_path: Path) -> None:
