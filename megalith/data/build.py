@@ -4,6 +4,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ from megalith.data.blend import (
 from megalith.data.cache import load_or_build
 from megalith.data.indexed import IndexedDataset, missing_store_message
 from megalith.data.mock import MockStore
-from megalith.data.pretrain import PretrainDataset, WindowPlan, check_ids
+from megalith.data.pretrain import ContinuedDataset, PretrainDataset, WindowPlan, check_ids, continued
 from megalith.data.sample import Dataset, TokenStore
 from megalith.errors import ConfigError, DataError, raise_all
 
@@ -56,9 +57,12 @@ def build_datasets(
     test_samples: int | None,
     vocab_size: int,
     eod: int,
+    train_longer: Sequence[int] = (),
 ) -> Splits:
     """Build the three splits: for so many samples each, one epoch for None, nothing for 0.
 
+    `train_longer`: the counts that a run was made longer to since it began with `train_samples`, ascending. What comes
+    first stays as it is, whatever follows; where every sample is read once there may be fewer than the last count.
     Every process may call this at once: indices are built by one of them and mapped by all. `eod` ends the documents
     of mock data; stored data has its own.
 
@@ -72,7 +76,7 @@ def build_datasets(
         raise DataError("\n".join(f"data: expected a token store at {message}" for message in missing))
     builder = _Builder(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
     pinned = data.num_train_samples if train_samples else None
-    train = builder.split("train", pinned or train_samples)
+    train = builder.split("train", pinned or train_samples, train_longer)
     ends = data.sampler == "sequential"
     if ends and train is not None and train_samples is not None and train.num_samples < train_samples:
         raise DataError(
@@ -109,8 +113,8 @@ class _Builder:
         self._eod = eod
         self._stores: dict[str, TokenStore] = {}
 
-    def split(self, name: str, num_samples: int | None) -> Dataset | None:
-        """One split, None when no sample of it was asked for."""
+    def split(self, name: str, num_samples: int | None, longer: Sequence[int] = ()) -> Dataset | None:
+        """One split, None when no sample of it was asked for; `longer`: counts that it goes on to."""
         if num_samples == 0:
             return None
         words = per_split_paths(self._data)
@@ -119,7 +123,7 @@ class _Builder:
                 raise ConfigError(
                     f"data.{name}_path is not set, but the run reads {num_samples or 'all'} {name} samples. Set it."
                 )
-            return self._blend(name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples)
+            return self._blend(name, parse_blend(f"data.{name}_path", words[name]), (0.0, 1.0), num_samples, longer)
         share = parse_split(split_of(self._data))[SPLIT_NAMES.index(name)]
         if share is None:
             raise ConfigError(
@@ -127,38 +131,43 @@ class _Builder:
                 f"{name} samples. Set a {name} share above 0."
             )
         blend = Blend(("mock",), None) if self._data.mock else parse_blend("data.path", self._data.path)
-        return self._blend(name, blend, share, num_samples)
+        return self._blend(name, blend, share, num_samples, longer)
 
-    def _blend(self, name: str, blend: Blend, share: tuple[float, float], num_samples: int | None) -> Dataset:
+    def _blend(
+        self, name: str, blend: Blend, share: tuple[float, float], num_samples: int | None, longer: Sequence[int]
+    ) -> Dataset:
         alone = len(blend.prefixes) == 1 and (blend.weights is None or per_split_paths(self._data))
         if alone:
-            return self._member(name, blend.prefixes[0], share, num_samples)
+            return self._member(name, blend.prefixes[0], share, num_samples, longer)
         if blend.weights is None:
-            return self._unweighted(name, blend.prefixes, share, num_samples)
+            return self._unweighted(name, blend.prefixes, share, num_samples and max([num_samples, *longer]))
         if num_samples is None:
             raise ConfigError(
                 f"data weights {list(blend.weights)} cannot be honoured over the whole {name} split, which reads every "
                 f"sample once. Remove the weights, or set a number of {name} samples."
             )
-        return self._weighted(name, blend.prefixes, blend.weights, share, num_samples)
+        return self._weighted(name, blend.prefixes, blend.weights, share, (num_samples, *longer))
 
     def _weighted(
-        self, name: str, prefixes: Sequence[str], weights: Sequence[float], share: tuple[float, float], num_samples: int
-    ) -> Dataset:
+        self, name: str, prefixes: Sequence[str], weights: Sequence[float], share: tuple[float, float],
+        counts: Sequence[int],
+    ) -> Dataset:  # fmt: skip
+        """Every prefix as often as its weight says, for the last of `counts`; those before it are where a run was made
+        longer. The order of a blend for more samples begins with its order for fewer; that of a member is continued."""
         used = [place for place, weight in enumerate(weights) if weight > 0]
         for place in sorted(set(range(len(weights))) - set(used)):
             _log.info("%s: %s has weight 0 and is not read", name, prefixes[place])
         kept = [weights[place] for place in used]
-        sizes = member_sizes(kept, num_samples, self._data.mid_level_dataset_surplus)
+        sizes = [member_sizes(kept, count, self._data.mid_level_dataset_surplus) for count in counts]
         members = [
-            self._member(name, prefixes[place], share, count, repeat_short=True)
-            for place, count in zip(used, sizes.built_for)
+            self._member(name, prefixes[place], share, first, longer, repeat_short=True)
+            for place, (first, *longer) in zip(used, zip(*(size.built_for for size in sizes)))
         ]
         fingerprint = _blend_fingerprint(members, kept)
         arrays = load_or_build(
             self._blend_folder(),
-            f"{fingerprint} samples={sizes.total}",
-            lambda: order_arrays(weighted_order(kept, sizes.total)),
+            f"{fingerprint} samples={sizes[-1].total}",
+            lambda: order_arrays(weighted_order(kept, sizes[-1].total)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
         return BlendedDataset(members, [prefixes[place] for place in used], used, order, fingerprint)
@@ -185,9 +194,10 @@ class _Builder:
         prefix: str,
         share: tuple[float, float],
         num_samples: int | None,
+        longer: Sequence[int] = (),
         *,
         repeat_short: bool = False,
-    ) -> PretrainDataset:
+    ) -> PretrainDataset | ContinuedDataset:
         store = self._store(prefix)
         plan = WindowPlan(
             seq_len=self._seq_len,
@@ -196,15 +206,16 @@ class _Builder:
             keep_partial=name == "valid" and self._data.keep_partial_valid,
         )
         folder = self._data.cache_path or (None if self._data.mock else f"{prefix}/cache")
-        return PretrainDataset(
+        build = partial(
+            PretrainDataset,
             store,
-            plan,
             share=share,
             split=name,
             vocab_size=self._vocab_size,
             cache=None if folder is None else Path(folder),
             repeat_short=repeat_short,
         )
+        return continued(build, plan, longer)
 
     def _store(self, prefix: str) -> TokenStore:
         if prefix not in self._stores:
@@ -228,7 +239,7 @@ def _probe(store: TokenStore, vocab_size: int) -> None:
         check_ids(store.get(int(index), 0, min(int(lengths[index]), 4096)), vocab_size, store.name)
 
 
-def _blend_fingerprint(members: Sequence[PretrainDataset], weights: Sequence[float] | None) -> str:
+def _blend_fingerprint(members: Sequence[Dataset], weights: Sequence[float] | None) -> str:
     shares = "all" if weights is None else ",".join(str(weight) for weight in weights)
     text = "\n".join(member.fingerprint for member in members)
     return (

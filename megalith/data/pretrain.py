@@ -5,7 +5,10 @@ Megatron's order of random draws, so that the same corpus gives the same samples
 """
 
 import logging
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +209,52 @@ class PretrainDataset:
         return [
             (document, begin, stop - begin) for document, begin, stop in zip(documents, starts, ends) if stop > begin
         ]
+
+
+class ContinuedDataset:
+    """A split that was made longer: its first order to the end, and then further epochs, each part in its own order.
+
+    Megatron shuffles the documents of all epochs together, so the order for more epochs does not begin with the order
+    for fewer. Here what has been read stays what it was.
+    """
+
+    def __init__(self, parts: Sequence[PretrainDataset]) -> None:
+        self._parts = parts
+        self._ends = list(accumulate(part.num_samples for part in parts))
+        self.num_samples = self._ends[-1]
+        self.fingerprint = "\n  and then ".join(part.fingerprint for part in parts)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample(self, k: int) -> Sample:
+        """Sample k, a function of k alone.
+
+        Raises:
+            DataError: there is no sample k, or a token id does not fit the vocabulary.
+        """
+        number = bisect_right(self._ends, k) if k >= 0 else 0
+        if number == len(self._parts):
+            raise DataError(
+                f"the split and its further epochs have {self.num_samples} samples, and sample {k} was asked for. "
+                f"Use more data, or set train.steps to a value that needs fewer."
+            )
+        return self._parts[number].sample(k - (self._ends[number - 1] if number else 0))
+
+
+def continued(
+    build: Callable[[WindowPlan], PretrainDataset], plan: WindowPlan, longer: Sequence[int]
+) -> PretrainDataset | ContinuedDataset:
+    """The split for `plan`, continued for each count in `longer` that it has too few samples for, one after the other.
+
+    What follows has a seed of its own, so that no two parts are alike. The first samples never depend on `longer`.
+    """
+    parts = [build(plan)]
+    for count in longer:
+        lacking = count - sum(part.num_samples for part in parts)
+        if lacking > 0:
+            parts.append(build(replace(plan, num_samples=lacking, seed=(plan.seed + len(parts)) % 2**32)))
+    return parts[0] if len(parts) == 1 else ContinuedDataset(parts)
 
 
 def _index_arrays(lengths: NDArray[np.int32], indices: NDArray[np.int32], plan: WindowPlan) -> Arrays:

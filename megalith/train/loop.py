@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -278,20 +279,13 @@ class _Loop:
         scale = self.trainer.loss_scale
         return ({} if scale is None else {"loss_scale": scale.as_json()}) | {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
-            "data": self.data.splits.train.fingerprint, "order_samples": self.data.order_samples,
-            "tokenizer": self.tokenizer.fingerprint,
+            "data": self.data.splits.train.fingerprint, "order_samples": self.data.orders[0],
+            "order_longer": list(self.data.orders[1:]), "tokenizer": self.tokenizer.fingerprint,
         }  # fmt: skip
 
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or weights from the one it starts from."""
         if saved is not None:
-            assert self.data.splits.train is not None
-            if saved.state["data"] != self.data.splits.train.fingerprint:
-                raise CheckpointError(
-                    f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
-                    f"  now:  {self.data.splits.train.fingerprint}\n"
-                    f"{self.data.way_out}, or choose another folder with --run NAME."
-                )
             if saved.state["tokenizer"] != self.tokenizer.fingerprint:
                 raise CheckpointError(
                     f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
@@ -312,27 +306,46 @@ class _Loop:
             self.progress.say(f"starting from {source}")
 
     def _open_data(self, saved: Checkpoint | None) -> "_RunData":
-        """Build the datasets. Their order follows from a count of samples: that of the first start, if it suffices.
+        """Build the datasets. Their order follows from a count of samples: that of the first start.
 
+        A run that is made longer than that order goes on with further epochs; what it has read stays what it was.
         Indices are built by whoever comes first and mapped by the others.
+
+        Raises:
+            CheckpointError: the data, or its order, is not what the run was started with.
+            DataError: there are too few samples, and nothing repeats.
         """
         rows = self.run_config.train.global_batch_size
         needed = self.run_config.train.steps * rows
-        first = needed if saved is None else int(saved.state["order_samples"])
-        splits = self._datasets(first)
-        ends = self.run_config.data.sampler == "sequential"
-        if splits.train is None or splits.train.num_samples >= needed or not ends:
-            return _RunData(splits, first, "Use the data and the data.num_train_samples that the run was started with")
-        enough = splits.train.num_samples // rows
-        return _RunData(
-            self._datasets(needed), needed,
-            f"Set train.steps to at most {enough}, which the order it began with has samples for",
-        )  # fmt: skip
+        orders = [needed]
+        if saved is not None:
+            orders = [int(count) for count in (saved.state["order_samples"], *saved.state.get("order_longer", ()))]
+        splits = self._datasets(orders)
+        assert splits.train is not None
+        if saved is not None:
+            _check_order(saved, splits.train.fingerprint)
+        there = splits.train.num_samples
+        if there >= needed or self.run_config.data.sampler != "sequential":
+            return _RunData(splits, tuple(orders))
+        longer = _RunData(self._datasets([*orders, needed]), (*orders, needed))
+        assert longer.splits.train is not None
+        if (most := longer.splits.train.num_samples) < needed:
+            raise DataError(
+                f"train.steps={self.run_config.train.steps} reads {needed} samples, and without weights before its "
+                f"prefixes data.path gives each of its {most} samples once. Set train.steps to at most {most // rows}: "
+                f"with weights the run would have begun in another order."
+            )
+        if longer.splits.train.fingerprint != splits.train.fingerprint:
+            self.progress.say(
+                f"train.steps={self.run_config.train.steps} reads {needed} samples, and the order this run began with "
+                f"has {there}: further epochs follow, shuffled on their own"
+            )
+        return longer
 
-    def _datasets(self, train_samples: int) -> Splits:
+    def _datasets(self, orders: Sequence[int]) -> Splits:
         run, train = self.run_config, self.run_config.train
         return build_datasets(
-            run.data, seq_len=train.seq_len, seed=run.seed, train_samples=train_samples,
+            run.data, seq_len=train.seq_len, seed=run.seed, train_samples=orders[0], train_longer=orders[1:],
             valid_samples=train.eval_steps * train.global_batch_size, test_samples=0, vocab_size=run.model.vocab_size,
             eod=self.tokenizer.eod,
         )  # fmt: skip
@@ -368,11 +381,23 @@ class _RunData:
     """The samples of a run, and what decided their order."""
 
     splits: Splits
-    order_samples: int
-    """The count of training samples that the order was built for."""
+    orders: tuple[int, ...]
+    """The count of training samples that the order was built for, and those that the run was made longer to."""
 
-    way_out: str
-    """What to do when the order is not the one the run began with."""
+
+def _check_order(saved: Checkpoint, fingerprint: str) -> None:
+    """Refuse other data, or the same in another order, than the checkpoint was trained on.
+
+    Raises:
+        CheckpointError: it is.
+    """
+    if saved.state["data"] != fingerprint:
+        raise CheckpointError(
+            f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
+            f"  now:  {fingerprint}\n"
+            f"Use the data and the data.num_train_samples that the run was started with, or choose another folder with "
+            f"--run NAME."
+        )
 
 
 def _compare_replicas(trainer: Trainer) -> None:

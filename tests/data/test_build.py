@@ -183,6 +183,44 @@ def test_a_longer_run_can_keep_the_order_it_began_with(tmp_path: Path) -> None:
         build(pinned, train_samples=70, valid_samples=0)
 
 
+@pytest.mark.parametrize("sources", [("a",), ("1", "a", "2.5", "b"), ("0", "a", "3", "b", "1", "c")])
+def test_a_run_made_longer_keeps_what_it_has_read_whatever_it_reads_from(
+    sources: tuple[str, ...], tmp_path: Path
+) -> None:
+    stores = {name: write_uneven(tmp_path, name, 30 + n, 7 + n, n) for n, name in enumerate("abc")}
+    data = DataConfig(path=tuple(stores.get(word, word) for word in sources), split="1,0,0")
+    seen: list[list[int]] = []
+    longer: tuple[int, ...] = ()
+    for count in (40, 300, 310, 1000):
+        longer = (*longer, count)
+        train = build(
+            data, train_samples=longer[0], train_longer=longer[1:], valid_samples=0, vocab_size=50021
+        ).train  # fmt: skip
+        assert train is not None and train.num_samples >= count
+        now = [train.sample(k).ids.tolist() for k in range(count)]
+        assert now[: len(seen)] == seen
+        seen = now
+    straight = build(data, train_samples=1000, valid_samples=0, vocab_size=50021).train
+    assert straight is not None and [straight.sample(k).ids.tolist() for k in range(40)] != seen[:40]
+
+
+def test_samples_that_are_read_once_end_however_long_the_run_is_made(tmp_path: Path) -> None:
+    data = DataConfig(path=(write(tmp_path, "a"), write(tmp_path, "b", 1000)), split="1,0,0")
+    short, longer = (build(data, train_longer=more, valid_samples=0).train for more in ((), (60,)))
+    assert short is not None and longer is not None and short.fingerprint == longer.fingerprint
+    assert [short.sample(k).ids.tolist() for k in range(40)] == [longer.sample(k).ids.tolist() for k in range(40)]
+    most = build(data, train_longer=(1000,), valid_samples=0).train
+    assert most is not None and most.num_samples == 64  # the caller refuses
+
+
+def test_an_order_that_was_pinned_is_continued_too(tmp_path: Path) -> None:
+    data = DataConfig(path=(write(tmp_path, "a"),), split="1,0,0", num_train_samples=40)
+    short = build(data, train_samples=60, valid_samples=0).train
+    longer = build(data, train_samples=60, train_longer=(70,), valid_samples=0).train
+    assert short is not None and longer is not None and longer.num_samples >= 70 > short.num_samples
+    assert longer.sample(59).ids.tolist() == short.sample(59).ids.tolist()
+
+
 def test_every_missing_store_is_named_at_once(tmp_path: Path) -> None:
     data = DataConfig(path=(str(tmp_path / "one"), write(tmp_path, "a"), str(tmp_path / "two")))
     with pytest.raises(DataError, match=r"one\.idx and .*one\.bin not found(.|\n)*two\.idx and .*two\.bin not found"):

@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.mock import MockStore
-from megalith.data.pretrain import PretrainDataset, WindowPlan, build_sample_index, plan_epochs, split_range
+from megalith.data.pretrain import (
+    ContinuedDataset,
+    PretrainDataset,
+    WindowPlan,
+    build_sample_index,
+    continued,
+    plan_epochs,
+    split_range,
+)
 from megalith.errors import DataError
 
 LENGTHS = [5, 9, 3, 12, 7]
@@ -199,3 +207,48 @@ def test_mock_samples_need_no_file() -> None:
     ids = dataset.sample(17).ids
     follows = (ids[1:] == (ids[:-1] + 1) % 50) | (ids[1:] == 49) | (ids[:-1] == 49)
     assert follows.all()
+
+
+def read(dataset: PretrainDataset | ContinuedDataset, count: int | None = None) -> list[list[int]]:
+    return [dataset.sample(k).ids.tolist() for k in range(dataset.num_samples if count is None else count)]
+
+
+def test_the_order_for_more_epochs_does_not_begin_with_the_order_for_fewer() -> None:
+    """Why a longer run cannot take the order that it would have had from its start."""
+    lengths = np.full(12, 13, np.int32)
+    one, two = (build_sample_index(lengths, np.arange(12, dtype=np.int32), plan(count)) for count in (15, 30))
+    assert one.shuffle[:15].tolist() != two.shuffle[:15].tolist()
+
+
+@pytest.mark.parametrize("case", range(20))
+def test_what_was_read_stays_however_often_a_split_is_made_longer(case: int, tmp_path: Path) -> None:
+    draw = np.random.default_rng(case)
+    lengths = draw.integers(1, 20, 12)
+    store, size = store_of(tmp_path, lengths.tolist()), int(lengths.sum()) // 8
+    counts = np.cumsum(draw.integers(1, 3 * size, 4)).tolist()
+
+    def build(part: WindowPlan) -> PretrainDataset:
+        return PretrainDataset(store, part, vocab_size=2000)
+
+    before: PretrainDataset | ContinuedDataset = build(plan(counts[0]))
+    for number in range(1, 5):
+        longer = continued(build, plan(counts[0]), counts[1:number])
+        assert longer.num_samples == len(longer) >= counts[number - 1]
+        assert read(longer, before.num_samples) == read(before)
+        assert longer.fingerprint.startswith(before.fingerprint)
+        assert (longer.fingerprint == before.fingerprint) == (longer.num_samples == before.num_samples)
+        before = longer
+    with pytest.raises(DataError, match=f"and sample {before.num_samples} was asked for. Use more data, or set train."):
+        before.sample(before.num_samples)
+    with pytest.raises(DataError, match="sample -1 was asked for"):
+        before.sample(-1)
+
+
+def test_what_follows_reads_every_document_again_in_another_order(tmp_path: Path) -> None:
+    store = store_of(tmp_path, [9] * 20)
+    longer = continued(lambda part: PretrainDataset(store, part, vocab_size=2000), plan(22, extra=0), [44, 66])
+    samples, size = read(longer), longer.num_samples // 3
+    parts = [samples[:size], samples[size : 2 * size], samples[2 * size :]]
+    assert len({str(part) for part in parts}) == 3
+    for part in parts:
+        assert len({token for ids in part for token in ids}) > 0.95 * 180

@@ -2,13 +2,15 @@
 
 import json
 import os
+import re
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.lock import lock_run
 from megalith.config.train import TrainRun
+from megalith.config.tree import Override
+from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -32,7 +36,16 @@ CPU = torch.device("cpu")
 CONSTANT = {"schedule.style": "constant", "schedule.warmup_steps": "0"}
 
 
-def train(path: Path, settings: dict[str, str] | None = None, *, show: bool = False) -> Outcome:
+def write_store(path: Path, first: int) -> str:
+    """Twenty documents of 13 tokens."""
+    with IndexedDatasetBuilder(str(path), np.uint16) as builder:
+        for document in range(20):
+            builder.add_document(np.arange(13) + first + 5 * document, [13])
+        builder.finalize()
+    return str(path)
+
+
+def train(path: Path, settings: Mapping[str, Override] | None = None, *, show: bool = False) -> Outcome:
     """The tiny run on one process, with settings changed."""
     return run_training(tiny_run(settings), RunFolder(path), mesh_of_one(), CPU, show=show)
 
@@ -234,13 +247,43 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
     assert "Use the data and the data.num_train_samples that the run was started with, or choose another" in text
 
 
-def test_a_run_too_long_for_its_order_is_told_how_long_it_can_be(tmp_path: Path) -> None:
-    train(tmp_path, {"train.steps": "2"})
-    with pytest.raises(CheckpointError) as caught:
-        train(tmp_path, {"train.steps": "1000"})
-    fits = int(str(caught.value).split("Set train.steps to at most ")[1].split(",")[0])
-    assert 8 < fits < 1000
-    assert train(tmp_path, {"train.steps": str(fits)}) == Outcome("done", fits)
+def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = CONSTANT | {"train.eval_every": "none", "train.eval_steps": "0", "data.mock_num_documents": "12"}
+    fixed |= {"checkpoint.every": "0"}
+    train(tmp_path / "a", fixed | {"train.steps": "2"})
+    train(tmp_path / "a", fixed | {"train.steps": "9"}, show=True)
+    told = capsys.readouterr().out
+    assert "train.steps=9 reads 108 samples, and the order this run began with has " in told
+    assert "further epochs follow, shuffled on their own" in told
+    # Stopped on the way, made shorter, and longer again: what was read stays, whatever is asked for later.
+    train(tmp_path / "b", fixed | {"train.steps": "2"})
+    assert train(tmp_path / "b", fixed | {"train.steps": "9", "train.max_minutes": "0"}).kind == "stopped"
+    train(tmp_path / "b", fixed | {"train.steps": "7"}, show=True)
+    assert "further epochs" not in capsys.readouterr().out
+    assert rows(tmp_path / "b") == rows(tmp_path / "a")[:7]
+    train(tmp_path / "b", fixed | {"train.steps": "19"})
+    assert rows(tmp_path / "b")[:9] == rows(tmp_path / "a")
+    assert open_checkpoint(tmp_path / "b" / "checkpoints" / "step_0000019").state["order_longer"] == [108, 228]
+
+
+def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path: Path) -> None:
+    stores = [write_store(tmp_path / name, start) for name, start in (("x", 1), ("y", 50))]
+    fixed: dict[str, Override] = {
+        "data.mock": "false",
+        "data.path": stores,
+        "data.split": "1,0,0",
+        "train.eval_every": "none",
+    }
+    fixed |= {"train.eval_steps": "0"} | CONSTANT
+    train(tmp_path / "run", fixed | {"train.steps": "1"})
+    text = r"train.steps=100 reads 1200 samples.* each of its \d+ samples once. Set train.steps to at most (\d+): with"
+    with pytest.raises(DataError, match=text) as caught:
+        train(tmp_path / "run", fixed | {"train.steps": "100"})
+    fits = int(re.findall(text, str(caught.value))[0])
+    assert 1 < fits < 100
+    assert train(tmp_path / "run", fixed | {"train.steps": str(fits)}) == Outcome("done", fits)
 
 
 def test_data_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
