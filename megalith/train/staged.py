@@ -16,6 +16,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.tensor import TensorParallel
+from megalith.parallel.watch import backend_timeout
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.transfers import channels, with_transfers
 
@@ -108,7 +109,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload
     )  # fmt: skip
     handles = handles_of(
-        mesh.pp, tags=device.type == "cpu", timeout_seconds=run.parallel.timeout_seconds
+        mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
     )  # fmt: skip
     if handles is not None and not handles.tags:
         step = planned_step(run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True)

@@ -1,6 +1,7 @@
 """Microbatches through all stages: the same evaluation and the same run as one process, and copies that stay equal."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,14 +14,16 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.watch import backend_timeout
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64
+from megalith.train import staged
 from megalith.train.build import build_trainer
 from megalith.train.evaluate import Evaluation, evaluate
 from megalith.train.folder import RunFolder
 from megalith.train.loop import _compare_stages, run_training
-from megalith.train.staged import planned_step, splits_backward
+from megalith.train.staged import build_staged, planned_step, splits_backward
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -60,6 +63,21 @@ def test_weight_gradients_wait_only_where_the_schedule_has_a_w() -> None:
     assert splits_backward(PipelineConfig(schedule="zb-h1"), 2)
     assert not splits_backward(PipelineConfig(schedule="zb-h1"), 1)
     assert not splits_backward(PipelineConfig(vpp=2), 2)
+
+
+class _Asked(Exception):
+    """How long messages may take."""
+
+
+def test_groups_for_messages_wait_as_long_as_all_others_so_that_the_watch_comes_first() -> None:
+    run = tiny_run({**PIPELINES["1f1b"], "parallel.timeout_seconds": "7"})
+
+    def told(group: object, *, tags: bool, timeout_seconds: float) -> None:
+        raise _Asked(timeout_seconds)
+
+    with patch.object(staged, "handles_of", told), pytest.raises(_Asked) as asked:
+        build_staged(run, mesh_of_one(), CPU, dtype=torch.float64)
+    assert asked.value.args == (backend_timeout(7),) and asked.value.args[0] > 7
 
 
 def _evaluate(rank: int, world: int, run: TrainRun) -> Evaluation:
