@@ -311,19 +311,39 @@ def _fits(hint: Hint, value: Plain) -> bool:
 
 def _mismatch(path: str, hint: Hint, value: Plain) -> str:
     shown = value if isinstance(value, str) and value.isprintable() and value.strip() else f"{value!r:.60}"
+    if literal_values(hint) and all(
+        origin_of(option) is Literal or option is type(None) for option in options_of(hint)
+    ):
+        choices = type_name(hint)
+        return f"{path}={shown}: there is no such choice.{_nearest_choice(hint, value)} Use {choices}."
     return f"{path}={shown}: expected {type_name(hint)}, found {type_name(type(value))}.{_advice(hint, value)}"
+
+
+def _nearest_choice(hint: Hint, value: Plain) -> str:
+    """Which choice was meant: the same spelled in another way, else names that look alike; no number looks alike."""
+    words = literal_values(hint)
+    if value in [str(word) for word in words]:
+        return " Remove the quotes."
+    typed = str(value).strip().lower().replace("_", "-").replace(" ", "-")
+    for word in words:
+        same_number = type(word) is int and typed.removesuffix(".0") == str(word)
+        if same_number or str(word).lower().replace("_", "-") == typed:
+            return f" Did you mean {word}?"
+    return did_you_mean(str(value), [word for word in words if isinstance(word, str)])
 
 
 def _advice(hint: Hint, value: Plain) -> str:
     """A sentence with a value that would work, where one can be told."""
-    options, words = options_of(hint), [str(word) for word in literal_values(hint)]
+    options = options_of(hint)
     many = next((option for option in options if is_many(option)), None)
-    if isinstance(value, str) and words:
-        return did_you_mean(value, words)
+    if isinstance(value, str) and literal_values(hint):
+        return _nearest_choice(hint, value)
     if int in options and isinstance(value, float) and value.is_integer():
         return f" Use {int(value)}."
     if isinstance(value, str) and many is not None and _fits(many, [value]):
         return f" Use [{value}]."
+    if isinstance(value, str) and many is not None and literal_values(item_hints(many, 1)[0]):
+        return _nearest_choice(item_hints(many, 1)[0], value)
     if isinstance(value, str) and not isinstance(_parse(hint, value), str):
         return " Remove the quotes."
     if str in options and isinstance(value, bool | int | float):

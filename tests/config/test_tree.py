@@ -6,6 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
+from megalith.config.fields import describe, is_many, item_hints, literal_values, options_of
+from megalith.config.prepare import PrepareConfig
+from megalith.config.train import TrainRun
 from megalith.config.tree import (
     apply_overrides,
     differences,
@@ -57,6 +60,7 @@ class Run:
     level: Literal[0, 1, 2] = 1
     number: float | int = 0
     mood: Literal["none", "good"] | None = None
+    moods: tuple[Literal["very-good", "good", "bad"], ...] = ()
 
 
 FULL = Run(
@@ -201,19 +205,66 @@ def test_missing_settings_are_named_with_what_they_mean() -> None:
         ({"items": [{}]}, "items[0].path is missing"),
         (
             {"rate": {"lr": 1, "style": "cosin"}},
-            "expected one of constant, cosine, none, found text. Did you mean cosine",
+            "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, cosine, none.",
         ),
         ({"rate": 3}, "rate=3: expected a mapping, found a whole number."),
         ({"rate": None}, "rate=None: expected a mapping, found null."),
         ({"maybe": {"lr": "x"}}, "maybe.lr=x: expected a number, found text."),
         ({"table": {"a": "x"}}, "table.a=x: expected a number"),
-        ({"level": 3}, "level=3: expected one of 0, 1, 2, found a whole number."),
-        ({"level": True}, "level=True: expected one of 0, 1, 2"),
+        ({"level": 3}, "level=3: there is no such choice. Use one of 0, 1, 2."),
+        ({"level": 2.0}, "level=2.0: there is no such choice. Did you mean 2? Use one of 0, 1, 2."),
+        ({"level": "2"}, "level=2: there is no such choice. Remove the quotes. Use one of 0, 1, 2."),
+        ({"level": True}, "level=True: there is no such choice. Use one of 0, 1, 2."),
+        ({"mood": "Good"}, "mood=Good: there is no such choice. Did you mean good? Use one of none, good or null."),
+        ({"moods": ["good", "bda"]}, "moods[1]=bda: there is no such choice. Did you mean bad? Use one of very-good"),
+        ({"moods": ["VERY_GOOD"]}, "moods[0]=VERY_GOOD: there is no such choice. Did you mean very-good? Use one of"),
+        ({"moods": "god"}, "moods=god: expected a list of one of very-good, good, bad, found text. Did you mean good?"),
+        ({"moods": "bad"}, "moods=bad: expected a list of one of very-good, good, bad, found text. Use [bad]."),
         ({"either": []}, "either=[]: expected text or a number, found a list."),
     ],
 )
 def test_a_wrong_type_is_told_with_path_expected_and_found(change: dict[str, Any], text: str) -> None:
     assert text in refused({"name": "x", "rate": {"lr": 0.1}} | change)
+
+
+# --- choices of the real settings
+
+
+def choices(cls: type) -> list[tuple[type, str, list[Any], bool]]:
+    """(root, dotted name, choices, is it a list) of every setting that has them."""
+    found = []
+    for setting in describe(cls):
+        many = next((option for option in options_of(setting.hint) if is_many(option)), None)
+        words = literal_values(setting.hint if many is None else item_hints(many, 1)[0])
+        found += [(cls, setting.path, words, many is not None)] if words else []
+    return found
+
+
+CHOICES = [choice for cls in (TrainRun, PrepareConfig) for choice in choices(cls)]
+
+
+def test_the_settings_with_choices_are_found() -> None:
+    names = {path for _, path, _, _ in CHOICES}
+    assert {"parallel.zero", "parallel.pipeline.schedule", "parallel.context.layers", "recompute.modules"} <= names
+    assert len(names) > 15
+
+
+@pytest.mark.parametrize(("root", "path", "words", "many"), CHOICES, ids=[path for _, path, _, _ in CHOICES])
+def test_a_choice_that_is_none_is_answered_with_field_value_choices_and_the_nearest(
+    root: type, path: str, words: list[Any], many: bool
+) -> None:
+    sections = path.split(".")
+    for word in words:
+        typo = f"{word[:-1]}q{word[-1]}" if isinstance(word, str) else f"{word}.0"
+        data: Any = [typo] if many else typo
+        for name in reversed(sections):
+            data = {name: data}
+        with pytest.raises(ConfigError) as error:
+            from_dict(root, data)
+        (line,) = [line for line in str(error.value).splitlines() if f"={typo}:" in line]
+        assert f"{path}{'[0]' if many else ''}={typo}: there is no such choice. Did you mean " in line
+        assert str(word) in line.split("Did you mean ")[1].split("?")[0]
+        assert f" Use one of {', '.join(map(str, words))}" in line
 
 
 # --- overrides
@@ -289,7 +340,7 @@ def test_unknown_names_and_wrong_values_are_told_together() -> None:
     assert "steps=ten: expected a whole number, found text." in text
     assert "on=maybe: expected true or false, found text." in text
     assert "rate.lr=['1', '2']: expected a number, found a list." in text
-    assert "rate.style=cosin: expected one of constant, cosine, none" in text
+    assert "rate.style=cosin: there is no such choice. Did you mean cosine? Use one of constant, cosine, none." in text
     assert "rate.lr is one value: set that." in text
 
 
