@@ -8,22 +8,16 @@ Both live in the same two processes and take turns, one whole training step each
 summed over the ranks meanwhile, clipping, AdamW. Before that, both must compute the same loss.
 """
 
-import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from contenders.ranks import run_rank
 from paired import Spread, times_as_fast
-from train import check_losses, tiny
+from train import check_losses
+from two_ranks import CASES, LOSS_TOLERANCE, RECIPES, WORLD, parser, report_each
 
-from megalith.recipes.small import llama_6m, llama_29m
 from megalith.testing.ranks import run_ranks
 
-WORLD = 2
 BAR = 0.98
-CASES = {"6m": llama_6m, "29m": llama_29m}
-TINY = {"tiny": tiny}
-LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,32 +35,27 @@ class Report:
 
 def measure(name: str, *, rounds: int, warmup: int, timeout: float) -> Report:
     """Run both contenders on fresh ranks; rank 0 has the clock."""
-    recipe = (CASES | TINY)[name]
-    losses, turns = run_ranks(run_rank, WORLD, recipe(), rounds, warmup, timeout=timeout)[0]
-    check_losses(dict(zip(("ours", "ddp"), losses, strict=True)), LOSS_TOLERANCE)
+    losses, turns = run_ranks(run_rank, WORLD, RECIPES[name](), rounds, warmup, timeout=timeout)[0]
+    check_losses(losses, LOSS_TOLERANCE)
     found = times_as_fast(turns.seconds["ours"], turns.seconds["ddp"])
     computing = times_as_fast(turns.cpu_seconds["ours"], turns.cpu_seconds["ddp"])
     return Report(name, rounds, found, computing, found.median >= BAR)
 
 
+def show(report: Report) -> None:
+    """For people."""
+    print(f"{report.case} on {WORLD} ranks, {report.rounds} pairs: ours / DDP {report.against_ddp}")
+    print(f"  by computing time {report.computing}")
+    print(f"  {'holds ' if report.holds else 'MISSED'} median >= {BAR}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=[*CASES, *TINY], help="again for more; 6m and 29m if unset")
-    parser.add_argument("--rounds", type=int, default=15, help="pairs that count")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
-    options = parser.parse_args()
-    reports = []
-    for name in options.case or CASES:
-        reports.append(measure(name, rounds=options.rounds, warmup=options.warmup, timeout=options.timeout))
-        if not options.json:
-            report = reports[-1]
-            print(f"{report.case} on {WORLD} ranks, {report.rounds} pairs: ours / DDP {report.against_ddp}")
-            print(f"  by computing time {report.computing}")
-            print(f"  {'holds ' if report.holds else 'MISSED'} median >= {BAR}")
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports], indent=2))
+    options = parser(__doc__).parse_args()
+
+    def measured(name: str) -> Report:
+        return measure(name, rounds=options.rounds, warmup=options.warmup, timeout=options.timeout)
+
+    report_each(options.case or CASES, measured, show, as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -9,24 +9,17 @@ All live in the same two processes and take turns, one whole training step each:
 over the ranks, clipping, AdamW, weights given back. Before that, all must compute the same loss.
 """
 
-import argparse
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from contenders.sharded import run_rank
 from paired import Spread, times_as_fast
-from train import check_losses, tiny
+from train import check_losses
+from two_ranks import CASES, LOSS_TOLERANCE, RECIPES, WORLD, parser, report_each
 
-from megalith.recipes.small import llama_6m, llama_29m
 from megalith.testing.ranks import run_ranks
 
-WORLD = 2
 BARS = {"fsdp2": 1.05, "ddp": 1.0}
 """Medians, ours against theirs; the lower quartile may be 3 % below."""
-
-CASES = {"6m": llama_6m, "29m": llama_29m}
-TINY = {"tiny": tiny}
-LOSS_TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +47,7 @@ class Report:
 
 def measure(name: str, *, rounds: int, warmup: int, reshard: bool, timeout: float) -> Report:
     """Run all contenders on fresh ranks; rank 0 has the clock."""
-    recipe = (CASES | TINY)[name]
-    seen = run_ranks(run_rank, WORLD, recipe(), rounds, warmup, reshard, timeout=timeout)[0]
+    seen = run_ranks(run_rank, WORLD, RECIPES[name](), rounds, warmup, reshard, timeout=timeout)[0]
     check_losses(seen.losses, LOSS_TOLERANCE)
     against = {}
     for other, bar in BARS.items():
@@ -63,28 +55,6 @@ def measure(name: str, *, rounds: int, warmup: int, reshard: bool, timeout: floa
         computing = times_as_fast(seen.turns.cpu_seconds["ours"], seen.turns.cpu_seconds[other])
         against[other] = Against(bar, wall, computing, wall.median >= bar and wall.lower >= 0.97 * bar)
     return Report(name, rounds, against, {who: nbytes / 2**20 for who, nbytes in seen.nbytes.items()})
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=[*CASES, *TINY], help="again for more; 6m and 29m if unset")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds that count")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--reshard", action="store_true", help="let FSDP2 drop weights after forward (ZeRO-3)")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take")
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of text")
-    options = parser.parse_args()
-    reports = []
-    for name in options.case or CASES:
-        reports.append(
-            measure(
-                name, rounds=options.rounds, warmup=options.warmup, reshard=options.reshard, timeout=options.timeout
-            )
-        )
-        if not options.json:
-            show(reports[-1])
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports], indent=2))
 
 
 def show(report: Report) -> None:
@@ -96,6 +66,17 @@ def show(report: Report) -> None:
         print(
             f"  {'holds ' if found.holds else 'MISSED'} median >= {found.bar}, lower quartile >= {0.97 * found.bar:.3f}"
         )
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--reshard", action="store_true", help="let FSDP2 drop weights after forward (ZeRO-3)")
+    given = options.parse_args()
+
+    def measured(name: str) -> Report:
+        return measure(name, rounds=given.rounds, warmup=given.warmup, reshard=given.reshard, timeout=given.timeout)
+
+    report_each(given.case or CASES, measured, show, as_json=given.json)
 
 
 if __name__ == "__main__":

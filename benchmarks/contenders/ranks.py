@@ -1,6 +1,6 @@
 """One rank of the comparison with DistributedDataParallel: both contenders live in every rank and take turns."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -9,14 +9,13 @@ from paired import Turns, take_turns
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
 from megalith.kernels.memory import keep_freed_memory
 from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.parallel.group import all_reduce_, barrier
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
-from megalith.train.build import DTYPES, build_trainer
+from megalith.train.build import DTYPES, Trainer, build_trainer
 from megalith.train.step import train_step
 
 
@@ -36,21 +35,22 @@ class LossModel(nn.Module):
         return loss / batches.num_labels
 
 
-class Theirs:
-    """The same model under torch's DistributedDataParallel, with clipping and fused AdamW."""
+class Adam:
+    """What torch's contenders have in common: fused AdamW with clipping, and a loss of the same parts."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
-        self.model, self.batches, self.mesh = LossModel(run), batches, mesh
-        self.parallel = DistributedDataParallel(self.model, process_group=mesh.dp.handle, gradient_as_bucket_view=True)
-        self.clip_grad = run.optim.clip_grad
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=LR, betas=(run.optim.beta1, run.optim.beta2), eps=run.optim.eps,
-            weight_decay=WEIGHT_DECAY, fused=True,
-        )  # fmt: skip
+        self.batches, self.mesh, self.clip_grad = batches, mesh, run.optim.clip_grad
+        self.settings = {
+            "lr": LR, "betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps, "weight_decay": WEIGHT_DECAY,
+            "fused": True,
+        }  # fmt: skip
 
     def step(self) -> float:
         """One update; the loss before it."""
-        loss = self.parallel(self.batches)
+        loss: Tensor = self.model(self.batches)
         (loss * self.mesh.dp.size).backward()  # their gradients are means over the ranks, ours are sums
         nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
         self.optimizer.step()
@@ -58,32 +58,41 @@ class Theirs:
         return float(all_reduce_(loss.detach(), self.mesh.dp))
 
 
-def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[list[float], Turns]:
-    """Losses of the first step (ours, theirs), and what every turn took, each from barrier to barrier."""
+class Replicated(Adam):
+    """The same model under torch's DistributedDataParallel."""
+
+    def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
+        super().__init__(run, batches, mesh)
+        self.model = DistributedDataParallel(LossModel(run), process_group=mesh.dp.handle, gradient_as_bucket_view=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), **self.settings)
+
+
+def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int) -> tuple[dict[str, float], Turns]:
+    """Losses of the first step, and what every turn took."""
+    trainer, batches = set_up(rank, world, run)
+    return race(trainer, batches, {"ddp": Replicated(run, batches, trainer.mesh).step}, rounds=rounds, warmup=warmup)
+
+
+def set_up(rank: int, world: int, run: TrainRun) -> tuple[Trainer, StepBatches]:
+    """Ours, and what all compute: an equal part of the step's rows as one microbatch, other rows on every rank."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # as `megalith train` does; theirs shares the process
-    mesh = build_mesh(model_grid(ParallelConfig(), run.model, world), rank=rank)
-    batches = _my_part(run, rank, world)
-    trainer = build_trainer(run, mesh, torch.device("cpu"))
-    theirs = Theirs(run, batches, mesh)
-
-    def ours() -> float:
-        return train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss
-
-    losses = [ours(), theirs.step()]
-    turns = take_turns(
-        {"ours": _until_all_are_done(ours, mesh), "ddp": _until_all_are_done(theirs.step, mesh)},
-        rounds=rounds, warmup=warmup,
-    )  # fmt: skip
-    return losses, turns
-
-
-def _my_part(run: TrainRun, rank: int, world: int) -> StepBatches:
-    """An equal part of the step's rows as one microbatch, other rows on every rank."""
+    keep_freed_memory()  # as `megalith train` does; the others share the process
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     rows = run.train.global_batch_size // world
     mine = replace(run, train=replace(run.train, global_batch_size=rows, micro_batch_size=rows))
     batches = random_step(mine, torch.device("cpu"), seed=rank)
-    return StepBatches(batches.microbatches, batches.num_labels * world)
+    batches = StepBatches(batches.microbatches, batches.num_labels * world)
+    return build_trainer(run, mesh, torch.device("cpu")), batches
+
+
+def race(
+    trainer: Trainer, batches: StepBatches, theirs: Mapping[str, Callable[[], float]], *, rounds: int, warmup: int
+) -> tuple[dict[str, float], Turns]:
+    """Losses of the first step of ours and theirs, and what every turn took, each from barrier to barrier."""
+    steps = {"ours": lambda: train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss, **theirs}
+    losses = {name: step() for name, step in steps.items()}
+    turns = {name: _until_all_are_done(step, trainer.mesh) for name, step in steps.items()}
+    return losses, take_turns(turns, rounds=rounds, warmup=warmup)
 
 
 def _until_all_are_done(step: Callable[[], object], mesh: Mesh) -> Callable[[], None]:

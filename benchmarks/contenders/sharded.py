@@ -1,12 +1,11 @@
 """One rank of the comparison of divided optimizer state: ours, FSDP2 and DistributedDataParallel take turns in it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from contenders.ours import LR, WEIGHT_DECAY
-from contenders.ranks import LossModel, _my_part, _until_all_are_done
-from paired import Turns, take_turns
+from contenders.ranks import Adam, LossModel, race, set_up
+from paired import Turns
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -17,12 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from megalith.config.parallel import ParallelConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import StepBatches
-from megalith.kernels.memory import keep_freed_memory
 from megalith.parallel.data import DataParallel
-from megalith.parallel.group import all_reduce_
-from megalith.parallel.mesh import Mesh, build_mesh, model_grid
-from megalith.train.build import Trainer, build_trainer
-from megalith.train.step import train_step
+from megalith.parallel.mesh import Mesh
+from megalith.train.build import Trainer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,34 +31,6 @@ class RankReport:
     turns: Turns
     nbytes: dict[str, int]
     """Weights, gradients and optimizer state that this rank holds between backward and the update."""
-
-
-class Adam:
-    """What the two contenders have in common: fused AdamW with clipping, and a loss of the same parts."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def __init__(self, run: TrainRun, batches: StepBatches, mesh: Mesh) -> None:
-        self.batches, self.mesh, self.clip_grad = batches, mesh, run.optim.clip_grad
-        self.settings = {
-            "lr": LR, "betas": (run.optim.beta1, run.optim.beta2), "eps": run.optim.eps, "weight_decay": WEIGHT_DECAY,
-            "fused": True,
-        }  # fmt: skip
-
-    def step(self) -> float:
-        """One update; the loss before it."""
-        loss: Tensor = self.model(self.batches)
-        (loss * self.mesh.dp.size).backward()  # their gradients are means over the ranks, ours are sums
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(all_reduce_(loss.detach(), self.mesh.dp))
-
-    def nbytes(self) -> int:
-        """Gradients are as large as the weights they are for."""
-        state = (value for values in self.optimizer.state.values() for value in values.values())
-        return 2 * _nbytes(self.model.parameters()) + _nbytes(value for value in state if isinstance(value, Tensor))
 
 
 class FullySharded(Adam):
@@ -92,31 +60,25 @@ class Redundant(Adam):
             parameters_as_bucket_view=True, **self.settings,
         )  # fmt: skip
 
-    def nbytes(self) -> int:
-        """Its own part of the optimizer is a torch optimizer inside."""
-        state = (value for values in self.optimizer.optim.state.values() for value in values.values())
-        return 2 * _nbytes(self.model.parameters()) + _nbytes(value for value in state if isinstance(value, Tensor))
-
 
 def run_rank(rank: int, world: int, run: TrainRun, rounds: int, warmup: int, reshard: bool) -> RankReport:
     """Every turn goes from barrier to barrier."""
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as `megalith train` does; the others share the process
     run = replace(run, parallel=ParallelConfig(zero=1))
-    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
-    batches = _my_part(run, rank, world)
-    trainer = build_trainer(run, mesh, torch.device("cpu"))
-    fsdp, ddp = FullySharded(run, batches, mesh, reshard=reshard), Redundant(run, batches, mesh)
+    trainer, batches = set_up(rank, world, run)
+    fsdp = FullySharded(run, batches, trainer.mesh, reshard=reshard)
+    ddp = Redundant(run, batches, trainer.mesh)
+    losses, turns = race(trainer, batches, {"fsdp2": fsdp.step, "ddp": ddp.step}, rounds=rounds, warmup=warmup)
+    nbytes = {
+        "ours": _our_nbytes(trainer), "fsdp2": _their_nbytes(fsdp.model, fsdp.optimizer),
+        "ddp": _their_nbytes(ddp.model, ddp.optimizer.optim),  # its own part of the optimizer is one of torch's inside
+    }  # fmt: skip
+    return RankReport(losses, turns, nbytes)
 
-    def ours() -> float:
-        return train_step(trainer, batches, lr=LR, weight_decay=WEIGHT_DECAY).loss
 
-    steps: dict[str, Callable[[], float]] = {"ours": ours, "fsdp2": fsdp.step, "ddp": ddp.step}
-    losses = {name: step() for name, step in steps.items()}
-    turns = take_turns(
-        {name: _until_all_are_done(step, mesh) for name, step in steps.items()}, rounds=rounds, warmup=warmup
-    )
-    return RankReport(losses, turns, {"ours": _our_nbytes(trainer), "fsdp2": fsdp.nbytes(), "ddp": ddp.nbytes()})
+def _their_nbytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Gradients are as large as the weights they are for."""
+    state = (value for values in optimizer.state.values() for value in values.values())
+    return 2 * _nbytes(model.parameters()) + _nbytes(value for value in state if isinstance(value, Tensor))
 
 
 def _our_nbytes(trainer: Trainer) -> int:
