@@ -20,6 +20,7 @@ from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.slices import start_sum
 from megalith.plan.shards import whole
 from megalith.testing.inject import replaced, slow_link
+from megalith.testing.odd import Odd
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 
@@ -186,26 +187,6 @@ def test_removing_the_first_overwrite_would_be_seen(monkeypatch: pytest.MonkeyPa
 # --- divided over ranks
 
 
-class Odd(nn.Module):
-    """Parameters of sizes that no number of ranks divides: one element, fewer than ranks, and one that is not used."""
-
-    SHARDS = (
-        whole("one", (1,), inputs=0),
-        whole("matrix", (2, 3)),
-        whole("unused", (5,), inputs=0),
-        whole("long", (300,), inputs=0),
-    )
-
-    def __init__(self) -> None:
-        super().__init__()
-        for shard in self.SHARDS:
-            self.register_parameter(shard.name, nn.Parameter(torch.ones(shard.matrix_shape, dtype=torch.float64)))
-
-    def forward(self, factor: float) -> torch.Tensor:
-        """A loss whose gradients are the factor times 1, 2 and 3."""
-        return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
-
-
 def _odd_step(rank: int, world: int, zero: int, overlap: bool, replicas: int) -> list[tuple[str, Any, list[float]]]:
     """What a rank owns after two steps of three microbatches, and the weights that every rank computes with then."""
     parallel = ParallelConfig(zero=zero, replicas=replicas)
@@ -235,7 +216,7 @@ def test_ranks_own_every_element_once_even_when_there_are_fewer_elements_than_ra
     world = 4
     found = run_ranks(_odd_step, world, zero, overlap, replicas)
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
-    expected = {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
+    expected = Odd.gradients(factor)
     numel = {shard.name: shard.numel for shard in Odd.SHARDS}
     weights = [1 - 2 * expected[name] for name in numel for _ in range(numel[name])]
     seen = {name: [0] * count for name, count in numel.items()}

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
@@ -24,8 +24,8 @@ from megalith.parallel import engine as engines
 from megalith.parallel.fsdp import FullySharded, Unit
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
-from megalith.plan.shards import whole
 from megalith.testing.inject import replaced
+from megalith.testing.odd import Odd
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
@@ -203,34 +203,9 @@ def test_compiled_layers_read_the_weights_that_are_gathered_for_them() -> None:
     run_ranks(_compiled, 2, timeout=300)
 
 
-class Odd(nn.Module):
-    """Parameters of sizes that no number of ranks divides: one element, fewer rows than ranks, and one not used."""
-
-    SHARDS = (
-        whole("one", (1,), inputs=0),
-        whole("matrix", (2, 3)),
-        whole("unused", (5,), inputs=0),
-        whole("long", (300,), inputs=0),
-    )
-
-    one: nn.Parameter
-    matrix: nn.Parameter
-    long: nn.Parameter
-
-    def __init__(self) -> None:
-        super().__init__()
-        for shard in self.SHARDS:
-            empty = torch.empty(shard.matrix_shape, dtype=torch.float64, device="meta")
-            self.register_parameter(shard.name, nn.Parameter(empty))
-
-    def forward(self, factor: float) -> Tensor:
-        """A loss whose gradients are the factor times 1, 2 and 3."""
-        return factor * (self.one.sum() + 2 * self.matrix.sum() + 3 * self.long.sum())
-
-
 def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[float]]]:
     mesh = dp_mesh(rank, world)
-    model = Odd()
+    model = Odd("meta")
     parameters = [(shard, model, shard.name) for shard in model.SHARDS]
     data = FullySharded([model], parameters, mesh, device=CPU, gradient_dtype=torch.float64)
     for _ in range(2):
@@ -246,7 +221,7 @@ def _odd_steps(rank: int, world: int) -> list[tuple[str, Any, list[float], list[
 def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
     world = 3
     factor = float(sum(rank + microbatch for rank in range(world) for microbatch in range(3)))
-    expected = {"one": factor, "matrix": 2 * factor, "unused": 0.0, "long": 3 * factor}
+    expected = Odd.gradients(factor)
     seen = {shard.name: [0] * shard.numel for shard in Odd.SHARDS}
     found = run_ranks(_odd_steps, world)
     assert [len(owned) for owned in found] == [4, 3, 2]  # the last rank has none of `one` and `matrix`

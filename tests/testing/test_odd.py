@@ -1,0 +1,13 @@
+"""The odd model's gradients are what it says."""
+
+from megalith.testing.odd import Odd
+
+
+def test_gradients_are_what_they_are_said_to_be() -> None:
+    model = Odd()
+    model(2.5).backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert list(found) == [shard.name for shard in Odd.SHARDS] == list(Odd.gradients(2.5))
+    for name, expected in Odd.gradients(2.5).items():
+        gradient = found[name]
+        assert expected == 0 if gradient is None else bool(gradient.eq(expected).all())
