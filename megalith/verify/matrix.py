@@ -3,7 +3,7 @@
 The tests of layouts and `megalith verify --all` prove the same rows. Sizes are no powers of two where that is possible.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
@@ -87,12 +87,26 @@ def row_of(parallel: ParallelConfig) -> int:
     return -(-12 // parts) * parts if parallel.cp > 1 else 12
 
 
+Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
+"""What a row is but for its name; with the rows of a microbatch, if not 1: of the 12 rows of a step."""
+
+
+def _entries(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
+    """The rows of a table by name; `sample` names those in the sample."""
+    for name, entry in layouts.items():
+        model, parallel = entry[:2]
+        yield Layout(
+            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
+            seq_len=row_of(parallel), sample=name in sample,
+        )  # fmt: skip
+
+
 def _tensor_and_data() -> Iterator[Layout]:
     sample = {
         "dp3 tied", "tp3", "tp2 sp", "tp3 sp tied, rings", "tp4 sp, 2 key/value heads, biases",
         "tp2 dp2 sp tied, dp inside",
     }  # fmt: skip
-    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+    layouts: dict[str, Entry] = {
         "dp2": (tiny(), ParallelConfig(dp=2)),
         "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False)),
         "dp3 tied": (TIED, ParallelConfig(dp=3)),
@@ -117,8 +131,7 @@ def _tensor_and_data() -> Iterator[Layout]:
         "tp3 dp2": (BIASED, ParallelConfig(tp=3, dp=2)),
         "tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True)),
     }  # fmt: skip
-    for name, (model, parallel) in layouts.items():
-        yield Layout(area="tensor and data", name=name, model=model, parallel=parallel, sample=name in sample)
+    yield from _entries("tensor and data", layouts, sample=sample)
     for rows in (1, 2, 3):
         yield Layout(
             area="tensor and data", name=f"tp2 dp2 sp, {rows} rows at once", model=tiny(), rows=rows,
@@ -128,7 +141,7 @@ def _tensor_and_data() -> Iterator[Layout]:
 
 def _divided_state() -> Iterator[Layout]:
     sample = {"zero 2 dp2 tied, without overlap", "zero 1 dp3 tied", "zero 2 dp4 in two replicas", "zero 1 tp2 dp2 sp"}
-    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+    layouts: dict[str, Entry] = {
         "zero 1 dp2": (tiny(), ParallelConfig(dp=2, zero=1)),
         "zero 2 dp2 tied, without overlap": (TIED, ParallelConfig(dp=2, zero=2, overlap=False)),
         "zero 1 dp3 tied": (TIED, ParallelConfig(dp=3, zero=1)),
@@ -146,17 +159,13 @@ def _divided_state() -> Iterator[Layout]:
         "zero 2 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=2)),
         "zero 1 pp2 tp2 dp2 sp tied": (TIED, ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=1)),
     }  # fmt: skip
-    for name, (model, parallel) in layouts.items():
-        yield Layout(
-            area="divided state", name=name, model=model, parallel=parallel, seq_len=row_of(parallel),
-            sample=name in sample,
-        )  # fmt: skip
+    yield from _entries("divided state", layouts, sample=sample)
 
 
 def _sharded_weights() -> Iterator[Layout]:
     sample = {"zero 3 dp2", "zero 3 dp4 in two replicas", "zero 3 tp2 dp2 sp"}
     inside = ParallelConfig(tp=2, dp=2, zero=3, order="dp-tp-cp-ep-pp")
-    layouts: dict[str, tuple[ModelConfig, ParallelConfig]] = {
+    layouts: dict[str, Entry] = {
         "zero 3 dp2": (tiny(), ParallelConfig(dp=2, zero=3)),
         "zero 3 dp2 tied": (TIED, ParallelConfig(dp=2, zero=3)),
         "zero 3 dp3": (BIASED, ParallelConfig(dp=3, zero=3)),
@@ -175,11 +184,7 @@ def _sharded_weights() -> Iterator[Layout]:
         "zero 3 pp2 dp2, two chunks each": (replace(tiny(), num_layers=4), staged(2, dp=2, zero=3, vpp=2)),
         "zero 3 pp2 tp2 dp2 sp tied": (TIED, staged(2, tp=2, dp=2, sp=True, zero=3)),
     }  # fmt: skip
-    for name, (model, parallel) in layouts.items():
-        yield Layout(
-            area="sharded weights", name=name, model=model, parallel=parallel, seq_len=row_of(parallel),
-            sample=name in sample,
-        )  # fmt: skip
+    yield from _entries("sharded weights", layouts, sample=sample)
 
 
 def _pipeline() -> Iterator[Layout]:
@@ -188,8 +193,8 @@ def _pipeline() -> Iterator[Layout]:
         "pp2 zb-v tied", "pp2 dualpipe-v tied", "pp4 tied, standalone ends and an empty rank", "tp2 pp2 sp tied",
         "pp2 dp2 tied, zero 1",
     }  # fmt: skip
-    # 12 rows a step: rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
-    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int]] = {
+    # 12 rows a step: 1, 2, 3, 4, 6 or 12 rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
+    layouts: dict[str, Entry] = {
         "pp2, many microbatches": (FOUR, staged(2), 1),
         "pp2 tied, as many as ranks": (FOUR_TIED, staged(2), 6),
         "pp2 without overlap": (FOUR, replace(staged(2), overlap=False), 3),
@@ -220,12 +225,15 @@ def _pipeline() -> Iterator[Layout]:
         "pp2 dp2 tied, zero 1": (FOUR_TIED, staged(2, dp=2, zero=1), 2),
         "pp2 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, vpp=2), 1),
         "pp2 dp2 zb-h1, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "pp2 dp2 zb-v tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), 1),
+        "pp2 dp2 dualpipe-v tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="dualpipe-v", vpp=2), 1),
+        "pp1 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(1, dp=2, zero=2, vpp=2), 2),
+        "pp2 dp4 tied, zero 1 in two replicas": (FOUR_TIED, replace(staged(2, dp=4, zero=1), replicas=2), 1),
         "pp3 dp2 tied": (THREE_TIED, staged(3, dp=2), 2),
         "tp2 pp3 sp": (replace(FOUR, num_layers=3), staged(3, tp=2, sp=True), 2),
         "tp2 pp2 dp2 sp tied": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True), 2),
     }  # fmt: skip
-    for name, (model, parallel, rows) in layouts.items():
-        yield Layout(area="pipeline", name=name, model=model, parallel=parallel, rows=rows, sample=name in sample)
+    yield from _entries("pipeline", layouts, sample=sample)
 
 
 def _shared(
@@ -321,6 +329,9 @@ def _memory() -> Iterator[Layout]:
         "selective, cp2 dp2": (ParallelConfig(cp=2, dp=2), mlp, stay),
         "full, tp2 pp2 dp2 sp, zero 1": (staged(2, tp=2, dp=2, sp=True, zero=1), FULL, stay),
         "block, pp3, standalone ends": (staged(3, layout="E|t*4|L"), BLOCK, stay),
+        "full, dp2 zero 2": (ParallelConfig(dp=2, zero=2), FULL, stay),
+        "selective, offloaded, dp2 zero 2": (ParallelConfig(dp=2, zero=2), PARTS, AWAY),
+        "block, offloaded, pp2 dp2, zero 2": (staged(2, dp=2, zero=2), BLOCK, AWAY),
     }  # fmt: skip
     sample = {"full, tp2 sp", "selective, tp2 sp, offloaded", "selective, offloaded, pp2, weights last"}
     for name, (parallel, recompute, offload) in layouts.items():
@@ -333,7 +344,7 @@ def _memory() -> Iterator[Layout]:
 
 def _all_axes() -> Iterator[Layout]:
     three = replace(FOUR_TIED, num_heads=6, num_kv_heads=3)
-    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int]] = {
+    layouts: dict[str, Entry] = {
         "tp2 pp2 dp2 sp, zero 1": (FOUR, staged(2, tp=2, dp=2, sp=True, zero=1), 2),
         "tp2 cp2 pp2 sp, zero 1": (FOUR_TIED, staged(2, tp=2, cp=2, sp=True, zero=1), 2),
         "tp2 cp2 dp2 sp, zero 2": (tiny(), ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2), 2),
@@ -346,10 +357,7 @@ def _all_axes() -> Iterator[Layout]:
         "tp3 cp2 dp2 sp": (three, ParallelConfig(tp=3, cp=2, dp=2, sp=True), 1),
         "cp3 pp2 dp2": (FOUR, staged(2, cp=3, dp=2), 2),
     }  # fmt: skip
-    for name, (model, parallel, rows) in layouts.items():
-        yield Layout(
-            area="all axes", name=name, model=model, parallel=parallel, rows=rows, seq_len=row_of(parallel),
-        )  # fmt: skip
+    yield from _entries("all axes", layouts)
 
 
 MATRIX: tuple[Layout, ...] = (

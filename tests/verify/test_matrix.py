@@ -56,6 +56,15 @@ def test_the_whole_matrix_has_what_the_sample_is_too_small_for() -> None:
         assert any(all((getattr(p, axis) or 1) > 1 for axis in three) and p.zero for p in layouts), three
 
 
+def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> None:
+    divided = [row for row in MATRIX if row.parallel.zero == 2]
+    tied = {schedule_name(row.parallel.pipeline) for row in divided if row.model.tied_embeddings}
+    assert tied >= {"interleaved", "zb-h1", "zb-v", "dualpipe-v"}
+    assert {row.recompute.granularity for row in divided if row.offload.layers} == {"full", "selective"}
+    assert any(p.pp == 1 and p.pipeline.vpp > 1 for p in (row.parallel for row in divided))
+    assert any(p.pp > 1 and 1 < p.replicas < (p.dp or 1) for p in (row.parallel for row in MATRIX))
+
+
 def test_rows_come_in_the_order_of_their_processes() -> None:
     assert [row.world for row in rows_of_matrix(sample=False)] == sorted(row.world for row in MATRIX)
     assert len(rows_of_matrix(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
