@@ -33,6 +33,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
 from megalith.plan.savings import run_lines
+from megalith.plan.unused import unused_notes
 from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.evaluate import evaluate
 from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
@@ -124,7 +125,7 @@ class _Loop:
         outcome = Outcome("done", run.train.steps)
         self.metrics = self._open_metrics() if self.writer else None
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
-        notes = zero_notes(run.parallel, self.mesh.dp.size)
+        notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
         for line in notes:
             self.progress.say(line)

@@ -478,6 +478,16 @@ def test_zero_on_one_rank_runs_and_says_that_it_divides_nothing(
     assert "parallel.zero=1 divides nothing here: with dp=1" in capsys.readouterr().out
 
 
+def test_settings_without_effect_are_named_when_a_run_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"parallel.context.kind": "gather", "parallel.pipeline.schedule": "gpipe", "train.steps": "1"}
+    assert train(tmp_path, changes, show=True).kind == "done"
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.count("no effect here") == 2
+    assert "parallel.context.kind=gather: no effect here, because with parallel.cp=1 no rows are shared" in told
+
+
 def test_what_is_said_stands_in_the_log_too(tmp_path: Path) -> None:
     train(tmp_path)
     train(tmp_path, {"train.steps": "8", "schedule.lr": "3e-3"})

@@ -1,0 +1,107 @@
+"""Settings of a run that do nothing where they are: named when it starts, so that nobody waits for their effect."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megalith.config.data import parse_blend, per_split_paths
+from megalith.config.fields import describe
+from megalith.config.train import TrainRun
+from megalith.config.tree import flatten
+from megalith.errors import ConfigError
+
+
+class Unused(NamedTuple):
+    """Settings that have no effect in some runs. What would be a contradiction is refused instead, by a rule."""
+
+    settings: tuple[str, ...]
+    """Dotted names; a section stands for all that is in it."""
+
+    applies: Callable[[TrainRun, int], bool]
+    """To a run on so many ranks."""
+
+    why: str
+    """The reason, in words."""
+
+
+def _one_stage(run: TrainRun, world: int) -> bool:
+    return run.parallel.pp * run.parallel.pipeline.vpp == 1
+
+
+def _has_weights(run: TrainRun) -> bool:
+    """Whether any of its sources is a blend with weights; of one that cannot be read, another rule tells."""
+    fields = {"path": run.data.path} | per_split_paths(run.data)
+    try:
+        return any(parse_blend(name, words).weights is not None for name, words in fields.items() if words)
+    except ConfigError:
+        return True
+
+
+UNUSED: tuple[Unused, ...] = (
+    Unused(
+        ("parallel.pipeline",), _one_stage, "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage"
+    ),
+    Unused(("parallel.context",), lambda run, world: run.parallel.cp == 1, "with parallel.cp=1 no rows are shared"),
+    Unused(
+        ("parallel.bucket_numel",), lambda run, world: run.parallel.zero == 3 and world > 1,
+        "with parallel.zero=3 gradients are summed layer by layer",
+    ),
+    Unused(
+        ("parallel.bucket_numel", "parallel.overlap", "parallel.check_collectives", "parallel.order"),
+        lambda run, world: world == 1,
+        "one rank has nobody to talk to",
+    ),
+    Unused(
+        ("optim.beta1", "optim.beta2", "optim.eps", "optim.decoupled_weight_decay"),
+        lambda run, world: run.optim.kind == "sgd", "they belong to optim.kind=adamw, and it is sgd",
+    ),
+    Unused(
+        ("optim.momentum",), lambda run, world: run.optim.kind != "sgd", "it belongs to optim.kind=sgd, and it is adamw"
+    ),
+    Unused(
+        ("precision.loss_scale",), lambda run, world: run.precision.params != "fp16",
+        "only precision.params=fp16 scales the loss",
+    ),
+    Unused(
+        tuple(f"precision.loss_scale.{name}" for name in ("initial", "min", "window", "hysteresis", "max_overflows")),
+        lambda run, world: run.precision.params == "fp16" and run.precision.loss_scale.constant is not None,
+        "with precision.loss_scale.constant the scale never moves",
+    ),
+    Unused(
+        ("schedule.wsd_decay_style",), lambda run, world: run.schedule.style != "wsd",
+        "it belongs to schedule.style=wsd",
+    ),
+    Unused(("offload.min_numel",), lambda run, world: run.offload.layers == 0, "with offload.layers=0 nothing moves"),
+    Unused(
+        ("checkpoint.keep_every",), lambda run, world: run.checkpoint.keep is None,
+        "with checkpoint.keep unset every checkpoint stays",
+    ),
+    Unused(
+        ("data.mock_num_documents", "data.mock_max_tokens"), lambda run, world: not run.data.mock,
+        "only data.mock=true makes documents up",
+    ),
+    Unused(("data.mmap",), lambda run, world: run.data.mock, "with data.mock=true there are no files"),
+    Unused(
+        ("data.mid_level_dataset_surplus",), lambda run, world: run.data.mock or not _has_weights(run),
+        "only blends with weights round",
+    ),
+    Unused(
+        ("tokenizer.add_special_tokens",), lambda run, world: run.tokenizer.kind != "huggingface",
+        "only tokenizer.kind=huggingface has special tokens",
+    ),
+)  # fmt: skip
+
+
+def unused_notes(run: TrainRun, world: int) -> list[str]:
+    """What a run on `world` ranks says about settings that were changed and do nothing: one line for each reason."""
+    usual = {setting.path: setting.default for setting in describe(TrainRun)}
+    changed = {path: value for path, value in flatten(run).items() if path in usual and value != usual[path]}
+    notes = []
+    for row in UNUSED:
+        found = [
+            f"{path}={str(value).lower() if isinstance(value, bool) else value}"
+            for path, value in changed.items()
+            if any(path == name or path.startswith(f"{name}.") for name in row.settings)
+        ]
+        if found and row.applies(run, world):
+            notes.append(f"{', '.join(found)}: no effect here, because {row.why}")
+    return notes
