@@ -140,6 +140,10 @@ class ModelConfig:
         skip = self.rope.skip
         return self.positions == "rope" and not (skip and skip[layer % len(skip)])
 
+    def rotary_size(self) -> int:
+        """Features per head that turn with the position."""
+        return self.mla.rope_dim if self.mla is not None else int(self.head_size() * self.rope.fraction)
+
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

@@ -1,9 +1,8 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features turned by an angle that grows with position.
-
-Feature i of the first half of a head is paired with feature i of the second half, as in published Llama weights.
-"""
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features that turn further with each position."""
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,70 +15,137 @@ from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
 
 
-def rope_frequencies(config: RopeConfig, head_dim: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Radians per token of each pair: [head_dim / 2], fp32 unless asked for float64.
+def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Radians per token of each pair: [size / 2] for `size` features that turn, fp32 unless asked for float64.
 
-    `llama3` scaling divides the slow frequencies by `factor`, keeps the fast ones, and blends linearly in between, as
-    the Llama 3.1 release does.
+    linear divides all by `factor`. llama3 divides the slow ones, keeps the fast ones, and blends linearly in between.
+    yarn does so too, over the number of the pair. dynamic raises theta once rows of `length` tokens are longer than
+    those of the first training.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    if config.scaling == "none":
-        return frequencies
-    turns = config.original_max_position * frequencies / (2 * math.pi)  # over the context length of the first training
-    blend = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    keep = blend.clamp(0.0, 1.0)
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
+    frequencies = 1.0 / _theta(config, size, length) ** exponents
+    match config.scaling:
+        case "linear":
+            return frequencies / config.factor
+        case "llama3":
+            turns = config.original_max_position * frequencies / (2 * math.pi)  # over a row of the first training
+            keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+        case "yarn":
+            first, last = yarn_range(config, size)
+            pairs = torch.arange(size // 2, dtype=dtype)
+            keep = 1.0 - (pairs - first) / (last - first)
+        case _:
+            return frequencies
+    keep = keep.clamp(0.0, 1.0)
     return keep * frequencies + (1.0 - keep) * frequencies / config.factor
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [t, d / 2] in `dtype`: positions [t], frequencies [d / 2]; angles stay in the latter's dtype."""
-    angles = positions.to(frequencies.dtype).unsqueeze(-1) * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+def _theta(config: RopeConfig, size: int, length: int) -> float:
+    """The base of the wavelengths for rows of `length` tokens."""
+    if config.scaling != "dynamic" or length <= config.original_max_position:
+        return config.theta
+    stretch: float = config.factor * length / config.original_max_position - (config.factor - 1)
+    return config.theta * stretch ** (size / (size - 2))
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, kernel: Kernel = "auto") -> Tensor:
-    """Turn every head: x [t, n, d], any strides; cos, sin [t, d / 2] -> [t, n, d]. Backward turns back, saving no x."""
+def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
+    """Numbers of the pairs between which yarn goes from keeping to stretching: those that turn beta_fast and beta_slow
+    times over a row of the first training."""
+
+    def pair(turns: float) -> float:
+        return size * math.log(config.original_max_position / (2 * math.pi * turns)) / (2 * math.log(config.theta))
+
+    first, last = pair(config.beta_fast), pair(config.beta_slow)
+    if config.whole_pairs:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    return first, last + 0.001 if first == last else last
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What turned queries and keys are multiplied by, each."""
+    if config.scaling != "yarn":
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return 1.0 if config.factor <= 1 else 0.1 * math.log(config.factor) + 1.0
+
+
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, factor: float = 1.0, sections: Sequence[int] = ()
+) -> tuple[Tensor, Tensor]:
+    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs]; angles stay in the latter's.
+
+    With `sections` positions are [len(sections), t], and so many pairs, one section after the other, turn by each.
+    """
+    if sections:
+        axes = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(positions.device)
+        angles = positions.to(frequencies.dtype)[axes].T * frequencies
+    else:
+        angles = positions.to(frequencies.dtype).unsqueeze(-1) * frequencies
+    return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Kernel = "auto") -> Tensor:
+    """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns back, saving no x.
+
+    The first 2 * pairs features turn, the rest stays. Pairs are features i and i + pairs, or, interleaved, 2 i and
+    2 i + 1.
+    """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_rope(x, cos, sin)
-    y: Tensor = RopeFunction.apply(x, cos, sin, kernel == "auto" and cpu.takes(x, cos, sin))  # type: ignore[no-untyped-call]  # torch's own
+        return reference_rope(x, cos, sin, interleaved)
+    plain = not interleaved and 2 * cos.shape[-1] == x.shape[-1]
+    loops = kernel == "auto" and plain and cpu.takes(x, cos, sin)
+    y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, loops)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def reference_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def reference_rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """What `apply_rope` computes, in plain operations."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    first, second, rest = _pairs(x, cos.shape[-1], interleaved)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    joined = torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return torch.cat([joined, rest], dim=-1)
+
+
+def _pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The first and the second feature of every pair, and the features that do not turn; views of x."""
+    turning, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        return turning[..., 0::2], turning[..., 1::2], rest
+    return turning[..., :pairs], turning[..., pairs:], rest
 
 
 class RopeFunction(Function):
     """`apply_rope` as autograd sees it."""
 
-    reference = staticmethod(lambda x, cos, sin, loops: reference_rope(x, cos, sin))
+    reference = staticmethod(lambda x, cos, sin, interleaved, loops: reference_rope(x, cos, sin, interleaved))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, loops: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, loops: bool) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
-        ctx.loops = loops
-        return (_loop_turn if loops else _turn)(x, cos, sin, sign=1)
+        ctx.turn = _loop_turn if loops else partial(_turn, interleaved=interleaved)
+        y: Tensor = ctx.turn(x, cos, sin, sign=1)
+        return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, n, d] -> dx, turned back."""
-        return (_loop_turn if ctx.loops else _turn)(dy, *ctx.saved_tensors, sign=-1), None, None, None
+        return ctx.turn(dy, *ctx.saved_tensors, sign=-1), None, None, None, None
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
     """Turn by the tables' angles (sign 1) or back (sign -1)."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     out = x.new_empty(x.shape)
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
+    first, second, rest = _pairs(x, cos.shape[-1], interleaved)
+    out_first, out_second, out_rest = _pairs(out, cos.shape[-1], interleaved)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    out_rest.copy_(rest)
     return out
 
 

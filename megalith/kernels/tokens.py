@@ -43,8 +43,9 @@ class Tokens:
     lengths: tuple[tuple[int, int], ...]
     """(queries, keys) of each document, on the host."""
 
-    rotary: tuple[Tensor, Tensor] | None = None
-    """Cosine and sine [t, d/2] of each token's rotation, filled in once per forward by the model."""
+    rotary: tuple[Tensor, ...] = ()
+    """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the model; a second pair where
+    some layers turn by other angles."""
 
     context: "Context | None" = None
     """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are

@@ -10,15 +10,18 @@ from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.rope import rope_frequencies, rope_tables
+from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
-from megalith.nn.attention import LayerCache, with_rotary
-from megalith.nn.block import Block
+from megalith.nn.attention import LayerCache
+from megalith.nn.block import BLOCKS
+from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
-from megalith.nn.norm import RMSNorm
+from megalith.nn.norm import Norm, build_norm
+from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner
+from megalith.parallel.rings import MESSAGES, RingProducts
 from megalith.parallel.tensor import (
     ColumnLinear,
     Declared,
@@ -36,7 +39,7 @@ RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
 
 class Decoder(nn.Module):
-    """A Llama-class language model or one pipeline stage of it, built without memory: `allocate`, then `initialise` or
+    """A decoder-only language model or one pipeline stage of it, built without memory: `allocate`, then `initialise` or
     a checkpoint, fill it.
 
     ids [t], the same on every rank of a tensor-parallel group -> hidden states [t, h], or [t_tp, h] with `sp`.
@@ -45,7 +48,10 @@ class Decoder(nn.Module):
     embed: VocabEmbedding
     """Only where the stage has the embedding."""
 
-    norm: RMSNorm
+    entrance: Entrance
+    """Only where the stage has the embedding."""
+
+    norm: Norm
     """Only where the stage has the loss."""
 
     head: VocabHead
@@ -55,13 +61,13 @@ class Decoder(nn.Module):
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
-        overlap: bool = True, rings: bool = False,
+        overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
         super().__init__()
         region: Region = (
-            SplitTokens(mesh.tp, overlap=overlap, rings=rings)
+            SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
             if sp and mesh.tp.size > 1
             else WholeTokens(mesh.tp, overlap=overlap)
         )
@@ -69,24 +75,23 @@ class Decoder(nn.Module):
         self.stage = stage or whole_model(config.num_layers)
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
+            self.entrance = Entrance(config, region, dtype=dtype)
             tied = self.embed.weight
         self.layers = nn.ModuleList(
-            Block(
-                f"layers.{index}", config, mesh, region, dtype=dtype, core=build_attend(context, index, mesh),
-                recompute=recompute,
+            BLOCKS[config.block](
+                f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
+                core=build_attend(context, index, mesh), recompute=recompute,
             )
             for index in self.stage.layers
         )  # fmt: skip
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
         if self.stage.loss:
-            self.norm = RMSNorm(
-                "norm", config.hidden_size, eps=config.norm_eps, invariant=region.invariant, dtype=dtype
-            )
+            self.norm = build_norm("norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
             self.head = VocabHead(
                 _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
                 vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
             )  # fmt: skip
-        self.frequencies = rope_frequencies(config.rope, config.head_size())
+        self.rotations = Rotations(config, dtype)
         _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.tied_embeddings else None)
 
     def forward(
@@ -97,16 +102,16 @@ class Decoder(nn.Module):
         A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
         own layers.
         """
-        tokens = with_rotary(tokens, *rope_tables(tokens.positions, self.frequencies.to(ids.device), self.dtype))
+        tokens = self.rotations.given_to(tokens)
         if self.stage.embedding:
-            x = self.embed(ids)
+            x = self.entrance(self.embed(ids), tokens)
         assert x is not None, f"stage {self.stage} begins with hidden states"
         if caches is None:
             x = self.run_layers(list(self.layers), x, tokens)
         else:
             for layer, cache in zip(self.layers, caches, strict=True):
                 x = layer(x, tokens, cache)
-        return self.norm(x) if self.stage.loss else x
+        return value_of(self.norm(x)) if self.stage.loss else x
 
     def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None) -> Tensor:
         """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
@@ -119,7 +124,7 @@ class Decoder(nn.Module):
 
 def build_chunks(
     config: ModelConfig, mesh: Mesh, parallel: ParallelConfig, *, dtype: torch.dtype = torch.float32,
-    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, products: RingProducts = MESSAGES,
 ) -> list[Decoder]:  # fmt: skip
     """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
 
@@ -139,7 +144,7 @@ def build_chunks(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
                 context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
-                rings=parallel.rings,
+                rings=parallel.rings, products=products,
             )
         )  # fmt: skip
     return chunks

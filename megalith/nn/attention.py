@@ -1,7 +1,6 @@
 """Grouped-query attention with rotary positions, its heads split over the tensor-parallel ranks."""
 
 import math
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,10 +9,13 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import Input
-from megalith.kernels.rope import apply_rope
+from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
+from megalith.nn.qk_norm import build_qk_norms
+from megalith.nn.rope import turn_of_layer
+from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
+from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, declare
 from megalith.plan.shards import HeadSplit, Shard, cut_dim, split_heads, whole
 
 
@@ -24,13 +26,6 @@ class LayerCache(Protocol):
         """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each document [t_kv, g, d]."""
 
 
-class Core(Protocol):
-    """The part without weights: here, or shared with other ranks (parallel/context.py)."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
-        """q [t, n, d], k and v [t, g, d] -> [t, n, d]."""
-
-
 class Attention(nn.Module):
     """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
 
@@ -38,20 +33,26 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, core: Core = attention
-    ) -> None:
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
+        core: Attend = attention,
+    ) -> None:  # fmt: skip
+        """`index`: its number over all stages, which decides about positions and windows."""
         super().__init__()
-        self.core = core
+        self.core, self.scores, self.turn = core, scores_of_layer(config, index), turn_of_layer(config, index)
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
         self.num_kv_heads = heads.keys[mesh.over("tp_kv").rank]
         start = Init(config.init_std)
-        q, kv = _query_shards(name, config, mesh, heads, columns=config.hidden_size)
-        biases = _query_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else ()
+        weights = _input_shards(name, config, mesh, heads, columns=config.hidden_size)
+        biases = _input_shards(name, config, mesh, heads, columns=None) if config.qkv_bias else []
         self.qkv = ColumnLinear(
-            [Declared(q, start), Declared(kv, start)], [Declared(bias, ZEROS) for bias in biases], region, dtype=dtype
-        )
+            [Declared(weight, start) for weight in weights], [Declared(bias, ZEROS) for bias in biases], region,
+            dtype=dtype,
+        )  # fmt: skip
+        self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
+        self.sinks = Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
+        self.gate = sigmoid_gate if config.attention.gated else no_gate
         o = whole(f"{name}.o", (config.hidden_size, config.num_heads, self.head_dim), inputs=2)
         o = cut_dim(o, 1, heads.queries, mesh.tp.rank, mesh.tp.axes)
         bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
@@ -63,34 +64,69 @@ class Attention(nn.Module):
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
         n, g, d = self.num_heads, self.num_kv_heads, self.head_dim
-        q, k, v = self.qkv(x).split([n * d, g * d, g * d], dim=-1)
-        assert tokens.rotary is not None
-        q = apply_rope(q.unflatten(-1, (n, d)), *tokens.rotary)
-        k = apply_rope(k.unflatten(-1, (g, d)), *tokens.rotary)
-        v = v.unflatten(-1, (g, d))
+        projected = self.qkv(x)
+        q, k, v, gate = projected.split([n * d, g * d, g * d, projected.shape[-1] - (n + 2 * g) * d], dim=-1)
+        q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
+        q, k, v = self.turn(q, tokens), self.turn(k, tokens), v.unflatten(-1, (g, d))
         if cache is not None:
             k, v = cache.extend(k, v, tokens)
-        return self.out(self.core(q, k, v, tokens).flatten(1))
+        heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
+        return self.out(self.gate(heads.flatten(1), gate))
 
 
-def _query_shards(
-    name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, columns: int | None
-) -> tuple[Shard, Shard]:
-    """My slices of q [n, d, h] and kv [2, g, d, h], or of their biases [n, d] and [2, g, d] when there are no columns.
+def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
+    """What becomes of the scores in a layer, numbered over all stages."""
+    kind = config.attention
+    return Scores(scale=kind.scale, window=kind.window if config.has_window(layer) else None, softcap=kind.softcap)
+
+
+class Sinks(nn.Module):
+    """A learnt score per head that takes part in softmax and stands for no token: -> [n_tp], my heads'.
+
+    Source: Xiao et al. 2023, arXiv:2309.17453.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        shard = whole(f"{name}.sinks", (config.num_heads,), inputs=0)
+        shard = cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
+        declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+
+    def forward(self) -> Tensor:
+        """The scores."""
+        return self.weight
+
+
+def no_sinks() -> None:
+    """Softmax over tokens alone."""
+
+
+def sigmoid_gate(heads: Tensor, gate: Tensor) -> Tensor:
+    """heads, gate [t, n d] -> [t, n d]. Source: Qiu et al. 2025, arXiv:2505.06708."""
+    return heads * gate.float().sigmoid().to(heads.dtype)
+
+
+def no_gate(heads: Tensor, gate: Tensor) -> Tensor:
+    """What attention found, as it is."""
+    return heads
+
+
+def _input_shards(name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, columns: int | None) -> list[Shard]:
+    """My slices of q [n, d, h], kv [2, g, d, h] and, where there is one, gate [n, d, h]; or of their biases [n, d] and
+    [2, g, d] when there are no columns.
 
     Key/value heads that several ranks share are whole along tp_copy, so their gradients are summed over it.
     """
     d = config.head_size()
     inputs, suffix = ((columns,), "") if columns is not None else ((), "_bias")
-    q = whole(f"{name}.q{suffix}", (config.num_heads, d, *inputs), inputs=len(inputs))
-    kv = whole(f"{name}.kv{suffix}", (2, config.num_kv_heads, d, *inputs), inputs=len(inputs))
     holders = mesh.over("tp_kv")
-    return (
-        cut_dim(q, 0, heads.queries, mesh.tp.rank, mesh.tp.axes),
-        cut_dim(kv, 1, heads.keys, holders.rank, holders.axes),
-    )
 
+    def of_queries(word: str) -> Shard:
+        shard = whole(f"{name}.{word}{suffix}", (config.num_heads, d, *inputs), inputs=len(inputs))
+        return cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
 
-def with_rotary(tokens: Tokens, cos: Tensor, sin: Tensor) -> Tokens:
-    """`tokens` with the rotation of each position, which every layer shares."""
-    return replace(tokens, rotary=(cos, sin))
+    kv = whole(f"{name}.kv{suffix}", (2, config.num_kv_heads, d, *inputs), inputs=len(inputs))
+    kv = cut_dim(kv, 1, heads.keys, holders.rank, holders.axes)
+    return [of_queries("q"), kv, *([of_queries("gate")] if config.attention.gated else [])]

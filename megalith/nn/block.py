@@ -1,4 +1,8 @@
-"""One transformer layer."""
+"""Transformer layers: attention and an MLP, each normed somewhere and added to the residual stream."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -6,42 +10,137 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked
+from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked, value_of
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens
-from megalith.nn.attention import Attention, Core, LayerCache
-from megalith.nn.mlp import SwiGLU
-from megalith.nn.norm import RMSNorm
+from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.mla import LatentAttention
+from megalith.nn.mlp import build_mlp
+from megalith.nn.norm import Norm, build_norm
+from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.recompute import Recomputed
+from megalith.parallel.recompute import Recomputed, recompute
 from megalith.parallel.tensor import Region
 from megalith.plan.recompute import modules_again
 
 KEEP_ALL = RecomputeConfig()
 
 
-class Block(nn.Module):
-    """Pre-norm transformer layer: x [t, h] -> x [t, h]."""
+class Layer(nn.Module):
+    """What every kind of layer is made of; how its parts are put together is its `forward`."""
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        core: Core = attention, recompute: RecomputeConfig = KEEP_ALL,
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
+        core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
     ) -> None:  # fmt: skip
-        """`core`: how attention sees other tokens; `recompute`: parts whose results backward computes a second time."""
+        """`index`: its number over all stages; `core`: how attention sees other tokens; `recompute`: parts whose
+        results backward computes a second time."""
         super().__init__()
-        size, eps, same = config.hidden_size, config.norm_eps, region.invariant
         again, check = modules_again(recompute), recompute.check
         rebuilding: Rebuilding = checked if check else Rebuilt
-        norm = rebuilding if "norm" in again else None
         act = rebuilding if "mlp_act" in again else None
-        self.attention_norm = RMSNorm(f"{name}.attention_norm", size, eps=eps, invariant=same, dtype=dtype, again=norm)
-        self.attention = Attention(f"{name}.attention", config, mesh, region, dtype=dtype, core=core)
-        self.mlp_norm = RMSNorm(f"{name}.mlp_norm", size, eps=eps, invariant=same, dtype=dtype, again=norm)
-        mlp = SwiGLU(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
+        core = RecomputedCore(core, check) if "core_attention" in again else core
+
+        def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
+            size, invariant = config.hidden_size, region.invariant
+            return build_norm(f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again)
+
+        before, after = config.norm_placement != "after", config.norm_placement != "before"
+        self.attention_norm = norm("attention_norm") if before else Unnormed()
+        kind = Attention if config.mla is None else LatentAttention
+        self.attention = kind(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
+        self.attention_out = Branch(norm("attention_post_norm", again=None) if after else None, config.residual_scale)
+        own = before and config.block != "parallel_one_norm"
+        self.mlp_norm = norm("mlp_norm") if own else Unnormed()
+        mlp = build_mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
         self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
-        if "core_attention" in again:
-            self.attention.core = Recomputed(self.attention.core, check=check)
+        self.mlp_out = Branch(norm("mlp_post_norm", again=None) if after else None, config.residual_scale)
+
+
+class Block(Layer):
+    """Attention is added to x, and then what the MLP makes of the sum: x [t, h] -> x [t, h]."""
 
     def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
-        x, normed = self.mlp_norm.after_adding(self.attention(self.attention_norm(x), tokens, cache), x)
-        return x + self.mlp(normed)
+        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        x, normed = self.mlp_norm.after_adding(attended, x)
+        return x + self.mlp_out(self.mlp(normed), tokens)
+
+
+class ParallelBlock(Layer):
+    """Attention and the MLP read the same x, and both are added to it: x [t, h] -> x [t, h].
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, section 2; Black et al. 2022, arXiv:2204.06745, section 2.
+    """
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x)), tokens)
+
+
+class OneNormBlock(Layer):
+    """A parallel layer with one norm for both: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        normed = self.attention_norm(x)
+        attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
+        return x + attended + self.mlp_out(self.mlp(normed), tokens)
+
+
+BLOCKS: dict[str, type[Block | ParallelBlock | OneNormBlock]] = {
+    "sequential": Block, "parallel": ParallelBlock, "parallel_one_norm": OneNormBlock,
+}  # fmt: skip
+"""By model.block."""
+
+
+class Unnormed(nn.Module):
+    """Where a layer has no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x as it is."""
+        return x
+
+    def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and once more the sum."""
+        total = residual + x
+        return total, total
+
+
+class Branch(nn.Module):
+    """What attention or MLP gives, on its way to the residual stream: normed and scaled, where the model says so."""
+
+    def __init__(self, norm: Norm | None, scale: float) -> None:
+        super().__init__()
+        self.norm = norm
+        steps: list[Callable[[Tensor, Tokens], Tensor]] = []
+        if norm is not None:
+            steps.append(lambda y, tokens: value_of(norm(y)))
+        if scale != 1.0:
+            steps.append(lambda y, tokens: y * scale)
+        self.steps = tuple(steps)
+
+    def forward(self, y: Tensor, tokens: Tokens) -> Tensor:
+        """y [t, h] -> [t, h]."""
+        for step in self.steps:
+            y = step(y, tokens)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedCore:
+    """Attention whose inner tensors are not kept for backward: see `Attend`."""
+
+    core: Attend
+    check: bool
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Keeps q, k, v: made contiguous, because values are a part of a larger tensor, which would be kept whole."""
+        tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
+        return recompute(partial(self._attend, tokens, scores), q, *tensors, check=self.check)
+
+    def _attend(self, tokens: Tokens, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)

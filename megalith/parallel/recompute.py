@@ -108,7 +108,7 @@ class LayerRunner:
         if not torch.is_grad_enabled():
             return _run(layers, tokens, x)
         spans = layer_spans(self.recompute, self.offload, len(layers))
-        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=tokens.rotary or ())
+        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=tokens.rotary)
         for number, span in enumerate(spans):
             part = layers[span.start : span.stop]
             with away.span(number, part) if span.offloaded else nullcontext():
@@ -121,14 +121,13 @@ class LayerRunner:
         if not span.recomputed:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
-        assert tokens.rotary is not None
         return recompute(partial(_run, layers, tokens), kept, *tokens.rotary, check=self.recompute.check)
 
 
 def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:
     """One layer after the other, with the rotations given apart where they have to be kept as tensors."""
     if rotary:
-        tokens = replace(tokens, rotary=(rotary[0], rotary[1]))
+        tokens = replace(tokens, rotary=rotary)
     for layer in layers:
         x = layer(x, tokens)
     return x

@@ -16,10 +16,10 @@ from megalith.parallel.autograd import enter, gather, gathered_again, leave, par
 from megalith.parallel.group import Group
 from megalith.parallel.overlap import Border, entered_linear, left_linear
 from megalith.parallel.rings import (
+    MESSAGES,
     Product,
+    RingProducts,
     Started,
-    gather_product,
-    product_scatter,
     start_gather,
     start_scatter,
     start_sum,
@@ -58,6 +58,9 @@ class Region(Protocol):
     def invariant(self) -> frozenset[str]:
         """Axes over which parameters used outside the divided work get the whole gradient on every rank."""
 
+    def mine(self, values: Tensor) -> Tensor:
+        """What is known of all tokens [t, ...] -> of my tokens, outside the divided work."""
+
     def enter(self, x: Input) -> Input:
         """My tokens -> all tokens [t, h], for work that each rank does differently (R)."""
 
@@ -85,6 +88,10 @@ class WholeTokens:
     def invariant(self) -> frozenset[str]:
         """Every rank repeats the same work, so gradients there are whole already."""
         return frozenset(self.group.axes)
+
+    def mine(self, values: Tensor) -> Tensor:
+        """Everything."""
+        return values
 
     def enter(self, x: Input) -> Input:
         """Nothing forward; backward sums."""
@@ -133,10 +140,18 @@ class SplitTokens:
     rings: bool = False
     """Communicate step by step around a ring, in forward, too, each step behind a part of a matmul."""
 
+    products: RingProducts = MESSAGES
+    """How a ring's steps and matmuls are computed."""
+
     @property
     def invariant(self) -> frozenset[str]:
         """Ranks see different tokens, so their gradients are parts of a sum."""
         return frozenset()
+
+    def mine(self, values: Tensor) -> Tensor:
+        """My part, one of equal parts in the order of ranks."""
+        count = values.shape[0] // self.group.size
+        return values.narrow(0, self.group.rank * count, count)
 
     def enter(self, x: Input) -> Input:
         """All-gather forward; reduce-scatter backward."""
@@ -155,14 +170,14 @@ class SplitTokens:
     def entered_product(self, x: Tensor, w: Tensor, product: Product) -> tuple[Tensor, Tensor]:
         """All tokens, gathered at once or part by part, and their product."""
         if self.rings:
-            return gather_product(x, w, self.group, product)
+            return self.products.gathered(x, w, self.group, product)
         whole = start_gather(x, self.group).wait()
         return whole, product(whole, w)
 
     def left_product(self, x: Tensor, w: Tensor, product: Product) -> Started:
         """Its sum for my tokens, taken at once or part by part."""
         if self.rings:
-            return Started(product_scatter(x, w, self.group, product))
+            return Started(self.products.scattered(x, w, self.group, product))
         return start_scatter(product(x, w), self.group)
 
     def start_again(self, x: Tensor) -> Started:
@@ -235,6 +250,28 @@ class RowLinear(nn.Module):
         else:
             y = left_linear(x, self.sunk(), border, sink=self.sink)
         return y if self.bias_name is None else y + getattr(self, self.bias_name)
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameter whose gradient goes to `sink`."""
+        return [getattr(self, self.weight_name)]
+
+
+class WholeLinear(nn.Module):
+    """`y = x @ W.T` with all of `W` on every rank: x [t, i] as the region has it -> y [t, o], of the same tokens.
+
+    Ranks that have all tokens repeat each other's work, and the gradient is whole on each; those that have parts of the
+    tokens sum it.
+    """
+
+    def __init__(self, weight: Declared, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sink: Sink | None = None
+        self.weight_name = _attribute(weight)
+        declare(self, self.weight_name, weight, dtype=dtype)
+
+    def forward(self, x: Input) -> Tensor:
+        """x [t, i] -> [t, o]."""
+        return linear(x, self.sunk(), sink=self.sink)
 
     def sunk(self) -> list[nn.Parameter]:
         """The parameter whose gradient goes to `sink`."""
@@ -315,7 +352,7 @@ class VocabHead(nn.Module):
         return [self.weight]
 
 
-TensorParallel = ColumnLinear | RowLinear | VocabEmbedding | VocabHead
+TensorParallel = ColumnLinear | RowLinear | WholeLinear | VocabEmbedding | VocabHead
 
 
 def _attribute(declared: Declared) -> str:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.kernels.tokens import Tokens, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
-from megalith.nn.attention import with_rotary
 from megalith.nn.init import fill
+from megalith.nn.rope import Rotations
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import Init, WholeTokens
 
@@ -50,9 +49,7 @@ def real(model: ModelConfig, tp: int, rank: int) -> Mesh:
 
 def tokens(model: ModelConfig, lengths: list[int]) -> Tokens:
     """Documents, with their rotations."""
-    made = tokens_of_lengths(lengths)
-    frequencies = rope_frequencies(model.rope, model.head_size(), dtype=torch.float64)
-    return with_rotary(made, *rope_tables(made.positions, frequencies, torch.float64))
+    return Rotations(model, torch.float64).given_to(tokens_of_lengths(lengths))
 
 
 def inputs(count: int, features: int = 18) -> Tensor:

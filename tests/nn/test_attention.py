@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.kernels.rope import reference_rope
 from megalith.kernels.tokens import Tokens, tokens_of_queries
-from megalith.nn.attention import Attention, with_rotary
+from megalith.nn.attention import Attention
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
@@ -15,7 +16,6 @@ from megalith.testing.tolerance import FP64, assert_equals
 def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig) -> Tensor:
     """The paper's attention, one document and one head after the other."""
     n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
-    assert tokens.rotary is not None
     q = torch.einsum("th,ndh->tnd", x, w["q"]) + w.get("q_bias", 0.0)
     k, v = (torch.einsum("th,gdh->tgd", x, w["kv"][i]) + (w["kv_bias"][i] if "kv_bias" in w else 0.0) for i in range(2))
     q, k = reference_rope(q, *tokens.rotary), reference_rope(k, *tokens.rotary)
@@ -95,12 +95,11 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(steps: list[in
     config = layers.config()
     layer = layers.build(Attention, config)
     x, tokens, cache, read = layers.inputs(9), layers.tokens(config, [9]), Remember(), 0
-    assert tokens.rotary is not None
     cos, sin = tokens.rotary
     found = []
     for count in steps:
         now = slice(read, read + count)
         read += count
-        part = with_rotary(tokens_of_queries([(count, read)]), cos[now], sin[now])
+        part = replace(tokens_of_queries([(count, read)]), rotary=(cos[now], sin[now]))
         found.append(layer(x[now], part, cache))
     assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)

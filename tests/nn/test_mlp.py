@@ -1,46 +1,133 @@
 from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from megalith.config.model import Activation, ModelConfig
+from megalith.kernels.activation import Gate, activate, gated, reference_activate, reference_gated
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.swiglu import swiglu
-from megalith.nn.mlp import SwiGLU, swiglu_again
+from megalith.models.decoder import declared_parameters
+from megalith.nn.init import fill
+from megalith.nn.mlp import MLP, GatedMLP, build_mlp, choose_activation, computed_again
+from megalith.parallel.autograd import gather
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
+
+GPT_OSS = {"activation": "quick_gelu", "activation_clamp": 0.9, "up_offset": 1.0}
+KINDS: list[dict[str, Any]] = [{}, GPT_OSS, {"gated": False, "activation": "gelu"}]
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_is_the_formula_of_the_paper(bias: bool, layers: SimpleNamespace) -> None:
-    layer = layers.build(SwiGLU, layers.config(mlp_bias=bias))
+def test_the_gated_one_is_the_formula_of_the_paper(bias: bool, layers: SimpleNamespace) -> None:
+    layer = layers.build(build_mlp, layers.config(mlp_bias=bias))
+    assert isinstance(layer, GatedMLP)
     w, x = layers.weights(layer), layers.inputs(5)
     biases = (w["gate_up_bias"], w["down_bias"]) if bias else (torch.zeros(2, 1).double(), torch.zeros(1).double())
     gate, up = (x @ w["gate_up"][i].T + biases[0][i] for i in range(2))
     assert_equals("mlp", layer(x), (silu(gate) * up) @ w["down"].T + biases[1], FP64)
 
 
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_the_other_one_has_its_activation_between_two_matmuls(activation: Activation, layers: SimpleNamespace) -> None:
+    layer = layers.build(build_mlp, layers.config(gated=False, activation=activation))
+    assert isinstance(layer, MLP)
+    w, x = layers.weights(layer), layers.inputs(5)
+    inner = reference_activate(x @ w["up"].T + w["up_bias"], activation)
+    assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
+
+
+def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> None:
+    layer = layers.build(build_mlp, layers.config(**GPT_OSS))
+    w, x = layers.weights(layer), layers.inputs(5)
+    gate_up = torch.cat([x @ w["gate_up"][i].T + w["gate_up_bias"][i] for i in range(2)], -1)
+    inner = reference_gated(gate_up, Gate("quick_gelu", 0.9, 1.0))
+    assert not torch.equal(inner, reference_gated(gate_up, Gate("quick_gelu", None, 1.0))), "limits are reached"
+    assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
+
+
 @pytest.mark.parametrize("tp", [2, 3, 4])
-def test_ranks_hold_uneven_slices_whose_parts_add_up(tp: int, layers: SimpleNamespace) -> None:
-    config = layers.config(mlp_bias=True, num_kv_heads=6)
-    whole = layers.weights(layers.build(SwiGLU, config))
-    parts = [layers.weights(layers.build(SwiGLU, config, layers.paper(config, tp, rank))) for rank in range(tp)]
-    for name, dim in (("gate_up", 1), ("gate_up_bias", 1), ("down", 1)):
-        assert torch.equal(torch.cat([part[name] for part in parts], dim), whole[name])
-    assert all(torch.equal(part["down_bias"], whole["down_bias"]) for part in parts)
-    x = layers.inputs(5)
-    found = whole["down_bias"].expand(5, -1)
-    for part in parts:
-        gate, up = (x @ part["gate_up"][i].T + part["gate_up_bias"][i] for i in range(2))
-        found = found + (silu(gate) * up) @ part["down"].T
-    assert_equals("sum of the parts", found, layers.build(SwiGLU, config)(x), FP64)
+@pytest.mark.parametrize("changes", KINDS)
+def test_ranks_hold_uneven_slices_that_make_the_whole(tp: int, changes: dict[str, Any], layers: SimpleNamespace) -> None:
+    config = layers.config(mlp_bias=True, num_kv_heads=6, **changes)
+    whole = layers.weights(layers.build(build_mlp, config))
+    parts = [layers.weights(layers.build(build_mlp, config, layers.paper(config, tp, rank))) for rank in range(tp)]
+    cut = {"gate_up": 1, "gate_up_bias": 1, "up": 0, "up_bias": 0, "down": 1}
+    for name, tensor in whole.items():
+        if name == "down_bias":
+            assert all(torch.equal(part[name], tensor) for part in parts)
+        else:
+            assert torch.equal(torch.cat([part[name] for part in parts], cut[name]), tensor)
+
+
+def _filled(config: ModelConfig, mesh: Mesh, sp: bool) -> nn.Module:
+    region = SplitTokens(mesh.tp) if sp and mesh.tp.size > 1 else WholeTokens(mesh.tp)
+    layer = build_mlp("layers.0.x", config, mesh, region, dtype=torch.float64, act_again=Rebuilt)
+    layer.to_empty(device="cpu")
+    for declared, module, name in declared_parameters(layer):
+        fill(getattr(module, name), declared.shard, Init(0.3, offset=0.1), seed=2)
+    return layer
+
+
+def _results(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    y.backward(dy)
+    assert x.grad is not None
+    gradients = {declared.shard.name: getattr(m, name).grad for declared, m, name in declared_parameters(layer)}
+    return y.detach(), x.grad, gradients
+
+
+def _equals_one_rank(rank: int, world: int, make: SimpleNamespace, changes: dict[str, Any], sp: bool) -> None:
+    config = make.config(num_kv_heads=6, **changes)
+    alone, mesh = _filled(config, make.one(), False), make.real(config, world, rank)
+    x, dy = make.inputs(6), make.inputs(6).flip(0)
+    layer = _filled(config, mesh, sp)
+    mine = slice(rank * 6 // world, (rank + 1) * 6 // world) if sp else slice(None)
+    y, dx, gradients = _results(layer, x[mine], dy[mine])
+    expected_y, expected_dx, expected = _results(alone, x, dy)
+    assert_equals("y", y, expected_y[mine], FP64)
+    assert_equals("dx", dx, expected_dx[mine], FP64)
+    for declared, _, _ in declared_parameters(layer):
+        shard = declared.shard
+        gradient = gradients[shard.name]
+        if sp and not shard.cut:  # ranks have seen other tokens
+            gradient = gather(gradient.unsqueeze(0), mesh.tp).sum(0)
+        box = tuple(slice(start, stop) for start, stop in shard.box)
+        assert_equals(shard.name, gradient.view(shard.box_shape), expected[shard.name].view(shard.shape)[box], FP64)
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize("changes", KINDS[1:])
+def test_under_tensor_parallelism_results_and_gradients_are_those_of_one_rank(
+    tp: int, sp: bool, changes: dict[str, Any], layers: SimpleNamespace
+) -> None:
+    run_ranks(_equals_one_rank, tp, layers, changes, sp)
 
 
 def test_without_biases_there_are_none(layers: SimpleNamespace) -> None:
-    assert layers.weights(layers.build(SwiGLU, layers.config(mlp_bias=False))).keys() == {"gate_up", "down"}
+    assert layers.weights(layers.build(build_mlp, layers.config(mlp_bias=False))).keys() == {"gate_up", "down"}
+    plain = layers.config(mlp_bias=False, gated=False)
+    assert layers.weights(layers.build(build_mlp, plain)).keys() == {"up", "down"}
 
 
-def test_gated_features_are_rebuilt_from_gate_and_up(layers: SimpleNamespace) -> None:
-    gate_up = layers.inputs(5)
-    found = swiglu_again(Rebuilt, gate_up)
-    assert torch.equal(found.value, swiglu(gate_up)) and torch.equal(found.again(*found.inputs), found.value)
-    assert found.inputs[0] is gate_up
+def test_the_kernel_for_a_plain_silu_gate_is_swiglu(layers: SimpleNamespace) -> None:
+    assert choose_activation(layers.config()) is swiglu
+    for changes in ({"activation": "gelu"}, {"activation_clamp": 7.0}, {"up_offset": 1.0}):
+        assert choose_activation(layers.config(**changes)).func is gated  # type: ignore[attr-defined]  # a partial
+    assert choose_activation(layers.config(gated=False)).func is activate  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("changes", KINDS)
+def test_inner_features_are_rebuilt_from_what_the_first_matmul_gave(
+    changes: dict[str, Any], layers: SimpleNamespace
+) -> None:
+    x, activation = layers.inputs(5), choose_activation(layers.config(**changes))
+    found = computed_again(Rebuilt, activation, x)
+    assert torch.equal(found.value, activation(x)) and torch.equal(found.again(*found.inputs), found.value)
+    assert found.inputs[0] is x

@@ -10,10 +10,8 @@ from torch import nn
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.kernels.rope import rope_tables
 from megalith.kernels.tokens import Tokens, tokens_of_rows
 from megalith.models.decoder import Decoder, declared_parameters, initialise
-from megalith.nn.attention import with_rotary
 from megalith.parallel import data as flat
 from megalith.parallel.data import DataParallel
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
@@ -328,7 +326,7 @@ def _reads(rank: int, world: int) -> list[bool]:
 
 def rotary(model: Decoder) -> Tokens:
     tokens = tokens_of_rows(2, 7)
-    return with_rotary(tokens, *rope_tables(tokens.positions, model.frequencies, torch.float64))
+    return model.rotations.given_to(tokens)
 
 
 def test_weights_that_are_still_arriving_cannot_be_read_by_forward() -> None:

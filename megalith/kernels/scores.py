@@ -1,0 +1,69 @@
+"""How the scores of queries and keys become weights: scale, cap, sinks, and which keys are seen at all."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What becomes of q · k before softmax. Every field unset: scaled by 1 / sqrt(d), all earlier keys seen."""
+
+    scale: float | None = None
+    """Scores are multiplied by this; None: 1 / sqrt(d)."""
+
+    window: int | None = None
+    """A token sees itself and the window - 1 tokens before it; None: all before it."""
+
+    softcap: float | None = None
+    """Then scores s become softcap · tanh(s / softcap); None: they stay."""
+
+    def factor(self, head_dim: int) -> float:
+        """What q · k of so many features is multiplied by."""
+        return 1 / math.sqrt(head_dim) if self.scale is None else self.scale
+
+
+PLAIN = Scores()
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scores: Scores = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
+    """The definition of attention, in plain operations: q [q, n, d], k [kv, g, d], v [kv, g, d_v] -> [q, n, d_v].
+
+    `visible`, bool [q, kv], says which keys a query sees, None that it sees all; the window of `scores` is not looked
+    at. `sinks` [n] are scores that take part in softmax and stand for no key (Xiao et al. 2023, arXiv:2309.17453, of
+    which those of OpenAI 2025, arXiv:2508.10925, are learnt). Scores and softmax are fp32 or float64. A query that sees
+    no key gives 0.
+    """
+    shared, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
+    k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
+    s = torch.einsum("qnd,knd->nqk", q.to(dtype), k.to(dtype)) * scores.factor(q.shape[2])
+    if scores.softcap is not None:
+        s = scores.softcap * torch.tanh(s / scores.softcap)
+    weights = _softmax(s, visible, None if sinks is None else sinks.to(dtype)).to(q.dtype)
+    return torch.einsum("nqk,knd->qnd", weights, v)
+
+
+def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Weights [n, q, kv] of the keys seen; 0 for all others. Those of a query add up to less than 1 with sinks [n]."""
+    keys = s.shape[-1]
+    if visible is not None:
+        s = s.masked_fill(~visible, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks[:, None, None].expand(-1, s.shape[1], 1)], dim=-1)
+    if visible is None:
+        return s.softmax(-1)[..., :keys]
+    blind = ~visible.any(-1, keepdim=True)  # softmax of nothing but -inf is NaN, and so are its gradients
+    return s.masked_fill(blind, 0).softmax(-1)[..., :keys].masked_fill(blind, 0)
+
+
+def causal_mask(queries: int, keys: int, *, window: int | None = None, device: torch.device) -> Tensor:
+    """bool [queries, keys]: query i, which is token keys - queries + i, sees itself and what came before.
+
+    With a `window` it sees itself and the window - 1 tokens before it.
+    """
+    before = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return before if window is None else before.triu(keys - queries - window + 1)

@@ -1,0 +1,111 @@
+"""Norms of queries and keys before they are compared, so that no score grows without bound.
+
+Source: Henry et al. 2020, arXiv:2010.04245; over whole rows: Dehghani et al. 2023, arXiv:2302.05442.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.kernels.rebuilt import value_of
+from megalith.nn.norm import build_norm
+from megalith.parallel.autograd import all_reduce
+from megalith.parallel.autograd import partial as part_of_sum
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import ONES, ZEROS, Declared, declare
+from megalith.plan.shards import HeadSplit, cut_dim, whole
+
+QKNorms = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""q [t, n, d], k [t, g, d] -> the same, normed."""
+
+
+def build_qk_norms(name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> QKNorms:
+    """What a layer does to queries and keys, before it turns them by their positions."""
+    match config.attention.qk_norm:
+        case "none":
+            return unnormed
+        case "l2":
+            return partial(l2_normed, eps=config.norm_eps)
+        case "head":
+            return HeadNorms(name, config, dtype=dtype)
+        case "whole":
+            return WholeNorms(name, config, mesh, heads, dtype=dtype)
+
+
+def unnormed(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """As they are."""
+    return q, k
+
+
+def l2_normed(q: Tensor, k: Tensor, *, eps: float) -> tuple[Tensor, Tensor]:
+    """Each head divided by the root of its mean square, without a weight."""
+
+    def normed(x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    return normed(q), normed(k)
+
+
+class HeadNorms(nn.Module):
+    """Each head by itself, all with the same weight [d].
+
+    Ranks norm other heads with the same weight, so its gradient is summed over them.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        size, different = config.head_size(), frozenset[str]()
+        self.q_norm = build_norm(f"{name}.q_norm", size, config, invariant=different, dtype=dtype)
+        self.k_norm = build_norm(f"{name}.k_norm", size, config, invariant=different, dtype=dtype)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [t, n, d], k [t, g, d] -> the same, normed."""
+        normed = (value_of(norm(x.flatten(0, 1))) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        q, k = (y.view(x.shape) for y, x in zip(normed, (q, k), strict=True))
+        return q, k
+
+
+class WholeNorms(nn.Module):
+    """All heads of a token together, by one mean square over the heads of all tensor-parallel ranks (RMSNorm).
+
+    Weights are [n, d] and [g, d], of which a rank has those of its heads.
+    """
+
+    def __init__(self, name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.q_norm = WholeNorm(f"{name}.q_norm", config.num_heads, heads.queries, config, mesh.tp, dtype=dtype)
+        self.k_norm = WholeNorm(
+            f"{name}.k_norm", config.num_kv_heads, heads.keys, config, mesh.over("tp_kv"), dtype=dtype
+        )
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q [t, n, d], k [t, g, d] -> the same, normed."""
+        return self.q_norm(q), self.k_norm(k)
+
+
+class WholeNorm(nn.Module):
+    """RMSNorm over all heads of a token, some of which `group`'s other ranks have: x [t, n_tp, d] -> [t, n_tp, d]."""
+
+    weight: nn.Parameter
+
+    def __init__(
+        self, name: str, num_heads: int, sizes: list[int], config: ModelConfig, group: Group, *, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.group, self.eps, self.features = group, config.norm_eps, num_heads * config.head_size()
+        self.offset = 1.0 if config.norm_zero_centred else 0.0
+        shard = whole(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
+        shard = cut_dim(shard, 0, sizes, group.rank, group.axes)
+        declare(self, "weight", Declared(shard, ZEROS if config.norm_zero_centred else ONES), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [t, n_tp, d] -> [t, n_tp, d]."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        squares = all_reduce(part_of_sum(wide.square().sum((1, 2), keepdim=True), self.group), self.group)
+        normed = (wide * torch.rsqrt(squares / self.features + self.eps)).to(x.dtype)
+        return normed * (self.weight.view(x.shape[1:]) + self.offset)
