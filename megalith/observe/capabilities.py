@@ -2,6 +2,7 @@
 
 import shutil
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -37,6 +38,17 @@ def cpu_features() -> dict[str, object]:
     return dict(read()) if read is not None else {}
 
 
+def has_symmetric_memory() -> bool:
+    """Whether torch has matmuls fused with collectives, and memory of GPUs that other GPUs read, to run them in."""
+    name = "torch.distributed._symmetric_memory"
+    if not dist.is_available() or not torch.cuda.is_available() or find_spec(name) is None:
+        return False
+    module, operators = import_module(name), torch.ops.symm_mem
+    wanted = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
+    backend = getattr(module, "get_backend", lambda device: "unknown")  # older ones do not tell
+    return all(hasattr(operators, operator) for operator in wanted) and backend("cuda") is not None
+
+
 def _of_torch() -> dict[str, Capability]:
     other_torch = "install a torch build that has it"
     distributed = dist.is_available()
@@ -58,6 +70,11 @@ def _of_torch() -> dict[str, Capability]:
         ),
         "fused AdamW": Capability(
             present=hasattr(torch, "_fused_adamw_"), purpose="one pass over the weights per step", fix=other_torch
+        ),
+        "symmetric memory": Capability(
+            present=has_symmetric_memory(),
+            purpose="parallel.ring_products=fused, on GPUs that read each other's memory",
+            fix="use parallel.ring_products=messages, or a CUDA build of torch on a machine with GPUs",
         ),
         "bf16 instructions": Capability(
             present=torch.cuda.is_available() or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),

@@ -92,3 +92,17 @@ def product_scatter(x: Tensor, w: Tensor, group: Group, product: Product) -> Ten
         if step < group.size - 1:
             travelling = start_passing(mine, group)
     return mine
+
+
+class RingProducts(NamedTuple):
+    """The two products of a ring; what they are fused with depends on the device, never what they compute."""
+
+    gathered: Callable[[Tensor, Tensor, Group, Product], tuple[Tensor, Tensor]]
+    """(x, w, group, product) -> all tokens, and their product: see `gather_product`."""
+
+    scattered: Callable[[Tensor, Tensor, Group, Product], Tensor]
+    """(x, w, group, product) -> the sum of products, for my tokens: see `product_scatter`."""
+
+
+MESSAGES = RingProducts(gather_product, product_scatter)
+"""On any device and backend."""

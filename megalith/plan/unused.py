@@ -40,6 +40,10 @@ UNUSED: tuple[Unused, ...] = (
     Unused(
         ("parallel.pipeline",), _one_stage, "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage"
     ),
+    Unused(
+        ("parallel.ring_products",), lambda run, world: not run.parallel.rings,
+        "with parallel.rings=false nothing goes round",
+    ),
     Unused(("parallel.context",), lambda run, world: run.parallel.cp == 1, "with parallel.cp=1 no rows are shared"),
     Unused(
         ("parallel.bucket_numel",), lambda run, world: run.parallel.zero == 3 and world > 1,

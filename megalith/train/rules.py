@@ -204,6 +204,17 @@ def rings_need_sp(run: TrainRun, world: int) -> str | None:
     )
 
 
+def fused_products_need_rings(run: TrainRun, world: int) -> str | None:
+    """Whoever asks for fused products wants them used."""
+    p = run.parallel
+    if p.rings or p.ring_products != "fused":
+        return None
+    return (
+        f"parallel.ring_products={p.ring_products} with parallel.rings=false: it says how rings multiply. "
+        f"Set parallel.rings=true, or parallel.ring_products=auto."
+    )
+
+
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees to it with cp."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
@@ -335,7 +346,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-LAYOUT_RULES: tuple[Rule, ...] = (key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp)
+LAYOUT_RULES: tuple[Rule, ...] = (
+    key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
+)  # fmt: skip
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
     rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table,

@@ -15,6 +15,8 @@ from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, op
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
+from megalith.parallel.rings import MESSAGES
+from megalith.parallel.symm_mem import choose_products
 from megalith.parallel.tensor import TensorParallel
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
@@ -105,8 +107,9 @@ class _Running:
 
 def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:
     """Build this rank's chunks, still without memory, and what their messages travel through. Collective."""
+    products = choose_products(run.parallel.ring_products, mesh.tp, device) if run.parallel.rings else MESSAGES
     chunks = build_chunks(
-        run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload
+        run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
     )  # fmt: skip
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)

@@ -104,7 +104,7 @@ def _entries(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str
 def _tensor_and_data() -> Iterator[Layout]:
     sample = {
         "dp3 tied", "tp3", "tp2 sp", "tp3 sp tied, rings", "tp4 sp, 2 key/value heads, biases",
-        "tp2 dp2 sp tied, dp inside",
+        "tp2 dp2 sp tied, dp inside", "tp2 sp, fused rings",
     }  # fmt: skip
     layouts: dict[str, Entry] = {
         "dp2": (tiny(), ParallelConfig(dp=2)),
@@ -122,6 +122,7 @@ def _tensor_and_data() -> Iterator[Layout]:
             tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True),
         ),
         "tp2 sp, rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True)),
+        "tp2 sp, fused rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True, ring_products="fused")),
         "tp3 sp tied, rings": (TIED, ParallelConfig(tp=3, sp=True, rings=True)),
         "tp4 dp2 sp, rings, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, rings=True)),
         "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True)),

@@ -6,6 +6,7 @@ weights after three steps, and a fourth step after saving and loading are compar
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
+from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.step import train_step
@@ -151,7 +153,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with planted(case.fault):
+        with planted(case.fault), fused_on_cpus() if case.run.parallel.ring_products == "fused" else nullcontext():
             mesh = (
                 mesh_of_one()
                 if world == 1

@@ -122,8 +122,10 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
     model = replace(model, num_layers=layers)
     parallel = replace(
-        p, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1, cp=cp, context=_shrink_context(p, cp, layers), pp=pp,
-        pipeline=pipeline, dp=dp, replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",
+        p, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
+        ring_products=p.ring_products if p.rings and tp > 1 else "auto", cp=cp,
+        context=_shrink_context(p, cp, layers), pp=pp, pipeline=pipeline, dp=dp,
+        replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",
     )  # fmt: skip
     assert isinstance(parallel, ParallelConfig)
     if cp > 1 and context_problems(parallel, model, seq_len=_row_of(run, parallel)):

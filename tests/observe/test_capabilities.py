@@ -1,10 +1,12 @@
 """What the installation can do."""
 
+import importlib
+
 import pytest
 import torch
 
 from megalith.observe import capabilities as probes
-from megalith.observe.capabilities import capabilities, cpp_compiler
+from megalith.observe.capabilities import capabilities, cpp_compiler, has_symmetric_memory
 
 
 def test_every_capability_says_what_it_is_for_and_how_to_get_it() -> None:
@@ -38,3 +40,15 @@ def test_bf16_instructions_are_read_off_the_cpu(monkeypatch: pytest.MonkeyPatch)
     for features, present in (({"avx512_bf16": True}, True), ({"amx_bf16": False, "avx2": True}, False), ({}, False)):
         monkeypatch.setattr(probes, "cpu_features", lambda features=features: features)
         assert capabilities()["bf16 instructions"].present is present
+
+
+def test_symmetric_memory_needs_a_gpu_the_operators_and_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = importlib.import_module("torch.distributed._symmetric_memory")
+    for gpu, backend, present in ((True, "CUDA", True), (False, "CUDA", False), (True, None, False)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(memory, "get_backend", lambda device, backend=backend: backend)
+        assert has_symmetric_memory() is present
+    monkeypatch.delattr(memory, "get_backend")
+    assert has_symmetric_memory(), "a torch that does not tell its backend"
+    monkeypatch.setattr(probes, "find_spec", lambda name: None)
+    assert not has_symmetric_memory()

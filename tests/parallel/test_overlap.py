@@ -11,10 +11,13 @@ from megalith.kernels.linear import weight_grad
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.models.decoder import allocate
 from megalith.parallel.group import Group
+from megalith.parallel.rings import MESSAGES
+from megalith.parallel.symm_mem import FUSED
 from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, RowLinear, SplitTokens, WholeTokens
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, assert_equals
 
 TOKENS, INPUTS, OUTPUTS = 12, 6, 10
@@ -86,8 +89,9 @@ def compare(rank: int, world: int, dtype: torch.dtype) -> None:
                 plain = run(kind, region(group, overlap=False), group, dtype, sink)
                 for mine, reference in zip(run(kind, region(group), group, dtype, sink), plain, strict=True):
                     assert torch.equal(mine, reference), (kind, region, sink)
-            if dtype == torch.float64:
-                ring = run(kind, SplitTokens(group, rings=True), group, dtype, sink)
+            for products in (MESSAGES, FUSED) if dtype == torch.float64 else ():
+                with fused_on_cpus():
+                    ring = run(kind, SplitTokens(group, rings=True, products=products), group, dtype, sink)
                 for mine, reference in zip(ring, plain, strict=True):
                     assert_equals(f"{kind} in a ring", mine, reference, FP64)
 

@@ -20,6 +20,10 @@ CASES = [
         "parallel.context.kind=a2a, parallel.context.slicing=document: no effect here, because with parallel.cp=1 no "
         "rows are shared",
     ),
+    (
+        {"parallel.ring_products": "messages"}, 2,
+        "parallel.ring_products=messages: no effect here, because with parallel.rings=false nothing goes round",
+    ),
     ({"parallel.bucket_numel": "7"}, 1, "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk"),
     ({"parallel.bucket_numel": "7", "parallel.zero": "3"}, 2, "parallel.bucket_numel=7: no effect here, because with"),
     ({"parallel.overlap": "false"}, 1, "parallel.overlap=false: no effect here, because one rank has nobody to talk"),
@@ -61,6 +65,7 @@ def test_a_setting_without_effect_is_named_with_the_reason(
         ({"parallel.pipeline.vpp": "2", "parallel.pipeline.schedule": "interleaved"}, 1),
         ({"parallel.cp": "2", "parallel.context.kind": "gather", "parallel.bucket_numel": "7"}, 2),
         ({"parallel.overlap": "false", "parallel.bucket_numel": "7"}, 2),
+        ({"parallel.tp": "2", "parallel.sp": "true", "parallel.rings": "true", "parallel.ring_products": "fused"}, 2),
         ({"optim.kind": "sgd", "optim.momentum": "0.5"}, 1),
         ({"precision.params": "fp16", "precision.loss_scale.window": "5"}, 1),
         ({"schedule.style": "wsd", "schedule.wsd_decay_steps": "2", "schedule.wsd_decay_style": "linear"}, 1),

@@ -50,6 +50,10 @@ CASES = [
     ),
     ({"parallel__sp": "true"}, 1, "parallel.sp=true needs parallel.tp > 1", "Set parallel.tp to 2"),
     ({"parallel__rings": "true"}, 1, "parallel.rings=true needs parallel.sp=true", "Set both, or remove"),
+    (
+        {"parallel__ring_products": "fused"}, 1, "parallel.ring_products=fused with parallel.rings=false",
+        "Set parallel.rings=true, or parallel.ring_products=auto",
+    ),
     ({"parallel__replicas": "2"}, 2, "parallel.replicas=2 with parallel.zero=0", "Set parallel.zero=1"),
     (
         {"parallel__replicas": "4", "parallel__zero": "1"}, 6, "parallel.replicas=4 does not divide dp=6",

@@ -240,6 +240,8 @@ def any_run(draw: random.Random) -> TrainRun:
     run = large(parallel, layers=48 - pipeline.count_loss, seq_len=draw.choice((1001, 1152)), rows=draw.choice((1, 2)))
     model = replace(run.model, num_heads=96, num_kv_heads=draw.choice((1, 2, 4, 96)))
     documents = replace(run.data, documents=draw.random() < 0.5)
+    fused = parallel.rings and draw.random() < 0.5
+    run = replace(run, parallel=replace(parallel, ring_products="fused" if fused else "auto"))
     return replace(
         run, model=model, recompute=recompute, data=documents, offload=OffloadConfig(layers=draw.choice((0, 2)))
     )
@@ -257,6 +259,7 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
         for axis in ("tp", "cp", "pp", "dp"):
             assert (getattr(run.parallel, axis) > 1) == any(getattr(case.run.parallel, axis) > 1 for case in cases)
         for case in cases:
+            assert (case.run.parallel.ring_products == "fused") <= case.run.parallel.rings
             assert run_problems(case.run, case.world) == [], (run.parallel, case.run.parallel)
             assert case.world <= MOST_RANKS
             assert shrunk_words(run, world, case).endswith("tokens a row")

@@ -1,0 +1,27 @@
+"""Fused products without a GPU: torch's own definition of its operators, run on gloo ranks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from unittest.mock import patch
+
+import torch
+
+from megalith.parallel import symm_mem
+
+
+@contextmanager
+def fused_on_cpus() -> Iterator[None]:
+    """In this process, parallel.ring_products=fused is served on CPUs, too.
+
+    The operators are called as on GPUs, by name and with the same arguments; behind them, a gather and a matmul, or a
+    matmul and a reduce-scatter, one after the other. So it proves what we ask of them, not the kernels that answer.
+    """
+    defined = import_module("torch.distributed._symmetric_memory")
+    with (
+        torch.library._scoped_library("symm_mem", "FRAGMENT") as library,
+        patch.object(symm_mem, "why_not_fused", lambda places: None),
+    ):
+        library.impl("fused_all_gather_matmul", defined._fused_all_gather_matmul_fallback, "CPU")
+        library.impl("fused_matmul_reduce_scatter", defined._fused_matmul_reduce_scatter_fallback, "CPU")
+        yield

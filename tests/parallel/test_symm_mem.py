@@ -1,0 +1,223 @@
+"""Fused products are those of rings and of plain work; they are chosen by all ranks of a group alike, or refused."""
+
+import os
+from dataclasses import replace
+from importlib import import_module
+from itertools import product as combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+from megalith.kernels.linear import forward, input_grad
+from megalith.observe.capabilities import has_symmetric_memory
+from megalith.observe.flight import Flight
+from megalith.parallel import symm_mem
+from megalith.parallel.group import Group, alone
+from megalith.parallel.rings import MESSAGES, gather_product, product_scatter
+from megalith.parallel.symm_mem import (
+    FUSED,
+    Place,
+    choose_products,
+    fused_gather_product,
+    fused_product_scatter,
+    my_place,
+    why_not_fused,
+)
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.symm_mem import fused_on_cpus
+from megalith.testing.tolerance import BF16, FP32_DEEP, FP64, Tolerance, assert_equals
+
+TOKENS, INPUTS, OUTPUTS = 12, 5, 7
+CPU = torch.device("cpu")
+
+
+def seeded(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def compare_with_plain_work(group: Group, device: torch.device, dtype: torch.dtype, tolerance: Tolerance) -> None:
+    """Both products of both matmuls, of parts of other matrices too, against sums on one rank in float64."""
+    for matmul, inputs in ((forward, INPUTS), (input_grad, OUTPUTS)):
+        x = seeded(TOKENS, 2 * inputs, seed=0).to(dtype)[:, :inputs]  # strides as in a part of a wider matrix
+        weights = [seeded(OUTPUTS, INPUTS, seed=1 + r).to(dtype) for r in range(group.size)]
+        mine = weights[group.rank].to(device)
+        whole, y = fused_gather_product(x.chunk(group.size)[group.rank].to(device), mine, group, matmul)
+        assert torch.equal(whole.cpu(), x)
+        assert_equals("gathered", y.cpu().double(), matmul(x.double(), weights[group.rank].double()), tolerance)
+        xs = [seeded(TOKENS, inputs, seed=9 + r).to(dtype) for r in range(group.size)]
+        summed = fused_product_scatter(xs[group.rank].to(device), mine, group, matmul)
+        total = torch.stack([matmul(x.double(), w.double()) for x, w in zip(xs, weights, strict=True)]).sum(0)
+        assert_equals("scattered", summed.cpu().double(), total.chunk(group.size)[group.rank], tolerance)
+        assert whole.dtype == y.dtype == summed.dtype == dtype
+
+
+def on_cpus(rank: int, world: int) -> None:
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    with fused_on_cpus():
+        compare_with_plain_work(group, CPU, torch.float64, FP64)
+        x, w, dy = seeded(4, INPUTS, seed=rank), seeded(OUTPUTS, INPUTS, seed=rank), seeded(TOKENS, OUTPUTS, seed=rank)
+        for mine, ring in zip(
+            fused_gather_product(x, w, group, forward), gather_product(x, w, group, forward), strict=True
+        ):
+            assert_equals("as a ring gathers", mine, ring, FP64)
+        mine, ring = (scatter(dy, w, group, input_grad) for scatter in (fused_product_scatter, product_scatter))
+        assert_equals("as a ring scatters", mine, ring, FP64)
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_fused_products_are_those_of_plain_work_and_of_rings(tp: int) -> None:
+    run_ranks(on_cpus, tp)
+
+
+def with_a_mean(rank: int, world: int) -> str:
+    operators = symm_mem._operators()
+    scatter = operators.fused_matmul_reduce_scatter
+    with fused_on_cpus(), pytest.MonkeyPatch.context() as patch:
+        wrong = lambda x, w, op, dim, name: scatter(x, w, "avg", dim, name)  # noqa: E731  # one fault, in place
+        patch.setattr(operators, "fused_matmul_reduce_scatter", wrong)
+        try:
+            on_cpus(rank, world)
+        except AssertionError as error:
+            return str(error)
+    return ""
+
+
+def test_a_mean_instead_of_a_sum_is_noticed() -> None:
+    """A planted fault that changes no shape."""
+    assert all("scattered" in text for text in run_ranks(with_a_mean, 2))
+
+
+def noted(rank: int, world: int) -> list[tuple[str, bool]]:
+    flight = Flight()
+    group = replace(everyone(rank, world, "tp_kv", "tp_copy"), flight=flight)
+    with fused_on_cpus():
+        fused_product_scatter(seeded(4, 3, seed=0), seeded(3, 2, seed=1), group, input_grad)
+        fused_gather_product(seeded(4, 2, seed=0), seeded(3, 2, seed=1), group, forward)
+    return [(entry.op, entry.finished) for entry in flight.entries]
+
+
+def test_both_are_noted_for_the_report_of_a_hang() -> None:
+    expected = [("fused_matmul_reduce_scatter", True), ("fused_all_gather_matmul", True)]
+    assert run_ranks(noted, 2) == [expected] * 2
+
+
+def test_no_other_function_is_taken_for_a_matmul() -> None:
+    with pytest.raises(AssertionError, match="is no plain matmul"):
+        fused_gather_product(seeded(4, 2, seed=0), seeded(3, 2, seed=1), alone("tp"), lambda x, w: x @ w.t())
+
+
+# --- whether they can serve
+
+
+def place(rank: int, **others: object) -> Place:
+    gpu = rank % 4
+    reads = tuple(other for other in range(4) if other != gpu)
+    return replace(Place(rank, "cuda", host="a", gpu=gpu, reads=reads), **others)  # type: ignore[arg-type]  # by name
+
+
+FAULTS: dict[str, tuple[dict[str, object], str]] = {
+    "cpu": ({"device": "cpu"}, "rank 2 computes on cpu, and fused products need NVIDIA GPUs"),
+    "torch": ({"has_operators": False}, f"the torch {torch.__version__} of rank 2 has no symmetric memory for GPUs"),
+    "host": ({"host": "b"}, "rank 0 is on a and rank 2 on b, and a GPU reads the memory of its own machine only"),
+    "gpu": ({"gpu": 1, "reads": (0, 2, 3)}, "ranks 1 and 2 both compute on GPU 1"),
+    "reads": ({"reads": (0, 1)}, "GPU 2 of a cannot read the memory of GPU 3"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_one_rank_that_cannot_is_named(name: str) -> None:
+    change, reason = FAULTS[name]
+    places = [place(rank) for rank in range(4)]
+    assert why_not_fused(places) is None
+    places[2] = replace(places[2], **change)  # type: ignore[arg-type]  # by name
+    assert why_not_fused(places) == reason
+
+
+def test_whatever_is_wrong_together_is_a_reason() -> None:
+    for wrong in combinations((False, True), repeat=len(FAULTS)):
+        places = [place(rank) for rank in range(4)]
+        for (change, _), is_wrong in zip(FAULTS.values(), wrong, strict=True):
+            if is_wrong:
+                places[2] = replace(places[2], **change)  # type: ignore[arg-type]  # by name
+        assert (why_not_fused(places) is None) == (not any(wrong)), wrong
+
+
+def choices(rank: int, world: int, disagree: bool) -> tuple[str, str]:
+    """What auto and fused come to where all ranks say they can, or all but the last."""
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    with pytest.MonkeyPatch.context() as patch:
+        reads = () if disagree and rank == world - 1 else tuple(range(world))
+        patch.setattr(symm_mem, "my_place", lambda rank, device: Place(rank, "cuda", "a", rank, reads))
+        chosen = choose_products("auto", group, torch.device("cuda"))
+        assert choose_products("messages", group, torch.device("cuda")) is MESSAGES
+        try:
+            second = choose_products("fused", group, torch.device("cuda"))
+        except ConfigError as error:
+            return "fused" if chosen is FUSED else "messages", str(error)
+        assert second is FUSED
+    return "fused" if chosen is FUSED else "messages", ""
+
+
+def test_ranks_choose_alike_even_if_only_one_cannot() -> None:
+    assert run_ranks(choices, 3, False) == [("fused", "")] * 3
+    text = (
+        "parallel.ring_products=fused cannot serve the ranks [0, 1, 2]: GPU 2 of a cannot read the memory of GPU 0. "
+        "Set parallel.ring_products to auto or messages."
+    )
+    assert run_ranks(choices, 3, True) == [("messages", text)] * 3
+
+
+def on_a_cpu(rank: int, world: int) -> str:
+    group = everyone(rank, world, "tp_kv", "tp_copy")
+    assert choose_products("auto", group, CPU) is MESSAGES
+    with pytest.raises(ConfigError) as refused:
+        choose_products("fused", group, CPU)
+    return str(refused.value)
+
+
+def test_on_cpus_auto_means_messages_and_fused_is_refused() -> None:
+    (text,) = set(run_ranks(on_a_cpu, 2))
+    assert text.startswith("parallel.ring_products=fused cannot serve the ranks [0, 1]: rank 0 computes on cpu")
+    assert choose_products("fused", alone("tp"), CPU) is MESSAGES, "one rank has no ring"
+
+
+def test_a_gpu_tells_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda mine, other: (mine, other) == (1, 2))
+    found = my_place(5, torch.device("cuda:1"))
+    assert (found.rank, found.device, found.gpu, found.reads) == (5, "cuda", 1, (2,))
+    assert found.host and found.has_operators == has_symmetric_memory()
+
+
+def test_a_torch_that_wants_to_be_told_of_groups_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    module = import_module("torch.distributed._symmetric_memory")
+    group = replace(alone("tp"), name="seven")
+    symm_mem._introduce(group)
+    assert not module.is_symm_mem_enabled_for_group("seven"), "the one installed finds out by itself"
+    monkeypatch.setattr(module, "enable_symm_mem_for_group", told.append)
+    symm_mem._introduce(group)
+    assert told == ["seven"]
+
+
+# --- the real operators
+
+
+def on_gpus(rank: int, world: int, dtype: torch.dtype) -> None:
+    gpus = torch.cuda.device_count()
+    if gpus < world:  # two ranks on one GPU: torch allows it if told so before the first use
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    device = torch.device(f"cuda:{rank % gpus}")
+    torch.cuda.set_device(device)
+    tolerance = {torch.float32: FP32_DEEP, torch.bfloat16: BF16}[dtype]
+    assert has_symmetric_memory()
+    compare_with_plain_work(everyone(rank, world, "tp_kv", "tp_copy"), device, dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, better two")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_compute_what_plain_work_does(dtype: torch.dtype) -> None:
+    run_ranks(on_gpus, 2, dtype, timeout=120.0)
