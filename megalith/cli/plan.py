@@ -1,33 +1,28 @@
 """`megalith plan`: `explain` shows where the work of a layout goes; `estimate` whether it fits, and what it sends."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
-from shlex import quote
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
+from megalith.cli.plan_tables import passages, print_estimate, print_layout
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.advice import Change, changes, notes, remedy, verdict
-from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device, device_named
-from megalith.plan.explain import Explanation, GroupRow, StageRow, explain
+from megalith.plan.devices import Device, device_named
+from megalith.plan.explain import explain
 from megalith.plan.layout import fewest_ranks
-from megalith.plan.memory import PlaceMemory, RankMemory, distinct_places, memory_ledger, worst
-from megalith.plan.times import Passage, passage, rank_flops, repeated_share, work_seconds
-from megalith.plan.traffic import Traffic, step_traffic
+from megalith.plan.memory import PlaceMemory, distinct_places, memory_ledger, worst
+from megalith.plan.times import rank_flops, repeated_share, work_seconds
+from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import Workload, plan_workload
 
 NO = 1  # the exit code of "no"
-SHOWN = 9
-"""Stages or places in a table; of more, the first, the last and the worst."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +91,6 @@ def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) 
     return plan_workload(run, ranks)
 
 
-# --- explain
-
-
 def explain_layout(argv: list[str]) -> int:
     """Print where the work goes."""
     rest, overrides = split_overrides(argv, TrainRun)
@@ -108,92 +100,11 @@ def explain_layout(argv: list[str]) -> int:
     place = worst(ledger)
     traffic = step_traffic(workload, place.pp_rank, place.tp_rank)
     if command.json:
-        print_json(
-            asdict(layout)
-            | {"memory": [_place_json(one) for one in ledger], "traffic": [asdict(row) for row in traffic]}
-        )
-        return 0
-    console = _console()
-    for line in _grid_lines(workload, layout):
-        console.print(line)
-    for table in (_group_table(layout.groups), _stage_table(layout, ledger), _part_table(layout)):
-        if table.row_count:
-            console.print(table)
-    for line in (*_rhythm_lines(layout), *_traffic_lines(traffic, place)):
-        console.print(line)
+        memory = {"memory": [_place_json(one) for one in ledger]}
+        print_json(asdict(layout) | memory | {"traffic": [asdict(row) for row in traffic]})
+    else:
+        print_layout(workload, layout, ledger, traffic)
     return 0
-
-
-def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
-    run = workload.run
-    yield f"{run.name}: {_count(layout.parameters)} parameters on {layout.world} ranks"
-    for name, rows in (("dense ", layout.dense), ("expert", layout.expert)):
-        product = " · ".join(f"{row.axis} {row.size}" for row in rows)
-        strides = ", ".join(f"{row.axis} {row.stride}" for row in rows if row.size > 1)
-        yield f"  {name} grid  {layout.world} = {product}" + (f"   (rank numbers apart: {strides})" if strides else "")
-    yield "  The model has no experts; ep divides ranks that the dense grid has already, and is no factor of its own."
-
-
-def _group_table(groups: Sequence[GroupRow]) -> Table:
-    table = _table("group", "ranks", "groups", "they", "which ranks")
-    for row in groups:
-        shown = row.examples if len(row.examples) == row.count else (*row.examples[:2], "…", row.examples[-1])
-        table.add_row(row.axes, str(row.size), str(row.count), row.purpose, " | ".join(shown))
-    return table
-
-
-def _stage_table(layout: Explanation, ledger: Sequence[PlaceMemory]) -> Table:
-    table = _table("stage", "pp rank", "chunk", "layers", "", "weights", "work", "GiB a rank")
-    by_rank = {pp: worst([one for one in ledger if one.pp_rank == pp]) for pp in {one.pp_rank for one in ledger}}
-    for row in _some(layout.stages):
-        if row is None:
-            table.add_row(*["…"] * 8)
-            continue
-        ends = " + ".join(name for name, here in (("embedding", row.embedding), ("loss", row.loss)) if here)
-        table.add_row(
-            str(row.stage), str(row.pp_rank), str(row.chunk), row.layers, ends, _count(row.parameters),
-            f"{100 * row.flops_share:.1f} %", _gib(by_rank[row.pp_rank].memory.total) if row.chunk == 0 else "",
-        )  # fmt: skip
-    return table
-
-
-def _some(rows: Sequence[StageRow]) -> Iterator[StageRow | None]:
-    """All rows, or the first and the last few with None between."""
-    if len(rows) <= 2 * SHOWN:
-        yield from rows
-        return
-    yield from rows[:SHOWN]
-    yield None
-    yield from rows[-SHOWN + 1 :]
-
-
-def _part_table(layout: Explanation) -> Table:
-    table = _table("tp rank", "query heads", "key/value heads", "ffn features", "vocabulary rows")
-    for row in layout.parts:
-        shared = f" (on {row.kv_copies} ranks)" if row.kv_copies > 1 else ""
-        table.add_row(row.tp_ranks, str(row.heads), f"{row.kv_heads}{shared}", str(row.ffn), str(row.vocab))
-    return table
-
-
-def _rhythm_lines(layout: Explanation) -> Iterator[str]:
-    r = layout.rhythm
-    yield (
-        f"A step: {r.tokens_per_step:,} tokens; each rank has {r.microbatches} × {r.tokens_per_microbatch:,} of them "
-        f"(microbatches × tokens). Up to {r.tokens_in_flight:,} are in flight on the first pipeline rank."
-    )
-    yield f"Schedule {r.schedule}: {100 * r.bubble:.1f} % of the computing time is added as bubble."
-
-
-def _traffic_lines(traffic: Sequence[Traffic], place: PlaceMemory) -> Iterator[str]:
-    """Bytes of each axis."""
-    sums: dict[str, int] = {}
-    for row in traffic:
-        sums[row.axis] = sums.get(row.axis, 0) + row.nbytes
-    told = ", ".join(f"{axis} {_bytes(nbytes)}" for axis, nbytes in sums.items()) or "nothing"
-    yield f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: {told}."
-
-
-# --- estimate
 
 
 def estimate(argv: list[str]) -> int:
@@ -213,131 +124,8 @@ def estimate(argv: list[str]) -> int:
     if command.json:
         print_json(_estimate_json(workload, device, ledger, fixes, fix))
     else:
-        _print_estimate(workload, device, ledger, fixes, fix)
+        print_estimate(workload, device, ledger, fixes, fix)
     return NO if answer == "does not fit" else 0
-
-
-def _print_estimate(
-    workload: Workload, device: Device, ledger: Sequence[PlaceMemory], fixes: Sequence[Change], fix: Change | None
-) -> None:
-    console, place = _console(), worst(ledger)
-    axes = " · ".join(f"{axis} {workload.grid.size(axis)}" for axis in ("tp", "cp", "pp", "dp"))
-    console.print(
-        f"{workload.run.name} on {workload.world} × {device.name}: {axes}, zero {workload.run.parallel.zero}, "
-        f"{workload.num_microbatches} microbatches of {workload.tokens:,} tokens a rank"
-    )
-    console.print(_memory_table(place))
-    if len(ledger) > 1:
-        console.print(_places_table(ledger))
-    console.print(_verdict_line(workload, device, place))
-    host = max(one.host for one in ledger)
-    if host:
-        console.print(f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} GiB a node.")
-    if fix is not None:
-        console.print(f"Nearest fix: {_spelled(fix.overrides)}: {_gib(fix.nbytes)} GiB ({fix.price}).")
-    elif fixes or verdict(place.memory.total, device) != "fits":
-        console.print(f"No change tried here makes it fit on {workload.world} ranks. Use more of them.")
-    if fixes:
-        console.print(_changes_table(fixes))
-    for note in notes(workload, device):
-        console.print(f"Note: {note}")
-    console.print(_traffic_table(workload, place, device))
-    console.print(_work_line(workload, device))
-
-
-def _memory_table(place: PlaceMemory) -> Table:
-    table = _table("held by the worst rank", "GiB", "what it is")
-    for name, nbytes, what in memory_rows(place.memory):
-        if nbytes:
-            table.add_row(name, _gib(nbytes), what)
-    flight = "one pass" if place.in_flight == 1 else f"{place.in_flight} passes"
-    table.add_row("total", _gib(place.memory.total), f"{flight} in flight, at {place.moment}")
-    return table
-
-
-WHAT = {
-    "weights": "as the layers compute with them",
-    "gradients": "the buffer they are summed in",
-    "master": "fp32 copies of the weights",
-    "moments": "the optimizer's running means",
-    "activations": "kept by the layers for backward",
-    "loss": "kept by the output head for backward",
-    "working": "of the layer at work, of sums on their way",
-    "messages": "on the way between stages",
-    "library": "context, communicators, scratch space",
-    "slack": "held by the allocator between tensors",
-}
-
-
-def memory_rows(memory: RankMemory) -> list[tuple[str, int, str]]:
-    """(name, bytes, meaning) of every sort."""
-    return [(field.name, getattr(memory, field.name), WHAT[field.name]) for field in fields(memory)]
-
-
-def _places_table(ledger: Sequence[PlaceMemory]) -> Table:
-    """Total of every place, or of the first ones, the worst and the last."""
-    table = _table("pp rank", "tp rank", "state GiB", "activations GiB", "in flight", "total GiB", "")
-    most = worst(ledger)
-    shown = ledger if len(ledger) <= 2 * SHOWN else [*ledger[:SHOWN], ledger[-1]]
-    for one in shown if most in shown else [*shown[:-1], most, shown[-1]]:
-        m = one.memory
-        table.add_row(
-            str(one.pp_rank), str(one.tp_rank), _gib(m.state), _gib(m.activations), str(one.in_flight), _gib(m.total),
-            "worst" if one is most else "",
-        )  # fmt: skip
-    if len(shown) < len(ledger):
-        table.caption = f"{len(ledger) - len(shown)} others hold no more than the worst"
-    return table
-
-
-def _verdict_line(workload: Workload, device: Device, place: PlaceMemory) -> str:
-    total, answer = place.memory.total, verdict(place.memory.total, device)
-    where = f"rank {workload.rank_at(place.pp_rank, place.tp_rank)} (pp {place.pp_rank}, tp {place.tp_rank})"
-    if device.memory is None:
-        return f"{_gib(total)} GiB on {where}."
-    held = f"{_gib(total)} of {_gib(device.memory)} GiB on {where}"
-    if answer == "tight":
-        return f"Tight: {held}, more than the {100 * USABLE:.0f} % that a plan can be sure of."
-    return f"{'Fits' if answer == 'fits' else 'Does not fit'}: {held}."
-
-
-def _changes_table(fixes: Sequence[Change]) -> Table:
-    table = _table("single change", "GiB", "saves", "price", "")
-    for one in fixes:
-        told = one.verdict if one.verdict in ("fits", "tight") else ""
-        table.add_row(_spelled(one.overrides), _gib(one.nbytes), _gib(one.saved), one.price, told)
-    return table
-
-
-def _traffic_table(workload: Workload, place: PlaceMemory, device: Device) -> Table:
-    table = _table("axis", "sent by that rank in a step", "bytes", "link", "ms", "ms left", "can hide behind")
-    for row, way in _passages(workload, place, device):
-        times = ("", "", "") if way is None else ("near" if way.near else "far", _ms(way.seconds), _ms(way.exposed))
-        table.add_row(row.axis, row.what, _bytes(row.nbytes), *times, row.behind or "nothing")
-    if not table.row_count:
-        table.add_row("", "nothing: ranks share no work", *[""] * 5)
-    return table
-
-
-def _passages(workload: Workload, place: PlaceMemory, device: Device) -> list[tuple[Traffic, Passage | None]]:
-    pp, tp = place.pp_rank, place.tp_rank
-    rows = step_traffic(workload, pp, tp)
-    return [(row, passage(workload, row, pp_rank=pp, tp_rank=tp, device=device)) for row in rows]
-
-
-def _work_line(workload: Workload, device: Device) -> str:
-    seconds, again = work_seconds(workload, device), repeated_share(workload)
-    told = f"A rank computes {rank_flops(workload) / 1e12:,.1f} TFLOP a step"
-    told += f" and {100 * again:.1f} % of that again" if again else ""
-    if seconds is None:
-        return told + "."
-    return (
-        f"{told}: {seconds:.2f} s at {100 * EFFICIENCY:.0f} % of {device.name}'s peak, without the bubble. "
-        f"Times are for comparing axes, not predictions."
-    )
-
-
-# --- both
 
 
 def _estimate_json(
@@ -357,7 +145,7 @@ def _estimate_json(
         "notes": notes(workload, device),
         "traffic": [
             asdict(row) | {"passage": None if way is None else asdict(way) | {"exposed": way.exposed}}
-            for row, way in _passages(workload, place, device)
+            for row, way in passages(workload, place, device)
         ],
         "flops_per_rank": rank_flops(workload),
         "repeated_share": repeated_share(workload),
@@ -367,44 +155,3 @@ def _estimate_json(
 
 def _place_json(place: PlaceMemory) -> dict[str, Any]:  # Any: JSON
     return asdict(place) | {"total": place.memory.total}
-
-
-def _console() -> Console:
-    """Without markup: settings like `[mlp]` are text."""
-    return Console(highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        words = column in ("they", "which ranks", "what it is", "price", "can hide behind", "link", "layers", "")
-        first = column == columns[0] or column.startswith("sent by")
-        table.add_column(column, justify="left" if words or first else "right", overflow="fold")
-    return table
-
-
-def _spelled(overrides: dict[str, str]) -> str:
-    return " ".join(f"--{name} {quote(value)}" for name, value in overrides.items())
-
-
-def _gib(nbytes: int) -> str:
-    gib = nbytes / GIB
-    return f"{gib:.1f}" if gib >= 10 else f"{gib:.2f}" if gib >= 0.1 else f"{gib:.2g}"
-
-
-def _bytes(nbytes: int) -> str:
-    for unit, name in ((1024 * GIB, "TiB"), (GIB, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.{1 if nbytes < 100 * unit else 0}f} {name}"
-    return f"{nbytes} B"
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1 if seconds >= 1e-4 else 3}f}"
-
-
-def _count(count: int) -> str:
-    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
-            return f"{count / unit:.4g}{name}"
-    return str(count)

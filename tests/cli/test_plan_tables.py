@@ -1,0 +1,54 @@
+"""What `megalith plan` shows to people: sizes in few digits, long tables cut short, a word for every sort of memory."""
+
+from dataclasses import fields
+
+import pytest
+
+from megalith.cli.plan_tables import SHOWN, WHAT, _bytes, _count, _gib, _ms, _some, passages, print_layout
+from megalith.plan.devices import DEVICES, GIB
+from megalith.plan.explain import StageRow, explain
+from megalith.plan.memory import RankMemory, memory_ledger, worst
+from megalith.plan.traffic import step_traffic
+from megalith.plan.workload import plan_workload
+from megalith.testing.tiny import tiny_run
+
+
+def test_numbers_have_the_digits_that_matter() -> None:
+    assert [_gib(int(gib * GIB)) for gib in (79.04, 9.996, 0.25, 0.0123)] == ["79.0", "10.00", "0.25", "0.012"]
+    assert [_bytes(n) for n in (7, 2048, 3 * 2**20, 200 * GIB, 5 * 2**40)] == [
+        "7 B", "2.0 KiB", "3.0 MiB", "200 GiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert [_ms(seconds) for seconds in (1.5, 0.0012, 0.00001)] == ["1,500", "1.2", "0.010"]
+    assert [_count(n) for n in (12, 1500, 124_000_000, 405_850_000_000)] == ["12", "1.5k", "124M", "405.9B"]
+
+
+def test_every_sort_of_memory_has_a_word() -> None:
+    assert list(WHAT) == [field.name for field in fields(RankMemory)]
+
+
+@pytest.mark.parametrize("count", [2, 2 * SHOWN, 2 * SHOWN + 1, 126])
+def test_of_many_stages_the_first_and_the_last_are_shown(count: int) -> None:
+    rows = [
+        StageRow(stage, 0, 0, "", embedding=False, loss=False, parameters=0, flops_share=0.0) for stage in range(count)
+    ]
+    shown = list(_some(rows))
+    assert len(shown) <= 2 * SHOWN
+    assert shown == rows if count <= 2 * SHOWN else shown == [*rows[:SHOWN], None, *rows[1 - SHOWN :]]
+
+
+def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = plan_workload(tiny_run({"parallel.tp": "2"}), 4)
+    ledger = memory_ledger(workload)
+    place = worst(ledger)
+    print_layout(workload, explain(workload), ledger, step_traffic(workload, place.pp_rank, place.tp_rank))
+    told = capsys.readouterr().out
+    assert "tiny: " in told and "parameters on 4 ranks" in told and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
+    assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
+
+
+def test_traffic_has_a_duration_where_the_device_has_links() -> None:
+    workload = plan_workload(tiny_run({"parallel.tp": "2"}), 4)
+    place = worst(memory_ledger(workload))
+    found = passages(workload, place, DEVICES["h100"])
+    assert {row.axis for row, _ in found} == {"tp", "dp"}
+    assert all(way is not None and way.seconds > 0 for _, way in found)
