@@ -20,8 +20,8 @@ Kernel = Literal["auto", "torch", "reference"]
 reference: the plain definition, whose backward is autograd's."""
 
 Loop = Literal[
-    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "rope", "row_sums", "logit_gradients",
-    "visible_softmax", "visible_exp",
+    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "rope",
+    "row_sums", "logit_gradients", "visible_softmax", "visible_exp",
 ]  # fmt: skip
 
 WORTH_A_LOOP = 1 << 13  # elements; below, starting a loop costs more than the passes over memory that it saves

@@ -191,6 +191,13 @@ def exp(x: Any) -> Any:
 
 
 @part
+def within(x: Any, limit: Any) -> Any:
+    """x, from -limit to limit; NaN of NaN."""
+    x = limit if x > limit else x
+    return -limit if x < -limit else x
+
+
+@part
 def largest_of(row: Array) -> Any:
     """The largest of a row, in fp32; NaN or the largest number where there is a NaN.
 
@@ -209,11 +216,13 @@ def largest_of(row: Array) -> Any:
 
 
 def rms_norm(block: Block) -> None:
-    """rows, h, eps, x [rows, h], weight [h] -> y [rows, h], scale fp32 [rows]."""
-    rows, h = count(block, 0), count(block, 1)
-    eps = number(block, 2)
-    x, weight, y = data(block, 3, (rows, h)), data(block, 4, (h,)), data(block, 5, (rows, h))
-    scale = wides(block, 6, (rows,))
+    """rows, h, eps, twice, x [rows, h], weight fp32 [h] -> y [rows, h], scale fp32 [rows].
+
+    `twice`: rounded before the multiplication with the weight, too.
+    """
+    rows, h, eps, twice = count(block, 0), count(block, 1), number(block, 2), count(block, 3)
+    x, weight, y = data(block, 4, (rows, h)), wides(block, 5, (h,)), data(block, 6, (rows, h))
+    scale = wides(block, 7, (rows,))
     first, last = share(rows)
     for i in range(first, last):
         squares = np.float32(0)
@@ -222,19 +231,22 @@ def rms_norm(block: Block) -> None:
             squares += value * value
         s = np.float32(1) / np.sqrt(squares / np.float32(h) + eps)
         scale[i] = s
-        for j in range(h):
-            normed = wide(narrow(wide(x[i, j]) * s, y))
-            y[i, j] = narrow(normed * wide(weight[j]), y)
+        if twice:
+            for j in range(h):
+                y[i, j] = narrow(wide(narrow(wide(x[i, j]) * s, y)) * weight[j], y)
+        else:
+            for j in range(h):
+                y[i, j] = narrow(wide(x[i, j]) * s * weight[j], y)
 
 
 def rms_norm_backward(block: Block) -> None:
-    """rows, h, adds, dy [rows, h], x, weight [h], scale fp32 [rows], dsum [rows, h] if adds -> dx, dweight.
+    """rows, h, adds, dy [rows, h], x, weight fp32 [h], scale fp32 [rows], dsum [rows, h] if adds -> dx, dweight.
 
     dweight is fp32 [threads, h], zero before. With `adds`, dx = what comes through the norm + dsum.
     """
     rows, h, adds = count(block, 0), count(block, 1), count(block, 2)
     dy, x = data(block, 3, (rows, h)), data(block, 4, (rows, h))
-    weight, scale = data(block, 5, (h,)), wides(block, 6, (rows,))
+    weight, scale = wides(block, 5, (h,)), wides(block, 6, (rows,))
     dsum, dx = data(block, 7, (rows, h)), data(block, 8, (rows, h))
     dweight = wides(block, 9, (np.int64(_num_threads()), h))[np.int64(_thread_num())]
     first, last = share(rows)
@@ -242,16 +254,16 @@ def rms_norm_backward(block: Block) -> None:
         s, along = scale[i], np.float32(0)
         for j in range(h):
             product = wide(dy[i, j]) * wide(x[i, j])
-            along += product * wide(weight[j])
+            along += product * weight[j]
             dweight[j] += product * s
         along *= s * s * s / np.float32(h)
         if adds:
             for j in range(h):
-                through = wide(dy[i, j]) * wide(weight[j]) * s - wide(x[i, j]) * along
+                through = wide(dy[i, j]) * weight[j] * s - wide(x[i, j]) * along
                 dx[i, j] = narrow(through + wide(dsum[i, j]), dx)
         else:
             for j in range(h):
-                dx[i, j] = narrow(wide(dy[i, j]) * wide(weight[j]) * s - wide(x[i, j]) * along, dx)
+                dx[i, j] = narrow(wide(dy[i, j]) * weight[j] * s - wide(x[i, j]) * along, dx)
 
 
 def swiglu(block: Block) -> None:
@@ -276,6 +288,42 @@ def swiglu_backward(block: Block) -> None:
             sigmoid = np.float32(1) / (np.float32(1) + exp(-gate))
             out[i, 0, j] = narrow(d * up * sigmoid * (np.float32(1) + gate * (np.float32(1) - sigmoid)), out)
             out[i, 1, j] = narrow(d * gate * sigmoid, out)
+
+
+def gated(block: Block) -> None:
+    """rows, f, a, b, clamp, offset, gate_up [rows, 2, f] -> y [rows, f].
+
+    y = g * sigmoid(a g + b g^3) * (u + offset), where g is the gate, at most clamp, and u is up, from -clamp to clamp.
+    """
+    rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
+    clamp, offset = number(block, 4), number(block, 5)
+    gate_up, y = data(block, 6, (rows, 2, f)), data(block, 7, (rows, f))
+    first, last = share(rows)
+    for i in range(first, last):
+        for j in range(f):
+            g, u = wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
+            g = clamp if g > clamp else g
+            u = within(u, clamp)
+            c = within(g, np.float32(100))
+            y[i, j] = narrow(g / (np.float32(1) + exp(-(a + b * c * c) * c)) * (u + offset), y)
+
+
+def gated_backward(block: Block) -> None:
+    """rows, f, a, b, clamp, offset, dy [rows, f], gate_up [rows, 2, f] -> d gate_up; 0 where `gated` cuts off."""
+    rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
+    clamp, offset = number(block, 4), number(block, 5)
+    dy, gate_up, out = data(block, 6, (rows, f)), data(block, 7, (rows, 2, f)), data(block, 8, (rows, 2, f))
+    zero, one = np.float32(0), np.float32(1)
+    first, last = share(rows)
+    for i in range(first, last):
+        for j in range(f):
+            d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
+            g = clamp if gate > clamp else gate
+            u, c = within(up, clamp), within(g, np.float32(100))  # beyond 100, sigmoid is 0 or 1
+            sigmoid = one / (one + exp(-(a + b * c * c) * c))
+            slope = sigmoid * (one + c * (a + np.float32(3) * b * c * c) * (one - sigmoid))
+            out[i, 0, j] = narrow(zero if gate > clamp else d * (u + offset) * slope, out)
+            out[i, 1, j] = narrow(zero if abs(up) > clamp else d * g * sigmoid, out)
 
 
 def rope(block: Block) -> None:

@@ -1,4 +1,7 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), alone or together with the residual addition before it."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016, arXiv:1607.06450).
+
+Each alone, or together with the residual addition before it. Zero-centred ones multiply by 1 + weight.
+"""
 
 import torch
 from torch import Tensor
@@ -10,98 +13,226 @@ from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, kernel: Kernel = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, row by row: x [t, h], weight [h] -> [t, h].
 
     Statistics are taken in fp32 (float64 for float64), and the normed row is rounded to x's dtype before it meets the
-    weight, as the published Llama weights expect. Backward keeps x and one number per row.
+    weight, as the published Llama weights expect. If `zero_centred`, it is multiplied by 1 + weight and rounded after
+    that, as Gemma's expect. Backward keeps x and one number per row.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_rms_norm(x, weight, eps)
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, kernel == "auto" and cpu.takes(x, weight))  # type: ignore[no-untyped-call]  # torch's own
+        return reference_rms_norm(x, weight, eps, zero_centred=zero_centred)
+    loops = kernel == "auto" and cpu.takes(x, weight)
+    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centred, loops)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, kernel: Kernel = "auto"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The residual stream and its norm: (residual + x, rms_norm(residual + x)), all [t, h].
 
     One function instead of two, because its backward adds the two gradients of the sum while it computes one of them.
     """
     if kernel == "reference" or torch.compiler.is_compiling():
-        return reference_add_rms_norm(x, residual, weight, eps)
+        return reference_add_rms_norm(x, residual, weight, eps, zero_centred=zero_centred)
     loops = kernel == "auto" and cpu.takes(x, residual, weight)
-    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, loops)  # type: ignore[no-untyped-call]  # torch's own
+    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centred, loops)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
-def reference_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto"
+) -> Tensor:
+    """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, row by row: x [t, h], weight and bias [h] -> [t, h].
+
+    All of it in fp32 (float64 for float64), rounded once. Backward keeps x and two numbers per row.
+    """
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_layer_norm(x, weight, bias, eps, zero_centred=zero_centred)
+    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centred)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
+    zero_centred: bool = False, kernel: Kernel = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centred=zero_centred)
+    total, normed = AddLayerNormFunction.apply(x, residual, weight, bias, eps, zero_centred)  # type: ignore[no-untyped-call]  # torch's own
+    return total, normed
+
+
+# --- what they compute, in plain operations
+
+
+def reference_rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
     """What `rms_norm` computes, in plain operations."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.to(_wide(x))
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if zero_centred:
+        return (normed * (1 + weight.to(wide.dtype))).to(x.dtype)
     return (normed.to(x.dtype) * weight).to(x.dtype)
 
 
-def reference_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def reference_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
     """What `add_rms_norm` computes, in plain operations."""
     total = residual + x
-    return total, reference_rms_norm(total, weight, eps)
+    return total, reference_rms_norm(total, weight, eps, zero_centred=zero_centred)
+
+
+def reference_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False) -> Tensor:
+    """What `layer_norm` computes, in plain operations."""
+    wide = x.to(_wide(x))
+    centred = wide - wide.mean(-1, keepdim=True)
+    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    scale = weight.to(wide.dtype)
+    return (normed * (1 + scale if zero_centred else scale) + bias.to(wide.dtype)).to(x.dtype)
+
+
+def reference_add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """What `add_layer_norm` computes, in plain operations."""
+    total = residual + x
+    return total, reference_layer_norm(total, weight, bias, eps, zero_centred=zero_centred)
+
+
+# --- as autograd sees them
 
 
 class RMSNormFunction(Function):
     """`rms_norm` as autograd sees it."""
 
-    reference = staticmethod(lambda x, weight, eps, loops: reference_rms_norm(x, weight, eps))
+    reference = staticmethod(lambda x, weight, eps, zero, loops: reference_rms_norm(x, weight, eps, zero_centred=zero))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, loops: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, loops: bool) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y, scale = (_loop_forward if loops else _forward)(x, weight, eps)
+        y, scale = (_loop_forward if loops else _forward)(x, weight, eps, zero_centred)
         ctx.save_for_backward(x, weight, scale)
-        ctx.loops = loops
+        ctx.loops, ctx.zero_centred = loops, zero_centred
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, h] -> dx, dweight."""
-        x, weight, scale = ctx.saved_tensors
-        return *(_loop_backward if ctx.loops else _backward)(dy, x, weight, scale, None), None, None
+        return *_rms_gradients(ctx, dy, None), None, None, None
 
 
 class AddRMSNormFunction(Function):
     """`add_rms_norm` as autograd sees it."""
 
-    reference = staticmethod(lambda x, residual, weight, eps, loops: reference_add_rms_norm(x, residual, weight, eps))
+    reference = staticmethod(
+        lambda x, residual, weight, eps, zero, loops: reference_add_rms_norm(
+            x, residual, weight, eps, zero_centred=zero
+        )
+    )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, eps: float, loops: bool
+        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool, loops: bool
     ) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> (sum, normed)."""
         total = residual + x
-        y, scale = (_loop_forward if loops else _forward)(total, weight, eps)
+        y, scale = (_loop_forward if loops else _forward)(total, weight, eps, zero_centred)
         ctx.save_for_backward(total, weight, scale)
-        ctx.loops = loops
+        ctx.loops, ctx.zero_centred = loops, zero_centred
         return total, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the sum and of its norm -> one gradient for x and residual, and dweight."""
-        total, weight, scale = ctx.saved_tensors
-        dx, dweight = (_loop_backward if ctx.loops else _backward)(dy, total, weight, scale, dtotal)
-        return dx, dx, dweight, None, None
+        dx, dweight = _rms_gradients(ctx, dy, dtotal)
+        return dx, dx, dweight, None, None, None
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+class LayerNormFunction(Function):
+    """`layer_norm` as autograd sees it."""
+
+    reference = staticmethod(
+        lambda x, weight, bias, eps, zero: reference_layer_norm(x, weight, bias, eps, zero_centred=zero)
+    )
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        y, mean, scale = _layer_forward(x, weight, bias, eps, zero_centred)
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.zero_centred = zero_centred
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, h] -> dx, dweight, dbias."""
+        return *_layer_gradients(ctx, dy), None, None
+
+
+class AddLayerNormFunction(Function):
+    """`add_layer_norm` as autograd sees it."""
+
+    reference = staticmethod(
+        lambda x, residual, weight, bias, eps, zero: reference_add_layer_norm(
+            x, residual, weight, bias, eps, zero_centred=zero
+        )
+    )
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+    ) -> tuple[Tensor, Tensor]:
+        """x, residual [t, h] -> (sum, normed)."""
+        total = residual + x
+        y, mean, scale = _layer_forward(total, weight, bias, eps, zero_centred)
+        ctx.save_for_backward(total, weight, mean, scale)
+        ctx.zero_centred = zero_centred
+        return total, y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the sum and of its norm -> one gradient for x and residual, dweight and dbias."""
+        dx, dweight, dbias = _layer_gradients(ctx, dy)
+        dx = dx.add_(dtotal)
+        return dx, dx, dweight, dbias, None, None
+
+
+# --- RMSNorm's passes over memory
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What statistics are taken in."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
+    """What normed rows are multiplied by: the weight itself, or in fp32 one more."""
+    return weight.to(_wide(weight)) + 1 if zero_centred else weight
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """The normed rows, and 1 / root mean square of each row [t, 1], in the statistics' dtype."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = torch.mul(x, scale)  # wide, because `scale` is
+    if zero_centred:
+        return normed.mul_(_factor(weight, zero_centred)).to(x.dtype), scale
     return normed.to(x.dtype).mul_(weight), scale
+
+
+def _rms_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
+    """dx [t, h] and dweight [h] in the dtypes of x and weight."""
+    x, weight, scale = ctx.saved_tensors
+    factor = _factor(weight, ctx.zero_centred)
+    dx, dweight = (_loop_backward if ctx.loops else _backward)(dy, x, factor, scale, dtotal)
+    return dx, dweight.to(weight.dtype)
 
 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -112,18 +243,18 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tens
     """
     wide = scale.dtype
     product = torch.mul(dy.to(wide), x)
-    dweight = torch.mv(product.t(), scale.squeeze(-1)).to(weight.dtype)
+    dweight = torch.mv(product.t(), scale.squeeze(-1))
     along = torch.mv(product, weight.to(wide)).unsqueeze(-1)
     dx = torch.mul(dy, weight, out=product).mul_(scale)
     dx.addcmul_(x.to(wide), along.mul_(scale.pow(3)).div_(-x.shape[-1]))
     return (dx if dtotal is None else dx.add_(dtotal)).to(x.dtype), dweight
 
 
-def _loop_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _loop_forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """`_forward` in one pass."""
-    x = x.contiguous()
+    x, factor = x.contiguous(), _factor(weight, zero_centred).float().contiguous()
     y, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
-    cpu.run("rms_norm", x.dtype, *x.shape, eps, x, weight.contiguous(), y, scale, elements=x.numel())
+    cpu.run("rms_norm", x.dtype, *x.shape, eps, not zero_centred, x, factor, y, scale, elements=x.numel())
     return y, scale
 
 
@@ -131,11 +262,41 @@ def _loop_backward(
     dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """`_backward` in one pass; each thread sums its rows' part of dweight."""
-    dy, x, weight, dx = dy.contiguous(), x.contiguous(), weight.contiguous(), torch.empty_like(x)
+    dy, x, weight, dx = dy.contiguous(), x.contiguous(), weight.float().contiguous(), torch.empty_like(x)
     added = 0 if dtotal is None else dtotal.contiguous()
     dweight = x.new_zeros(cpu.num_threads(x.numel()), x.shape[1], dtype=torch.float32)
     cpu.run(
         "rms_norm_backward", x.dtype, *x.shape, dtotal is not None, dy, x, weight, scale, added, dx, dweight,
         elements=x.numel(),
     )  # fmt: skip
-    return dx, dweight.sum(0).to(weight.dtype)
+    return dx, dweight.sum(0)
+
+
+# --- LayerNorm's: torch has them fused
+
+
+def _layer_forward(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normed rows, and each row's mean and 1 / standard deviation [t, 1], in fp32 or float64."""
+    factor = _factor(weight, zero_centred).to(_wide(x))
+    y, mean, scale = torch.native_layer_norm(_taken(x), [x.shape[-1]], factor, bias.to(factor.dtype), eps)
+    return y.to(x.dtype), mean, scale
+
+
+def _layer_gradients(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [t, h], dweight [h] and dbias [h]."""
+    x, weight, mean, scale = ctx.saved_tensors
+    factor = _factor(weight, ctx.zero_centred).to(mean.dtype)
+    dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+        _taken(dy), _taken(x), [x.shape[-1]], mean, scale, factor, torch.zeros_like(factor), [True, True, True]
+    )
+    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _taken(x: Tensor) -> Tensor:
+    """x as torch's fused norms take it beside fp32 weights: on the CPU as it is, elsewhere in fp32, too.
+
+    With bf16 weights they would keep statistics in bf16 on the CPU, and 1 + weight would be rounded.
+    """
+    return x.contiguous() if x.device.type == "cpu" else x.to(_wide(x)).contiguous()

@@ -1,4 +1,4 @@
-"""The gated MLP, its inner features split over the tensor-parallel ranks."""
+"""MLPs, gated or not, their inner features split over the tensor-parallel ranks."""
 
 import math
 from collections.abc import Callable
@@ -8,43 +8,93 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.kernels.activation import Gate, activate, gated
 from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
 from megalith.kernels.swiglu import swiglu
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
 from megalith.plan.shards import cut_dim, split_evenly, whole
 
+Inner = Callable[[Tensor], Input]
+"""What lies between the two matmuls: an activation [t, f] -> [t, f], or a gate [t, 2 f] -> [t, f]."""
 
-class SwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020, arXiv:2002.05202."""
+
+class GatedMLP(nn.Module):
+    """`down(activation(gate(x)) * up(x))`: x [t, h] -> [t, h]. Source: Shazeer 2020, arXiv:2002.05202."""
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        act_again: Rebuilding | None = None,
+        activation: Inner = swiglu,
     ) -> None:  # fmt: skip
-        """`act_again`: backward computes the gated features again instead of keeping them."""
+        """`activation`: what becomes of gate and up, side by side."""
         super().__init__()
-        self.activation: Callable[[Tensor], Input] = swiglu if act_again is None else partial(swiglu_again, act_again)
-        h, f = config.hidden_size, config.ffn_hidden_size
-        sizes, rank, axes = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
-        gate_up = cut_dim(whole(f"{name}.gate_up", (2, f, h)), 1, sizes, rank, axes)
-        gate_up_bias = cut_dim(whole(f"{name}.gate_up_bias", (2, f), inputs=0), 1, sizes, rank, axes)
-        down = cut_dim(whole(f"{name}.down", (h, f)), 1, sizes, rank, axes)
-        down_bias = whole(f"{name}.down_bias", (h,), invariant=region.invariant, inputs=0)
-        self.gate_up = ColumnLinear(
-            [Declared(gate_up, Init(config.init_std))], [Declared(gate_up_bias, ZEROS)] if config.mlp_bias else [],
-            region, dtype=dtype,
-        )  # fmt: skip
-        self.down = RowLinear(
-            Declared(down, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-            Declared(down_bias, ZEROS) if config.mlp_bias else None, region, dtype=dtype,
-        )  # fmt: skip
+        self.activation = activation
+        self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, region, dtype)
+        self.down = _down(f"{name}.down", config, mesh, region, dtype)
 
     def forward(self, x: Input) -> Tensor:
         """x [t, h] -> [t, h]."""
         return self.down(self.activation(self.gate_up(x)))
 
 
-def swiglu_again(again: Rebuilding, gate_up: Tensor) -> Rebuilt:
-    """`swiglu`, of which backward keeps gate_up alone, as it does anyway."""
-    return again(swiglu(gate_up), swiglu, (gate_up,))
+class MLP(nn.Module):
+    """`down(activation(up(x)))`: x [t, h] -> [t, h]. Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.3."""
+
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, activation: Inner
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.up = _up(f"{name}.up", (), config, mesh, region, dtype)
+        self.down = _down(f"{name}.down", config, mesh, region, dtype)
+
+    def forward(self, x: Input) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return self.down(self.activation(self.up(x)))
+
+
+def build_mlp(
+    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+    act_again: Rebuilding | None = None,
+) -> GatedMLP | MLP:  # fmt: skip
+    """The MLP that the config describes. `act_again`: backward computes the activation again instead of keeping it."""
+    plain = choose_activation(config)
+    kind = GatedMLP if config.gated else MLP
+    inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
+    return kind(name, config, mesh, region, dtype=dtype, activation=inner)
+
+
+def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What the config says lies between the matmuls, by the fastest kernel that there is for it."""
+    if not config.gated:
+        return partial(activate, activation=config.activation)
+    gate = Gate(config.activation, config.activation_clamp, config.up_offset)
+    return swiglu if gate == Gate("silu") else partial(gated, gate=gate)
+
+
+def computed_again(again: Rebuilding, activation: Callable[[Tensor], Tensor], x: Tensor) -> Rebuilt:
+    """`activation(x)`, of which backward keeps x alone, as the activation does anyway."""
+    return again(activation(x), activation, (x,))
+
+
+def _up(
+    name: str, stack: tuple[int, ...], config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype
+) -> ColumnLinear:
+    """My inner features of one matrix [f, h], or of several, [*stack, f, h]."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    cut = split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes
+    weight = cut_dim(whole(name, (*stack, f, h)), len(stack), *cut)
+    bias = cut_dim(whole(f"{name}_bias", (*stack, f), inputs=0), len(stack), *cut)
+    biases = [Declared(bias, ZEROS)] if config.mlp_bias else []
+    return ColumnLinear([Declared(weight, Init(config.init_std))], biases, region, dtype=dtype)
+
+
+def _down(name: str, config: ModelConfig, mesh: Mesh, region: Region, dtype: torch.dtype) -> RowLinear:
+    """Back to [h] from my inner features."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    weight = cut_dim(whole(name, (h, f)), 1, split_evenly(f, mesh.tp.size), mesh.tp.rank, mesh.tp.axes)
+    bias = whole(f"{name}_bias", (h,), invariant=region.invariant, inputs=0)
+    start = Init(config.init_std / math.sqrt(2 * config.num_layers))
+    return RowLinear(
+        Declared(weight, start), Declared(bias, ZEROS) if config.mlp_bias else None, region, dtype=dtype
+    )  # fmt: skip

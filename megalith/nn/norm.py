@@ -1,44 +1,105 @@
 """Normalisation of each token's features."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.norm import add_rms_norm, rms_norm
+from megalith.config.model import ModelConfig
+from megalith.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from megalith.kernels.rebuilt import Input, Rebuilding
-from megalith.parallel.tensor import ONES, Declared, declare
+from megalith.parallel.tensor import ONES, ZEROS, Declared, declare
 from megalith.plan.shards import whole
 
 
-class RMSNorm(nn.Module):
-    """Divide each token by the root of its mean square, then scale its features: x [t, h] -> x [t, h].
+class Norm(nn.Module):
+    """What all norms do: x [t, h] -> x [t, h], alone or after the residual addition before it."""
 
-    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
-    """
+    norm: Callable[..., Tensor]
+    """(x, *affine) -> normed."""
+
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    """(x, residual, *affine) -> their sum, normed."""
 
     weight: nn.Parameter
 
     def __init__(
-        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
-        again: Rebuilding | None = None,
+        self, name: str, size: int, *, invariant: frozenset[str], dtype: torch.dtype, zero_centred: bool,
+        again: Rebuilding | None,
     ) -> None:  # fmt: skip
         """`again`: the layer that reads the result computes it again in backward instead of keeping it."""
         super().__init__()
-        self.eps, self.again = eps, again
+        self.again = again
         shard = whole(f"{name}.weight", (size,), invariant=invariant, inputs=0)
-        declare(self, "weight", Declared(shard, ONES), dtype=dtype)
+        declare(self, "weight", Declared(shard, ZEROS if zero_centred else ONES), dtype=dtype)
+
+    def affine(self) -> tuple[Tensor, ...]:
+        """What normed features are multiplied by, and what is added to them."""
+        return (self.weight,)
 
     def forward(self, x: Tensor) -> Input:
         """x [t, h] -> [t, h]."""
-        return self._result(rms_norm(x, self.weight, self.eps), x)
+        return self._result(self.norm(x, *self.affine()), x)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Input]:
         """x, residual [t, h] -> their sum, and the norm of the sum; in one function, backward has one pass less."""
-        total, normed = add_rms_norm(x, residual, self.weight, self.eps)
+        total, normed = self.add_norm(x, residual, *self.affine())
         return total, self._result(normed, total)
 
     def _result(self, normed: Tensor, x: Tensor) -> Input:
         if self.again is None:
             return normed
-        return self.again(normed, partial(rms_norm, eps=self.eps), (x, self.weight))
+        return self.again(normed, self.norm, (x, *self.affine()))
+
+
+class RMSNorm(Norm):
+    """Divide each token by the root of its mean square, then scale its features: x [t, h] -> x [t, h].
+
+    Source: Zhang and Sennrich 2019, arXiv:1910.07467.
+    """
+
+    def __init__(
+        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
+        zero_centred: bool = False, again: Rebuilding | None = None,
+    ) -> None:  # fmt: skip
+        """`zero_centred`: scale by 1 + weight, which starts at 0."""
+        super().__init__(name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again)
+        self.norm = partial(rms_norm, eps=eps, zero_centred=zero_centred)
+        self.add_norm = partial(add_rms_norm, eps=eps, zero_centred=zero_centred)
+
+
+class LayerNorm(Norm):
+    """Take each token's mean away, divide by its standard deviation, then scale and shift: x [t, h] -> x [t, h].
+
+    Source: Ba et al. 2016, arXiv:1607.06450.
+    """
+
+    bias: nn.Parameter
+
+    def __init__(
+        self, name: str, size: int, *, eps: float, invariant: frozenset[str], dtype: torch.dtype,
+        zero_centred: bool = False, again: Rebuilding | None = None,
+    ) -> None:  # fmt: skip
+        """`zero_centred`: scale by 1 + weight, which starts at 0."""
+        super().__init__(name, size, invariant=invariant, dtype=dtype, zero_centred=zero_centred, again=again)
+        shard = whole(f"{name}.bias", (size,), invariant=invariant, inputs=0)
+        declare(self, "bias", Declared(shard, ZEROS), dtype=dtype)
+        self.norm = partial(layer_norm, eps=eps, zero_centred=zero_centred)
+        self.add_norm = partial(add_layer_norm, eps=eps, zero_centred=zero_centred)
+
+    def affine(self) -> tuple[Tensor, ...]:
+        """Scale and shift."""
+        return self.weight, self.bias
+
+
+def build_norm(
+    name: str, size: int, config: ModelConfig, *, invariant: frozenset[str], dtype: torch.dtype,
+    again: Rebuilding | None = None,
+) -> Norm:  # fmt: skip
+    """The norm that a model uses everywhere, over `size` features; see `Norm` about the rest."""
+    kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
+    return kind(
+        name, size, eps=config.norm_eps, invariant=invariant, dtype=dtype, zero_centred=config.norm_zero_centred,
+        again=again,
+    )  # fmt: skip

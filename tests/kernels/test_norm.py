@@ -1,11 +1,22 @@
-"""RMSNorm: right gradients, the rounding of published weights, little kept for backward."""
+"""Norms: right gradients, the rounding of published weights, little kept for backward."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
+from megalith.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    layer_norm,
+    reference_add_layer_norm,
+    reference_add_rms_norm,
+    reference_layer_norm,
+    reference_rms_norm,
+    rms_norm,
+)
 
 EPS = 1e-5
 
@@ -20,8 +31,8 @@ def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Ten
 
 def test_gradients_are_those_of_finite_differences() -> None:
     x, residual, weight = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2)
-    assert torch.autograd.gradcheck(lambda *a: rms_norm(*a, EPS), (x, weight))
-    assert torch.autograd.gradcheck(lambda *a: add_rms_norm(*a, EPS), (x, residual, weight))
+    assert torch.autograd.gradcheck(partial(rms_norm, eps=EPS), (x, weight))
+    assert torch.autograd.gradcheck(partial(add_rms_norm, eps=EPS), (x, residual, weight))
 
 
 def test_equals_torch() -> None:
@@ -36,7 +47,7 @@ def test_equals_torch() -> None:
 def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, tolerance: float, h: int) -> None:
     inputs = [wants(33, h, dtype=dtype), wants(h, seed=1, dtype=dtype)]
     dy = seeded(33, h, seed=2, dtype=dtype)
-    y, expected = rms_norm(*inputs, EPS), reference_rms_norm(*inputs, EPS)
+    y, expected = rms_norm(inputs[0], inputs[1], EPS), reference_rms_norm(inputs[0], inputs[1], EPS)
     assert y.dtype == dtype
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance)
     for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
@@ -100,7 +111,8 @@ def test_the_normed_row_is_rounded_before_it_meets_the_weight(t: int) -> None:
 def test_residual_and_norm_in_one_equal_the_two(dtype: torch.dtype) -> None:
     inputs = [wants(9, 16, dtype=dtype), wants(9, 16, seed=1, dtype=dtype), wants(16, seed=2, dtype=dtype)]
     dys = [seeded(9, 16, seed=3, dtype=dtype), seeded(9, 16, seed=4, dtype=dtype)]
-    ours, expected = add_rms_norm(*inputs, EPS), reference_add_rms_norm(*inputs, EPS)
+    x, residual, weight = inputs
+    ours, expected = add_rms_norm(x, residual, weight, EPS), reference_add_rms_norm(x, residual, weight, EPS)
     for mine, theirs in zip(ours, expected):
         torch.testing.assert_close(mine, theirs)
     tolerance = {torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
@@ -144,3 +156,107 @@ def test_shapes_hold_on_meta() -> None:
     y.sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == (8,)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_a_zero_centred_weight_counts_one_more_under_every_kernel(
+    dtype: torch.dtype, tolerance: float, kernel: Kernel
+) -> None:
+    t, h = 211, 97
+    x, residual, weight = wants(t, h, dtype=dtype), wants(t, h, seed=1, dtype=dtype), wants(h, seed=2, dtype=dtype)
+    dys = [seeded(t, h, seed=3, dtype=dtype), seeded(t, h, seed=4, dtype=dtype)]
+    ours, expected = (
+        add_rms_norm(x, residual, weight, EPS, zero_centred=True, kernel=each) for each in (kernel, "reference")
+    )
+    for a, b in zip(ours, expected):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+    pairs = (torch.autograd.grad(each, (x, residual, weight), dys) for each in (ours, expected))
+    for a, b in zip(*pairs):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+@pytest.mark.parametrize("t", [64, 1024])
+def test_a_zero_centred_norm_rounds_once_at_the_end_as_gemma_does(t: int) -> None:
+    x, weight = seeded(t, 32, dtype=torch.bfloat16), seeded(32, seed=1, dtype=torch.bfloat16)
+    wide = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + EPS)
+    expected = (wide * (1.0 + weight.float())).bfloat16()
+    rounded_twice = (wide.bfloat16() * (1.0 + weight)).bfloat16()
+    found = rms_norm(x, weight, EPS, zero_centred=True)
+    assert (found != expected).float().mean() < 1e-3 < (rounded_twice != expected).float().mean()
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_gradients_of_every_norm_are_those_of_finite_differences(zero_centred: bool) -> None:
+    x, residual, weight, bias = wants(5, 7), wants(5, 7, seed=1), wants(7, seed=2), wants(7, seed=3)
+    rms, layer, add = (
+        partial(each, eps=EPS, zero_centred=zero_centred) for each in (rms_norm, layer_norm, add_layer_norm)
+    )
+    assert torch.autograd.gradcheck(rms, (x, weight))
+    assert torch.autograd.gradcheck(layer, (x, weight, bias))
+    assert torch.autograd.gradcheck(add, (x, residual, weight, bias))
+
+
+def test_layer_norm_equals_torch() -> None:
+    x, weight, bias = seeded(5, 7), seeded(7, seed=1), seeded(7, seed=2)
+    expected = torch.nn.functional.layer_norm(x, (7,), weight, bias, EPS)
+    torch.testing.assert_close(layer_norm(x, weight, bias, EPS), expected)
+    torch.testing.assert_close(layer_norm(x, weight - 1, bias, EPS, zero_centred=True), expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_layer_norm_and_its_gradients_equal_the_reference(
+    dtype: torch.dtype, tolerance: float, zero_centred: bool
+) -> None:
+    x, residual = wants(33, 65, dtype=dtype), wants(33, 65, seed=1, dtype=dtype)
+    weight, bias = wants(65, seed=2, dtype=dtype), wants(65, seed=3, dtype=dtype)
+    dys = [seeded(33, 65, seed=4, dtype=dtype), seeded(33, 65, seed=5, dtype=dtype)]
+    ours = add_layer_norm(x, residual, weight, bias, EPS, zero_centred=zero_centred)
+    expected = reference_add_layer_norm(x, residual, weight, bias, EPS, zero_centred=zero_centred)
+    alone = layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
+    alone_expected = reference_layer_norm(x, weight, bias, EPS, zero_centred=zero_centred)
+    inputs = [x, residual, weight, bias]
+    mine = [*ours, alone, *torch.autograd.grad(ours, inputs, dys), *torch.autograd.grad(alone, [x], dys[:1])]
+    theirs = [*expected, alone_expected, *torch.autograd.grad(expected, inputs, dys)]
+    theirs += torch.autograd.grad(alone_expected, [x], dys[:1])
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == dtype
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_layer_norm_keeps_x_and_two_numbers_per_row_in_fp32() -> None:
+    x, weight, bias = (wants(*shape, dtype=torch.bfloat16) for shape in ((9, 16), (16,), (16,)))
+    kept: list[Tensor] = []
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        layer_norm(x, weight, bias, EPS)
+    assert sorted((saved.numel(), saved.dtype.itemsize) for saved in kept) == [(9, 4), (9, 4), (16, 2), (9 * 16, 2)]
+
+
+def test_layer_norm_leaves_its_inputs_and_their_gradients_as_they_were() -> None:
+    x, residual, weight, bias = wants(9, 16), wants(9, 16, seed=1), wants(16, seed=2), wants(16, seed=3)
+    dys = (seeded(9, 16, seed=4), seeded(9, 16, seed=5))
+    copies = [a.detach().clone() for a in (x, residual, weight, bias, *dys)]
+    torch.autograd.grad(add_layer_norm(x, residual, weight, bias, EPS), (x, residual, weight, bias), dys)
+    assert all(torch.equal(a, b) for a, b in zip((x, residual, weight, bias, *dys), copies))
+
+
+def test_layer_norm_of_rows_that_do_not_lie_together_and_of_meta() -> None:
+    weight, bias = seeded(5, seed=1), seeded(5, seed=2)
+    x = wants(5, 9)
+    (mine,) = torch.autograd.grad(layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())
+    (theirs,) = torch.autograd.grad(reference_layer_norm(x.t(), weight, bias, EPS), x, seeded(5, 9, seed=3).t())
+    torch.testing.assert_close(mine, theirs)
+    meta = torch.empty(9, 5, device="meta", requires_grad=True)
+    total, y = add_layer_norm(meta, meta, weight.float().to("meta"), bias.float().to("meta"), EPS)
+    y.sum().backward()
+    assert total.shape == y.shape == (9, 5)

@@ -8,7 +8,7 @@ from megalith.kernels.rebuilt import Rebuilt
 from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import Block, RecomputedCore
-from megalith.nn.mlp import SwiGLU
+from megalith.nn.mlp import GatedMLP
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import WholeTokens
@@ -31,7 +31,7 @@ def test_its_parameters_are_named_after_their_place(layers: SimpleNamespace) -> 
         "attention_norm.weight", "attention.q", "attention.kv", "attention.o",
         "mlp_norm.weight", "mlp.gate_up", "mlp.down",
     ]  # fmt: skip
-    assert isinstance(block.attention, Attention) and isinstance(block.mlp, SwiGLU)
+    assert isinstance(block.attention, Attention) and isinstance(block.mlp, GatedMLP)
 
 
 def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace) -> None:

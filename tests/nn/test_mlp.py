@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from megalith.config.model import Activation, ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.kernels.activation import Gate, activate, gated, reference_activate, reference_gated
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.swiglu import swiglu
@@ -14,7 +15,7 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.init import fill
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp, choose_activation, computed_again
 from megalith.parallel.autograd import gather
-from megalith.parallel.mesh import Mesh
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -53,7 +54,9 @@ def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> Non
 
 @pytest.mark.parametrize("tp", [2, 3, 4])
 @pytest.mark.parametrize("changes", KINDS)
-def test_ranks_hold_uneven_slices_that_make_the_whole(tp: int, changes: dict[str, Any], layers: SimpleNamespace) -> None:
+def test_ranks_hold_uneven_slices_that_make_the_whole(
+    tp: int, changes: dict[str, Any], layers: SimpleNamespace
+) -> None:
     config = layers.config(mlp_bias=True, num_kv_heads=6, **changes)
     whole = layers.weights(layers.build(build_mlp, config))
     parts = [layers.weights(layers.build(build_mlp, config, layers.paper(config, tp, rank))) for rank in range(tp)]
@@ -83,10 +86,9 @@ def _results(layer: nn.Module, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, d
     return y.detach(), x.grad, gradients
 
 
-def _equals_one_rank(rank: int, world: int, make: SimpleNamespace, changes: dict[str, Any], sp: bool) -> None:
-    config = make.config(num_kv_heads=6, **changes)
-    alone, mesh = _filled(config, make.one(), False), make.real(config, world, rank)
-    x, dy = make.inputs(6), make.inputs(6).flip(0)
+def _equals_one_rank(rank: int, world: int, config: ModelConfig, x: Tensor, sp: bool) -> None:
+    mesh, dy = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank), x.flip(0)
+    alone = _filled(config, mesh_of_one(), False)
     layer = _filled(config, mesh, sp)
     mine = slice(rank * 6 // world, (rank + 1) * 6 // world) if sp else slice(None)
     y, dx, gradients = _results(layer, x[mine], dy[mine])
@@ -107,7 +109,7 @@ def _equals_one_rank(rank: int, world: int, make: SimpleNamespace, changes: dict
 def test_under_tensor_parallelism_results_and_gradients_are_those_of_one_rank(
     tp: int, sp: bool, changes: dict[str, Any], layers: SimpleNamespace
 ) -> None:
-    run_ranks(_equals_one_rank, tp, layers, changes, sp)
+    run_ranks(_equals_one_rank, tp, layers.config(num_kv_heads=6, **changes), layers.inputs(6), sp)
 
 
 def test_without_biases_there_are_none(layers: SimpleNamespace) -> None:

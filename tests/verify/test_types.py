@@ -27,7 +27,7 @@ from megalith.kernels.cross_entropy import token_losses
 from megalith.kernels.tokens import Tokens
 from megalith.models.decoder import Decoder
 from megalith.nn.block import Block
-from megalith.nn.mlp import SwiGLU
+from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
 from megalith.parallel import tensor as layers
@@ -338,10 +338,10 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
 
 
 def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
-    def reads_a_number(self: SwiGLU, x: Tensor) -> Tensor:
+    def reads_a_number(self: GatedMLP, x: Tensor) -> Tensor:
         return x * x.sum().item()
 
-    with replaced(SwiGLU, "forward", reads_a_number), pytest.raises(RuntimeError, match="meta tensors"):
+    with replaced(GatedMLP, "forward", reads_a_number), pytest.raises(RuntimeError, match="meta tensors"):
         type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,))
 
 

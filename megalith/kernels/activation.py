@@ -1,0 +1,216 @@
+"""What an MLP does to its inner features: an activation, or an activation that gates other features.
+
+Backward keeps the input alone and computes the activation again. SwiGLU has a file of its own (kernels/swiglu.py).
+Sources: gelu: Hendrycks and Gimpel 2016, arXiv:1606.08415; gated: Shazeer 2020, arXiv:2002.05202; squared ReLU: So et
+al. 2021, arXiv:2109.08668; a clamped gate with an offset: gpt-oss, arXiv:2508.10925, section 2.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from megalith.config.model import Activation
+from megalith.kernels import cpu
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.linear import Context
+
+QUICK = 1.702
+"""quick_gelu's logistic function is nearest to the normal distribution's with this (arXiv:1606.08415, section 2)."""
+
+ROOT_2_OVER_PI, CUBE = 0.7978845608028654, 0.044715
+"""gelu_tanh is x / 2 * (1 + tanh(ROOT_2_OVER_PI * (x + CUBE * x^3)))."""
+
+
+class Gate(NamedTuple):
+    """How gate [t, f] and up [t, f] become `activation(min(gate, clamp)) * (clip(up, -clamp, clamp) + up_offset)`."""
+
+    activation: Activation
+    clamp: float | None = None
+    """The largest gate, and the largest size of up; no gradient beyond. Unset: none."""
+
+    up_offset: float = 0.0
+
+
+def activate(x: Tensor, activation: Activation, *, kernel: Kernel = "auto") -> Tensor:
+    """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64), rounded once."""
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_activate(x, activation)
+    y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def gated(gate_up: Tensor, gate: Gate, *, kernel: Kernel = "auto") -> Tensor:
+    """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64, rounded once."""
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_gated(gate_up, gate)
+    loops = kernel == "auto" and gate.activation in SIGMOIDS and cpu.takes(gate_up)
+    y: Tensor = GatedFunction.apply(gate_up, gate, loops)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+# --- what they compute, in plain operations
+
+REFERENCES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
+    "silu": lambda x: x * torch.sigmoid(x),
+    "gelu": lambda x: x / 2 * (1 + torch.erf(x / 2**0.5)),
+    "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh(ROOT_2_OVER_PI * (x + CUBE * x**3))),
+    "quick_gelu": lambda x: x * torch.sigmoid(QUICK * x),
+    "relu": torch.relu,
+    "squared_relu": lambda x: torch.relu(x).square(),
+}
+
+
+def reference_activate(x: Tensor, activation: Activation) -> Tensor:
+    """What `activate` computes, in plain operations."""
+    return REFERENCES[activation](x.to(_wide(x))).to(x.dtype)
+
+
+def reference_gated(gate_up: Tensor, gate: Gate) -> Tensor:
+    """What `gated` computes, in plain operations."""
+    g, up = gate_up.to(_wide(gate_up)).chunk(2, dim=-1)
+    if gate.clamp is not None:
+        g, up = g.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
+    return (REFERENCES[gate.activation](g) * (up + gate.up_offset)).to(gate_up.dtype)
+
+
+# --- each activation and its backward, in any floating dtype
+
+
+class Formula(NamedTuple):
+    """An activation for tensors of any shape."""
+
+    value: Callable[[Tensor], Tensor]
+    """x -> y."""
+
+    backward: Callable[[Tensor, Tensor], Tensor]
+    """dy, x -> dx."""
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return torch.sigmoid(QUICK * x).mul_(x)
+
+
+def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.ops.aten.silu_backward(dy, QUICK * x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
+
+
+def _squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    return torch.relu(x).mul_(2).mul_(dy)
+
+
+FORMULAS: Mapping[Activation, Formula] = {
+    "silu": Formula(functional.silu, torch.ops.aten.silu_backward),
+    "gelu": Formula(functional.gelu, torch.ops.aten.gelu_backward),
+    "gelu_tanh": Formula(
+        lambda x: functional.gelu(x, approximate="tanh"),
+        lambda dy, x: torch.ops.aten.gelu_backward(dy, x, approximate="tanh"),
+    ),
+    "quick_gelu": Formula(_quick_gelu, _quick_gelu_backward),
+    "relu": Formula(torch.relu, lambda dy, x: torch.ops.aten.threshold_backward(dy, x, 0)),
+    "squared_relu": Formula(lambda x: torch.relu(x).square_(), _squared_relu_backward),
+}
+
+SIGMOIDS: Mapping[Activation, tuple[float, float]] = {
+    "silu": (1.0, 0.0),
+    "quick_gelu": (QUICK, 0.0),
+    "gelu_tanh": (2 * ROOT_2_OVER_PI, 2 * ROOT_2_OVER_PI * CUBE),  # (1 + tanh(u)) / 2 is sigmoid(2 u)
+}
+"""Those that are x * sigmoid(a x + b x^3), which one compiled loop computes: a and b."""
+
+
+# --- as autograd sees them
+
+
+class ActivationFunction(Function):
+    """`activate` as autograd sees it."""
+
+    reference = staticmethod(reference_activate)
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, activation: Activation) -> Tensor:
+        """[t, f] -> [t, f]."""
+        ctx.save_for_backward(x)
+        ctx.activation = activation
+        return FORMULAS[activation].value(x.to(_wide(x))).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None]:
+        """dy [t, f] -> dx [t, f]."""
+        (x,) = ctx.saved_tensors
+        return FORMULAS[ctx.activation].backward(dy.to(_wide(x)), x.to(_wide(x))).to(x.dtype), None
+
+
+class GatedFunction(Function):
+    """`gated` as autograd sees it."""
+
+    reference = staticmethod(lambda gate_up, gate, loops: reference_gated(gate_up, gate))
+
+    @staticmethod
+    def forward(ctx: Context, gate_up: Tensor, gate: Gate, loops: bool) -> Tensor:
+        """[t, 2 f] -> [t, f]."""
+        ctx.save_for_backward(gate_up)
+        ctx.gate, ctx.loops = gate, loops
+        return (_loop_forward if loops else _forward)(gate_up, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None, None]:
+        """dy [t, f] -> [t, 2 f]."""
+        return (_loop_backward if ctx.loops else _backward)(dy, *ctx.saved_tensors, ctx.gate), None, None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+    """Gate and up [t, f] within their limits; without any, parts of `wide` [t, 2 f] itself."""
+    g, up = wide.chunk(2, dim=-1)
+    return (g, up) if clamp is None else (g.clamp(max=clamp), up.clamp(-clamp, clamp))
+
+
+def _forward(gate_up: Tensor, gate: Gate) -> Tensor:
+    g, up = _limited(gate_up.to(_wide(gate_up)), gate.clamp)
+    value = FORMULAS[gate.activation].value(g)
+    return value.mul_(up + gate.up_offset if gate.up_offset else up).to(gate_up.dtype)
+
+
+def _backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+    """Both halves of the gradient, 0 for what was cut off."""
+    wide = gate_up.to(_wide(gate_up))
+    g, up = _limited(wide, gate.clamp)
+    formula, d = FORMULAS[gate.activation], dy.to(wide.dtype)
+    halves = formula.backward(d * (up + gate.up_offset), g), formula.value(g).mul_(d)
+    if gate.clamp is not None:
+        whole_gate, whole_up = wide.chunk(2, dim=-1)
+        halves[0].masked_fill_(whole_gate > gate.clamp, 0.0)
+        halves[1].masked_fill_(whole_up.abs() > gate.clamp, 0.0)
+    return torch.cat(halves, dim=-1).to(gate_up.dtype)
+
+
+def _loop_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`_forward` in one pass."""
+    gate_up = gate_up.contiguous()
+    t, f = gate_up.shape[0], gate_up.shape[1] // 2
+    y = gate_up.new_empty(t, f)
+    cpu.run("gated", y.dtype, t, f, *_numbers(gate), gate_up, y, elements=y.numel())
+    return y
+
+
+def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+    """`_backward` in one pass."""
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    out = torch.empty_like(gate_up)
+    cpu.run("gated_backward", dy.dtype, *dy.shape, *_numbers(gate), dy, gate_up, out, elements=dy.numel())
+    return out
+
+
+def _numbers(gate: Gate) -> tuple[float, float, float, float]:
+    """a and b of `SIGMOIDS`, the clamp and the offset."""
+    return *SIGMOIDS[gate.activation], float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
