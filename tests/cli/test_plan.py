@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,13 +17,6 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 @pytest.fixture
 def recipe(tmp_path: Path) -> str:
     return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
-
-
-def document(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What was printed, which must be one JSON document and nothing else."""
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
 
 
 def flat(text: str) -> str:
@@ -42,7 +34,7 @@ def test_explain_shows_grids_groups_stages_and_slices(recipe: str, capsys: pytes
 
 def test_explain_as_json_has_the_same_and_the_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "explain", recipe, "--json"]) == 0
-    found = document(capsys)
+    found = json.loads(capsys.readouterr().out)
     assert found["world"] == 2, "without --world one replica"
     assert [row["axis"] for row in found["dense"]] == ["tp", "cp", "dp", "pp"]
     assert found["groups"][0]["axes"] == "tp" and found["stages"][0]["layers"] == "0-1"
@@ -97,7 +89,7 @@ def test_estimate_that_does_not_fit_is_1_with_the_nearest_fix(capsys: pytest.Cap
 
 def test_estimate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "estimate", "llama3_8b", "--world", "16", "--json"]) == 1
-    found = document(capsys)
+    found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "does not fit" and found["worst"]["rank"] == 0
     assert found["nearest_fix"]["overrides"] == {"parallel.zero": "1"}
     assert found["worst"]["total"] == sum(found["worst"]["memory"].values())

@@ -21,19 +21,11 @@ def recipe(tmp_path: Path) -> str:
     return str(tiny_yaml(tmp_path / "tiny.yaml", {"parallel.tp": "2", "parallel.sp": "true"}))
 
 
-def document(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
-    """What was printed, which must be one JSON document and nothing else."""
-    found = json.loads(capsys.readouterr().out)
-    assert isinstance(found, dict)
-    return found
-
-
 def test_a_layout_that_holds_is_0_and_every_part_has_its_rows(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", recipe, "--world", "6", "--json"]) == 0
-    found = document(capsys)
+    found = json.loads(capsys.readouterr().out)
     assert found["holds"] is True
     rows = found["rows"]
-    assert isinstance(rows, list)
     assert {row["part"] for row in rows} == {"a", "b", "c", "d"}
     questions = " ".join(row["question"] for row in rows)
     for asked in ("every rule", "at world 6", "4 processes", "first loss", "gradients", "checkpoint", "copies agree"):
@@ -52,8 +44,7 @@ def test_broken_rules_are_all_reported_and_the_rest_is_not_tried(
 ) -> None:
     words = ["--parallel.tp", "3", "--model.num_kv_heads", "4", "--train.seq_len", "64", "--optim.beta2", "2"]
     assert main(["verify", recipe, "--world", "8", *words, "--json"]) == 1
-    rows = document(capsys)["rows"]
-    assert isinstance(rows, list)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert {(row["part"], row["holds"]) for row in rows} == {("a", False)}
     told = " ".join(row["answer"] for row in rows)
     for said in ("parallel.tp=3", "train.seq_len=64 is more than", "optim.beta2=2.0 must be in"):
@@ -71,8 +62,7 @@ def test_a_planted_problem_is_1_and_named(
 
     monkeypatch.setattr(prove, "shrink", faulty)
     assert main(["verify", recipe, "--json"]) == 1
-    rows = document(capsys)["rows"]
-    assert isinstance(rows, list)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     assert all(row["holds"] for row in rows if row["part"] in "abc")
     (wrong,) = [row for row in rows if row["question"].strip() == "gradients"]
     assert not wrong["holds"] and "_norm.weight" in wrong["answer"]
@@ -122,8 +112,7 @@ def test_no_is_not_an_error_of_the_user() -> None:
 @pytest.mark.slow  # 80 layers at three places of the world: about ten seconds, of which the rest is starting ranks
 def test_70b_on_4096_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "llama3_70b", "--world", "4096", "--json"]) == 0
-    rows = document(capsys)["rows"]
-    assert isinstance(rows, list)
+    rows = json.loads(capsys.readouterr().out)["rows"]
     types = next(row for row in rows if row["part"] == "b")
     print(types["answer"])
     seconds, gib = (float(word.split()[0]) for word in types["answer"].rsplit("; ", 1)[1].split(", "))
