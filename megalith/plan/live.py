@@ -6,19 +6,18 @@ from itertools import accumulate
 from megalith.plan.schedule import Kind, Schedule
 from megalith.plan.simulate import Number
 
+CHANGES: dict[Kind, int] = {"F": 1, "B": -1, "W": -1}
+"""Of the number of microbatches between their F and the end of their backward."""
+
 
 def peak_live(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
-    """By rank and chunk: how many microbatches at most are between their F and the end of their backward (B or W)."""
+    """By rank and chunk: how many microbatches at most are between their F and the end of their backward."""
     peaks = []
     for actions in schedule.ranks:
         live, peak = [0] * schedule.num_chunks, [0] * schedule.num_chunks
         for kind, chunk, _, _ in actions:
-            if kind == "F":
-                live[chunk] += 1
-                if live[chunk] > peak[chunk]:
-                    peak[chunk] = live[chunk]
-            elif kind in ("B", "W"):
-                live[chunk] -= 1
+            live[chunk] += CHANGES.get(kind, 0)
+            peak[chunk] = max(peak[chunk], live[chunk])
         peaks.append(tuple(peak))
     return tuple(peaks)
 

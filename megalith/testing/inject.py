@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -149,24 +149,29 @@ def slow_link(
     Collectives of objects and barriers, which no step needs, keep their speed.
     """
     link = SlowLink(latency_seconds, bytes_per_second, poison)
-    functional: Any = torch.ops._c10d_functional  # its operations are attributes that no stub lists
-    ops = {name: getattr(functional, name) for name in (*FUNCTIONAL.values(), "wait_tensor")}
-    on_the_way: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the stand-in
     try:
         with ExitStack() as patches:
-            for kind, names in COLLECTIVES.items():
-                name = next(name for name in names if hasattr(dist, name))
-                slow = _slow(link, kind, getattr(dist, name))
-                for module in (dist, distributed_c10d):
-                    patches.enter_context(replaced(module, name, slow))
-            for kind, name in FUNCTIONAL.items():
-                patches.enter_context(replaced(functional, name, _slow_functional(link, kind, ops, on_the_way)))
-            wait = functools.partial(_slow_wait, ops["wait_tensor"], on_the_way)
-            patches.enter_context(replaced(functional, "wait_tensor", wait))
+            for patch in _detours(link):
+                patches.enter_context(patch)
             yield link
     finally:
         for thread in link.lanes.values():
             thread.shutdown(wait=False)
+
+
+def _detours(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
+    """Each function of torch that starts a collective or a message, or waits for one, replaced by one over the link."""
+    for kind, names in COLLECTIVES.items():
+        name = next(name for name in names if hasattr(dist, name))
+        slow = _slow(link, kind, getattr(dist, name))
+        yield replaced(dist, name, slow)
+        yield replaced(distributed_c10d, name, slow)
+    functional: Any = torch.ops._c10d_functional  # its operations are attributes that no stub lists
+    ops = {name: getattr(functional, name) for name in (*FUNCTIONAL.values(), "wait_tensor")}
+    on_the_way: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the stand-in
+    for kind, name in FUNCTIONAL.items():
+        yield replaced(functional, name, _slow_functional(link, kind, ops, on_the_way))
+    yield replaced(functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], on_the_way))
 
 
 @contextmanager
