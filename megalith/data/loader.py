@@ -1,7 +1,7 @@
 """The loader: the microbatches one rank computes in a step, and how many labels the global batch has."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalith.config.data import Sampler
 from megalith.data.sample import Dataset, Sample
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.parallel.group import Group, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
@@ -34,6 +34,9 @@ class Batch:
 
     num_labels: int
     """Labels that count, in this microbatch, over all ranks that share it."""
+
+    squared_lengths: int
+    """Sum of the squares of its documents' lengths as they were read, over the same ranks: padding is no work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,12 @@ class Loader:
     def __init__(
         self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
         consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE, sampler: Sampler = "sequential",
+        dropout_seed: int | None = None,
     ) -> None:  # fmt: skip
+        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped."""
         self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.sampler = sampler
+        self.sampler, self.dropout_seed = sampler, dropout_seed
         self._position = consumed
         self._left = steps
         self._ahead = self._read()
@@ -90,7 +95,7 @@ class Loader:
         if self._left == 0:
             return None
         self._left -= 1
-        rows = self._rows()
+        rows, places = self._rows(), self._places()
         self._position += self.global_batch_size
         batches = [
             build_batch(
@@ -98,20 +103,26 @@ class Loader:
             )
             for ids in rows
         ]  # fmt: skip
+        if self.dropout_seed is not None:
+            batches = [with_dropout(batch, at, seed=self.dropout_seed) for batch, at in zip(batches, places)]
         count = torch.tensor(sum(batch.num_labels for batch in batches), device=self.device)
         return batches, count, start_all_reduce_(count, self.dp)
 
     def _rows(self) -> list[list[int]]:
         """The samples of the next step that this rank reads, microbatch by microbatch."""
         if self.sampler == "sequential":
-            return sample_ids(
-                consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
-                micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
-            )  # fmt: skip
+            return self._places(total=self.dataset.num_samples)
         return cyclic_sample_ids(
             consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
             micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=self.dataset.num_samples,
             permutation=shuffle_of_epoch, sharded=self.sampler == "cyclic_per_rank",
+        )  # fmt: skip
+
+    def _places(self, *, total: int | None = None) -> list[list[int]]:
+        """Which rows of the whole run those are: the samples themselves in the sequential order."""
+        return sample_ids(
+            consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
+            micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=total,
         )  # fmt: skip
 
 
@@ -135,8 +146,23 @@ def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device
     else:
         lengths = [inputs.shape[1]] * len(inputs)
     labels[~counted] = -1
-    ids, labels, tokens = _share(inputs, labels, lengths, slicing, device)
-    return Batch(_flat(ids, device), _flat(labels, device), tokens, int(counted.sum()))
+    mine, labels, tokens = _share(inputs, labels, lengths, slicing, device)
+    squares = sum(length * length for length in lengths)
+    return Batch(_flat(mine, device), _flat(labels, device), tokens, int(counted.sum()), squares)
+
+
+def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
+    """The batch as training with dropout needs it; `rows`: which rows of the whole run it has."""
+    context = batch.tokens.context
+    source = None if context is None else context.slices.source
+    read = batch.tokens.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
+    numbers = np.asarray(rows, dtype=np.int64)[:, None] * (read // len(rows)) + np.arange(read // len(rows))
+    numbers = numbers.reshape(-1)
+    if context is not None:
+        mine = context.slices.as_read(context.rank)
+        numbers = np.where(mine >= 0, numbers[mine], -1)
+    key = DropoutKey(seed, _flat(numbers, batch.ids.device))
+    return replace(batch, tokens=replace(batch.tokens, dropout=key))
 
 
 def _share(

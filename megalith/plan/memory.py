@@ -1,8 +1,8 @@
 """The ledger: what every rank of a run holds at the height of a step, in bytes, from its settings alone.
 
-Notation: t tokens of a microbatch on one rank, h hidden, n heads, g key/value heads, d head size, f ffn, v vocabulary
-(n, g, f, v of this rank), e bytes per weight or activation, N parameters of this rank, D ranks that share what ZeRO
-divides.
+Notation: t tokens of a microbatch on one rank, padding included, h hidden, n heads, g key/value heads, d head size, f
+ffn, v vocabulary (n, g, f, v of this rank), e bytes per weight or activation, N parameters of this rank, D ranks that
+share what ZeRO divides.
 """
 
 from collections import Counter
@@ -288,7 +288,7 @@ def setting_of(workload: Workload, tp_rank: int, *, kind: ContextKind, accelerat
     return Setting(
         model=run.model,
         dtype=run.precision.params,
-        lengths=(run.train.seq_len,) * run.train.micro_batch_size,
+        lengths=(workload.row_tokens,) * run.train.micro_batch_size,
         tp=run.parallel.tp,
         tp_rank=tp_rank,
         sp=run.parallel.sp,

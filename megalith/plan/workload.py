@@ -42,9 +42,23 @@ class Workload:
         return self.schedule.num_microbatches
 
     @property
+    def document_multiple(self) -> int:
+        """What every document is padded to a multiple of; 1 where nothing is padded."""
+        p = self.run.parallel
+        if p.cp == 1 or p.context.slicing == "row":
+            return 1
+        return 2 * p.cp * (p.tp if p.sp else 1)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row with its padding, counted as one document: how many it really has, only the data knows."""
+        length = self.run.train.seq_len
+        return length + -length % self.document_multiple
+
+    @property
     def tokens(self) -> int:
-        """Tokens of a microbatch that one rank computes."""
-        return self.run.train.micro_batch_size * self.run.train.seq_len // self.run.parallel.cp
+        """Tokens of a microbatch that one rank computes, padding included."""
+        return self.run.train.micro_batch_size * self.row_tokens // self.run.parallel.cp
 
     @property
     def table_holders(self) -> tuple[int, ...]:

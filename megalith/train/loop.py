@@ -158,7 +158,9 @@ class _Loop:
         result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
-        squares = sum(n * n for batch in batches.microbatches for n, _ in batch.tokens.whole.lengths)
+        # Tokens as they were read: those that slicing by document pads are computed, but are nobody's work. No training
+        # sample has padding of its own.
+        squares = sum(batch.squared_lengths for batch in batches.microbatches)
         self.flops += step_flops(
             run.model, tokens=rows * run.train.seq_len, squared_lengths=squares * self.mesh.dp.size
         )
@@ -363,6 +365,7 @@ class _Loop:
             micro_batch_size=train.micro_batch_size, consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step, device=self.trainer.device,
             slicing=my_slicing(self.run_config.parallel, self.mesh), sampler=self.run_config.data.sampler,
+            dropout_seed=self.run_config.seed if self.run_config.model.dropout.drops() else None,
         )  # fmt: skip
 
     def _open_metrics(self) -> MetricsFile:

@@ -155,3 +155,11 @@ def test_padding_of_documents_has_no_label_and_is_marked() -> None:
     assert sum(len(part.ids) for part in parts) == 32 and sum(padded) == 8
     assert all((part.labels[~part.tokens.valid] == -1).all() for part in parts)
     assert all((part.ids[~part.tokens.valid] == 0).all() for part in parts)
+
+
+def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> None:
+    samples = [Sample(np.array([5, 0, 7, 8, 0, 9, 4]), 7), Sample(np.array([3, 3, 3, 3, 3, 0, 1]), 7)]
+    documents = Masks(eod=0, documents=True)
+    for slicing in (Slicing(), Slicing(ranks=2, rank=1, by="document"), Slicing(ranks=2, by="document", multiple=3)):
+        assert build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths == 4 + 9 + 1 + 36
+        assert build_batch(samples, Masks(), device=CPU, slicing=slicing).squared_lengths == 36 + 36

@@ -100,3 +100,13 @@ def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
     wide = workload("llama3_70b", 32, parallel__tp="16")
     assert any("parallel.tp=16 spans nodes of 8" in note for note in notes(wide, H100))
     assert notes(workload("llama3_70b", 32), H100) == []
+
+
+def test_padding_that_only_the_data_knows_is_told() -> None:
+    shared = {"parallel__cp": "2", "parallel__context__slicing": "document"}
+    assert notes(workload("llama3_8b", 16, **shared), H100) == notes(workload("llama3_8b", 16), H100)
+    told = notes(workload("llama3_8b", 16, data__documents="true", **shared), H100)
+    (note,) = [one for one in told if "slicing=document" in one]
+    assert "pads each document to a multiple of 8 tokens; the figures here count a row as one document." in note
+    assert "adds up to 7 tokens" in note and "documents of 32 tokens about 11 % more" in note
+    assert note.endswith("Set parallel.context.slicing=row where documents are short.")

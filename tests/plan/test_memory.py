@@ -245,6 +245,7 @@ def metered_peak(rank: int, world: int, run: TrainRun) -> int:
         (1, {}),
         (2, {"parallel.tp": "2", "parallel.sp": "true"}),
         (2, {"parallel.cp": "2"}),
+        (2, {"parallel.cp": "2", "parallel.context.slicing": "document", "train.seq_len": "9"}),  # of 12 with padding
         (2, {"parallel.pp": "2", "model.num_layers": "5", "parallel.pipeline.first_layers": "2"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.schedule": "gpipe", "recompute.granularity": "full"}),

@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.errors import PlanError
+from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.workload import plan_workload
 from megalith.testing.tiny import tiny_run
 
@@ -14,6 +15,31 @@ def test_tokens_and_microbatches_of_a_rank() -> None:
     assert workload.shards == 1
     sharded = plan_workload(tiny_run({"parallel.cp": "2", "train.micro_batch_size": "1", "parallel.zero": "1"}), 6)
     assert sharded.shards == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "multiple", "row"),
+    [
+        ({"parallel.cp": "2", "parallel.context.slicing": "document"}, 4, 12),
+        ({"parallel.cp": "2", "parallel.context.slicing": "document", "parallel.tp": "3"}, 4, 12),
+        (
+            {"parallel.cp": "2", "parallel.context.slicing": "document", "parallel.tp": "2", "parallel.sp": "true"},
+            8,
+            16,
+        ),
+        ({"parallel.context.slicing": "document"}, 1, 11),
+        ({"parallel.cp": "2"}, 1, 11),
+    ],
+)
+def test_padding_of_documents_is_work_for_every_rank(settings: dict[str, str], multiple: int, row: int) -> None:
+    run = tiny_run({"train.seq_len": "11", "train.global_batch_size": "24"} | settings)
+    workload = plan_workload(run, 12)
+    assert (workload.document_multiple, workload.row_tokens) == (multiple, row)
+    assert workload.tokens == 2 * row // run.parallel.cp
+    slices = plan_slices(
+        [11, 11], row=11, slicing=Slicing(ranks=2, by="document", multiple=run.parallel.tp if run.parallel.sp else 1)
+    )
+    assert multiple == 1 or slices.num_tokens == workload.tokens * 2
 
 
 def test_replicas_divide_among_fewer_ranks() -> None:

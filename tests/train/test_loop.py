@@ -22,6 +22,7 @@ from megalith.config.tree import Override
 from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
+from megalith.observe.progress import StepProgress
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -527,6 +528,25 @@ def _starts_apart(rank: int, world: int) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was said"
+
+
+def work_of_a_step(rank: int, world: int, run: TrainRun, path: Path) -> tuple[int, int]:
+    """Useful operations and tokens that one rank counts in its first step."""
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    with StepProgress(total=1, show=False) as progress:
+        running = loop._Loop(run, RunFolder(path), mesh, CPU, progress, None)
+        running._step(running._loader(), stop=False)
+    return running.flops, running.state.tokens
+
+
+@pytest.mark.parametrize("documents", ["false", "true"])
+def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_path: Path) -> None:
+    fixed = {"train.seq_len": "11", "data.documents": documents, "train.eval_steps": "0", "train.eval_every": "none"}
+    shared = {"parallel.cp": "2", "parallel.context.slicing": "document"}
+    alone = work_of_a_step(0, 1, tiny_run(fixed), tmp_path / "one")
+    for found in run_ranks(work_of_a_step, 2, tiny_run(fixed | shared), tmp_path / "two"):
+        assert found == alone
+    assert alone[1] == 12 * 11
 
 
 def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
