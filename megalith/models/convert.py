@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from megalith.checkpoint.boxes import show_box
+from megalith.checkpoint.boxes import lengths, show_box
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer
@@ -75,10 +75,12 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
     if isinstance(source.weights, HuggingFaceFolder):
         stored = source.weights.tensor_dtype(rule.name)
     ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
-    here, there = (rule.name, ours) if kind_of(source) == "huggingface" else (ours, rule.name)
+    theirs = rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
+    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (ours, theirs)
     if kind_of(source) == to:
         there = here
-    return Move(here, there, rule.shape, _word(stored), _word(kept), math.prod(rule.shape) * kept.itemsize)
+    shape = rule.shape if rule.whole else lengths(rule.at)
+    return Move(here, there, shape, _word(stored), _word(kept), math.prod(shape) * kept.itemsize)
 
 
 def convert(

@@ -25,7 +25,7 @@ from megalith.checkpoint.safetensors import (
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.llama import LLAMA
-from megalith.models.names import Family, TensorRule, by_parameter, extent, slices
+from megalith.models.names import Family, TensorRule, by_parameter, by_tensor, extent, in_our_order, region_of
 from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES = (LLAMA,)
@@ -121,8 +121,9 @@ class HuggingFaceFolder:
         if left:
             piece.values.zero_()
         for rule, part in parts:
-            stored = reader.read(rule.name, self._tensors[rule.name], slices(rule, part))
-            inner_view(piece, part).copy_(stored.reshape(lengths(part)))
+            region = region_of(rule, part)
+            stored = reader.read(rule.name, self._tensors[rule.name], region.slices).view(region.view)[region.at]
+            inner_view(piece, part).copy_(in_our_order(rule, stored))
 
     def _check_wanted(self, shards: Sequence[Shard]) -> None:
         problems = []
@@ -156,7 +157,7 @@ class HuggingFaceFolder:
             )
 
     def _check_shapes(self) -> None:
-        found = [(rule, self._tensors[rule.name]) for rule in self.rules]
+        found = [(rules[0], self._tensors[name]) for name, rules in by_tensor(self.rules).items()]
         wrong = [
             f"{rule.name} is {list(info.shape)}, expected {list(rule.shape)}"
             for rule, info in found
@@ -267,18 +268,22 @@ def _weight_files(path: Path) -> list[Path]:
 # --- writing
 
 
+Parts = Sequence[TensorRule]
+"""The rules of one tensor of theirs."""
+
+
 def plan_files(
-    rules: Sequence[TensorRule], dtype_of: Callable[[TensorRule], torch.dtype], shard_nbytes: int
-) -> list[list[tuple[TensorRule, Planned]]]:
+    rules: Sequence[TensorRule], dtype_of: Callable[[Parts], torch.dtype], shard_nbytes: int
+) -> list[list[tuple[Parts, Planned]]]:
     """The tensors of each file, in order; a file is at most `shard_nbytes`, or one tensor."""
-    files: list[list[tuple[TensorRule, Planned]]] = []
+    files: list[list[tuple[Parts, Planned]]] = []
     room = 0
-    for rule in rules:
-        planned = Planned(rule.name, dtype_of(rule), rule.shape)
+    for name, parts in by_tensor(rules).items():
+        planned = Planned(name, dtype_of(parts), parts[0].shape)
         if planned.nbytes > room or not files:
             files.append([])
             room = shard_nbytes
-        files[-1].append((rule, planned))
+        files[-1].append((parts, planned))
         room -= planned.nbytes
     return files
 
@@ -307,9 +312,9 @@ def write_folder(
     raw = family.write_config(config) | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     rules = family.rules(config)
 
-    def dtype_of(rule: TensorRule) -> torch.dtype:
-        source = rule.parameter or "embed.weight"  # zeros are stored like the rest
-        return dtype or weights.dtype(source)
+    def dtype_of(parts: Parts) -> torch.dtype:
+        sources = [rule.parameter or "embed.weight" for rule in parts]  # zeros are stored like the rest
+        return dtype or reduce(torch.promote_types, map(weights.dtype, sources))
 
     files = plan_files(rules, dtype_of, shard_nbytes)
     widest = max((planned.dtype for file in files for _, planned in file), key=lambda dtype: dtype.itemsize)
@@ -345,7 +350,7 @@ def check_absent(path: Path) -> None:
 
 def _write_weights(
     staging: Path,
-    files: Sequence[Sequence[tuple[TensorRule, Planned]]],
+    files: Sequence[Sequence[tuple[Parts, Planned]]],
     weights: Weights,
     wrote: Callable[[int], None],
 ) -> int:
@@ -356,7 +361,7 @@ def _write_weights(
         write_file(staging / name, [planned for _, planned in content], tensors, {"format": "pt"})
     total = sum(planned.nbytes for content in files for _, planned in content)
     if len(files) > 1:
-        places = {rule.name: name for name, content in zip(names, files, strict=True) for rule, _ in content}
+        places = {planned.name: name for name, content in zip(names, files, strict=True) for _, planned in content}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         storage.write_new(staging / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
@@ -367,14 +372,24 @@ def _shard_name(number: int, count: int) -> str:
 
 
 def _read_tensors(
-    content: Sequence[tuple[TensorRule, Planned]], weights: Weights, wrote: Callable[[int], None]
+    content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> Iterator[Tensor]:
-    for rule, planned in content:
-        if rule.parameter is None:
-            yield torch.zeros(rule.shape, dtype=planned.dtype)
-        else:
-            yield weights.read(rule.parameter, rule.box, planned.dtype).reshape(rule.shape)
+    for parts, planned in content:
+        yield _joined(parts, planned, weights)
         wrote(planned.nbytes)
+
+
+def _joined(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
+    """One tensor of theirs from the boxes of ours that it is made of."""
+    first = parts[0]
+    if first.whole and first.parameter is not None and first.dims == tuple(range(len(first.view))):
+        return weights.read(first.parameter, first.box, planned.dtype).reshape(first.shape)
+    values = torch.zeros(planned.shape, dtype=planned.dtype)
+    for rule in parts:
+        if rule.parameter is not None:
+            place = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
+            in_our_order(rule, place).copy_(weights.read(rule.parameter, rule.box, planned.dtype))
+    return values
 
 
 def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:

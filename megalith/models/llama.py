@@ -169,7 +169,7 @@ def _read_rope(raw: Mapping[str, Any], problems: list[str]) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "llama3" and values.keys() == ROPE_KEYS.keys() and _are_numbers(values):
         original = values.pop("original_max_position_embeddings")
-        scaling = {ROPE_KEYS[key]: float(value) for key, value in values.items()}
+        scaling: dict[str, Any] = {ROPE_KEYS[key]: float(value) for key, value in values.items()}
         return RopeConfig(theta=theta, scaling="llama3", original_max_position=original, **scaling)
     problems.append(
         f"rotary positions of rope_type={kind!r} with {values} are not supported: rope_type must be 'default' with "

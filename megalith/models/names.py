@@ -1,4 +1,4 @@
-"""How another library's tensors map to ours: each is a box of one of our parameters, seen with other dims.
+"""How another library's tensors map to ours: a part of each, seen with other dims, is a box of one of our parameters.
 
 The map is a list of values, so that reading, writing, dry runs and tests all follow the same rules.
 """
@@ -7,7 +7,9 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.plan.shards import Box
@@ -15,19 +17,33 @@ from megalith.plan.shards import Box
 
 @dataclass(frozen=True, slots=True)
 class TensorRule:
-    """One tensor of theirs. Its elements in row-major order are those of `box` in ours."""
+    """A part of one tensor of theirs: `theirs.view(view)[at]`, its dims in our order, is `box` of our parameter."""
 
     name: str
     """Theirs."""
 
     shape: tuple[int, ...]
-    """Theirs; every dim is one or several neighbouring dims of the box."""
+    """Theirs, as stored."""
 
     parameter: str | None
     """Our name; None: it is zero, because their model has a bias where ours has none."""
 
     box: Box
-    """Its part of our parameter; for zeros, its own extent."""
+    """The part of our parameter; for zeros, its own extent."""
+
+    view: tuple[int, ...]
+    """Their tensor with each of its dims as one or several."""
+
+    at: Box
+    """The part of the view; other rules have the rest, if there is any."""
+
+    dims: tuple[int | None, ...]
+    """For each of our dims, which dim of the view it is; None: one of length 1 that they lack."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the only rule of its tensor."""
+        return self.at == tuple((0, size) for size in self.view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +72,77 @@ class Family:
     """The tensor that a model with tied embeddings may have or leave out."""
 
 
-def slices(rule: TensorRule, part: Box) -> tuple[slice, ...]:
+class Region(NamedTuple):
+    """Where a box of ours is in a tensor of theirs: `theirs[slices].view(view)[at]`, and then its dims in our order."""
+
+    slices: tuple[slice, ...]
+    """One run of each of their dims."""
+
+    view: tuple[int, ...]
+    at: tuple[slice, ...]
+
+
+def region_of(rule: TensorRule, part: Box) -> Region:
     """Where `part`, which lies inside the rule's box, is in their tensor.
 
-    >>> rule = TensorRule("k", (6, 4), "kv", ((0, 1), (0, 2), (0, 3), (0, 4)))
-    >>> slices(rule, ((0, 1), (1, 2), (0, 3), (2, 4)))
+    >>> keys = rule("k", "kv", (2, 3, 4), shape=(6, 4), part=0)
+    >>> region_of(keys, ((0, 1), (1, 2), (0, 3), (2, 4))).slices
     (slice(3, 6, None), slice(2, 4, None))
     """
-    spans = iter(zip(rule.box, part, strict=True))
-    found = []
+    spans = list(rule.at)
+    for dim, (start, stop), (origin, _) in zip(rule.dims, part, rule.box, strict=True):
+        if dim is not None:
+            first = rule.at[dim][0] + start - origin
+            spans[dim] = (first, first + stop - start)
+    groups = [_run(rule.view[dims], spans[dims]) for dims in _groups(rule)]
+    view = tuple(size for _, sizes, _ in groups for size in sizes)
+    return Region(tuple(run for run, _, _ in groups), view, tuple(span for _, _, inner in groups for span in inner))
+
+
+def _groups(rule: TensorRule) -> list[slice]:
+    """The dims of the view that make up each of their dims."""
+    groups, start = [], 0
     for size in rule.shape:
-        first, stop, covered, numel = 0, 1, 1, 1
-        while covered < size:
-            (origin, end), (a, b) = next(spans)
-            first, stop = first * (end - origin) + a - origin, (stop - 1) * (end - origin) + b - origin
-            covered, numel = covered * (end - origin), numel * (b - a)
-        assert stop - first == numel, (rule, part)  # cuts of heads and runs of memory never leave gaps within a dim
-        found.append(slice(first, stop))
-    return tuple(found)
+        stop, length = start, 1
+        while length < size or stop == start:
+            length *= rule.view[stop]
+            stop += 1
+        assert length == size, rule
+        groups.append(slice(start, stop))
+        start = stop
+    assert all(size == 1 for size in rule.view[start:]), rule
+    return [*groups[:-1], slice(groups[-1].start, len(rule.view))]
+
+
+def _run(sizes: Sequence[int], spans: Sequence[tuple[int, int]]) -> tuple[slice, tuple[int, ...], tuple[slice, ...]]:
+    """The shortest run of one dim of theirs that has the spans of the dims it is made of; its dims; the spans in it."""
+    outer = next((i for i, (start, stop) in enumerate(spans) if stop - start > 1), len(spans) - 1)
+    first = sum(start * math.prod(sizes[i + 1 :]) for i, (start, _) in enumerate(spans[: outer + 1]))
+    count, inner = spans[outer][1] - spans[outer][0], math.prod(sizes[outer + 1 :])
+    view = (*[1] * outer, count, *sizes[outer + 1 :])
+    return (
+        slice(first, first + count * inner), view,
+        (*[slice(0, 1)] * outer, slice(0, count), *(slice(start, stop) for start, stop in spans[outer + 1 :])),
+    )  # fmt: skip
+
+
+def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
+    """A part of the rule's view, dim by dim, with the dims of our parameter: a view of it."""
+    kept = [dim for dim in rule.dims if dim is not None]
+    dropped = [dim for dim in range(len(rule.view)) if dim not in kept]
+    values = values.permute(*kept, *dropped).flatten(len(kept)) if dropped else values.permute(kept)
+    values = values.squeeze(-1) if dropped else values
+    for dim, theirs in enumerate(rule.dims):
+        values = values.unsqueeze(dim) if theirs is None else values
+    return values
+
+
+def by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
+    """The rules of each tensor of theirs."""
+    found: dict[str, list[TensorRule]] = {}
+    for one in rules:
+        found.setdefault(one.name, []).append(one)
+    return found
 
 
 def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
@@ -93,7 +162,24 @@ def extent(rules: Sequence[TensorRule]) -> tuple[int, ...]:
 def rule(
     name: str, parameter: str | None, lengths: Sequence[int], *, shape: Sequence[int], part: int | None = None
 ) -> TensorRule:
-    """A rule for the whole of a parameter of `lengths`, or for its `part`th slice along a new first dim."""
-    box = tuple((0, length) for length in lengths)
+    """A rule for a whole tensor of theirs: a parameter of `lengths`, or its `part`th slice along one more first dim."""
     assert math.prod(shape) == math.prod(lengths), name
-    return TensorRule(name, tuple(shape), parameter, box if part is None else ((part, part + 1), *box))
+    if part is None:
+        return piece(name, parameter, tuple((0, length) for length in lengths), shape=shape, view=lengths)
+    box = ((part, part + 1), *((0, length) for length in lengths))
+    return piece(name, parameter, box, shape=shape, view=lengths, dims=(None, *range(len(lengths))))
+
+
+def piece(
+    name: str, parameter: str | None, box: Box, *, shape: Sequence[int], view: Sequence[int], at: Box | None = None,
+    dims: Sequence[int | None] | None = None,
+) -> TensorRule:  # fmt: skip
+    """A rule for a part of a tensor of theirs; unset: all of it, its dims in the order of ours."""
+    found = TensorRule(
+        name, tuple(shape), parameter, box, tuple(view), at or tuple((0, size) for size in view),
+        tuple(range(len(box))) if dims is None else tuple(dims),
+    )  # fmt: skip
+    for dim, (start, stop) in zip(found.dims, found.box, strict=True):
+        theirs = (0, 1) if dim is None else found.at[dim]
+        assert theirs[1] - theirs[0] == stop - start, found
+    return found

@@ -17,7 +17,7 @@ from megalith.infer.generate import generate
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.hf import HuggingFaceFolder, write_folder
-from megalith.models.names import by_parameter
+from megalith.models.names import by_parameter, in_our_order
 from megalith.parallel.mesh import mesh_of_one
 from megalith.testing.tolerance import EXACT, PARITY, assert_close, assert_equals, compare, relative_error
 
@@ -77,7 +77,9 @@ def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor
         gradient = getattr(module, name).grad.view(declared.shard.shape)
         for rule in rules[declared.shard.name]:
             box = tuple(slice(start, stop) for start, stop in rule.box)
-            found[rule.name] = gradient[box].reshape(rule.shape)
+            theirs = found.setdefault(rule.name, torch.zeros(rule.shape))
+            place = theirs.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
+            in_our_order(rule, place).copy_(gradient[box])
     return found
 
 
