@@ -16,3 +16,7 @@ class DropoutConfig:
 
     attention: float = 0.0
     """Of attention's weights."""
+
+    def drops(self) -> bool:
+        """Whether anything is dropped."""
+        return max(self.embedding, self.residual, self.attention) > 0

@@ -20,7 +20,7 @@ Kernel = Literal["auto", "torch", "reference"]
 reference: the plain definition, whose backward is autograd's."""
 
 Loop = Literal[
-    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "rope",
+    "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "dropout", "rope",
     "row_sums", "logit_gradients", "visible_softmax", "visible_exp",
 ]  # fmt: skip
 

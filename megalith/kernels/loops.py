@@ -326,6 +326,30 @@ def gated_backward(block: Block) -> None:
             out[i, 1, j] = narrow(zero if abs(up) > clamp else d * g * sigmoid, out)
 
 
+def dropout(block: Block) -> None:
+    """rows, h, first, threshold, factor, hashes int64 [rows], x [rows, h] -> y [rows, h].
+
+    y = factor * x, or 0 where 32 bits mixed from the row's hash and the feature, first being the first one's number,
+    are below the threshold, as a signed integer. The mixer is that of kernels/dropout.py.
+    """
+    rows, h, first_feature, threshold = count(block, 0), count(block, 1), count(block, 2), np.int32(count(block, 3))
+    factor, hashes = number(block, 4), longs(block, 5, (rows,))
+    x, y = data(block, 6, (rows, h)), data(block, 7, (rows, h))
+    step = np.uint32(0x9E3779B9)
+    first, last = share(rows)
+    for i in range(first, last):
+        high = np.uint32(np.uint64(hashes[i]) >> np.uint64(32))
+        start = np.uint32(np.uint32(hashes[i]) + np.uint32(np.uint32(first_feature) * step))
+        for j in range(h):
+            z = np.uint32(start + np.uint32(np.uint32(j) * step))
+            z = np.uint32(np.uint32(z ^ np.uint32(z >> np.uint32(16))) * np.uint32(0x85EBCA6B))
+            z = np.uint32(z ^ high)
+            z = np.uint32(np.uint32(z ^ np.uint32(z >> np.uint32(15))) * np.uint32(0xC2B2AE35))
+            z = np.uint32(z ^ np.uint32(z >> np.uint32(16)))
+            kept = wide(x[i, j]) * factor
+            y[i, j] = narrow(np.float32(0) if z.view(np.int32) < threshold else kept, y)
+
+
 def rope(block: Block) -> None:
     """rows, n, d, row stride of x, head stride of x, sign, x, cos [rows, d / 2], sin -> y [rows, n, d].
 

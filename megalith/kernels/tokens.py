@@ -1,6 +1,7 @@
 """`Tokens`: which document each token belongs to and where; the only thing that knows about documents."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class Tokens:
     """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the model; a second pair where
     some layers turn by other angles."""
 
+    dropout: "DropoutKey | None" = None
+    """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
+
     context: "Context | None" = None
     """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are
     here, and keys wherever they are."""
@@ -60,6 +64,17 @@ class Tokens:
     def whole(self) -> "Tokens":
         """All tokens of the microbatch, when ranks share it; else these."""
         return self if self.context is None else self.context.whole
+
+
+class DropoutKey(NamedTuple):
+    """What tells the masks of two tokens apart, and those of two runs."""
+
+    seed: int
+    """The run's."""
+
+    numbers: Tensor
+    """int64 [t]: which token of the whole run each is: (row, counted from the run's first) * seq_len + place in it; -1
+    for padding. A number comes once in a run, so that it stands for the step, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from typing import Literal
 
 import numpy as np
+import pytest
 import torch
 
 from megalith.config.data import Sampler
 from megalith.config.parallel import ParallelConfig
-from megalith.data.loader import Batch, Loader, Masks, build_batch
+from megalith.data.loader import Batch, Loader, Masks, build_batch, with_dropout
 from megalith.data.sample import Sample
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import build_mesh, model_grid
@@ -163,3 +164,41 @@ def test_squares_of_lengths_are_those_of_the_documents_as_they_were_read() -> No
     for slicing in (Slicing(), Slicing(ranks=2, rank=1, by="document"), Slicing(ranks=2, by="document", multiple=3)):
         assert build_batch(samples, documents, device=CPU, slicing=slicing).squared_lengths == 4 + 9 + 1 + 36
         assert build_batch(samples, Masks(), device=CPU, slicing=slicing).squared_lengths == 36 + 36
+
+
+def _numbers(rank: int, world: int, micro: int) -> list[tuple[list[int], list[int]]]:
+    """(ids, numbers for dropout) of every microbatch of two steps, after 8 samples."""
+    dp = build_mesh(model_grid(ParallelConfig(), tiny_run().model, world), rank=rank).dp
+    dropping = Loader(
+        Counting(), PLAIN, dp, global_batch_size=8, micro_batch_size=micro, consumed=8, steps=2, device=CPU,
+        dropout_seed=3,
+    )  # fmt: skip
+    found = []
+    for batch in (batch for _ in range(2) for batch in dropping.next().microbatches):
+        assert batch.tokens.dropout is not None and batch.tokens.dropout.seed == 3
+        found.append((batch.ids.tolist(), batch.tokens.dropout.numbers.tolist()))
+    return found
+
+
+@pytest.mark.parametrize(("dp", "micro"), [(1, 8), (1, 2), (2, 2)])
+def test_dropout_numbers_each_token_of_the_run_the_same_under_every_layout(dp: int, micro: int) -> None:
+    found = [batch for rank in run_ranks(_numbers, dp, micro) for batch in rank]
+    for ids, numbers in found:
+        assert numbers == [id // 10 * 4 + id % 10 for id in ids]  # token i of sample k is 10 k + i, of 4 tokens
+    assert sorted(number for _, numbers in found for number in numbers) == list(range(8 * 4, 24 * 4))
+
+
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(by: Literal["row", "document"]) -> None:
+    rows = [np.arange(13, dtype=np.int64), np.arange(12, 25, dtype=np.int64)]  # id = its place in two rows of 12
+    samples, masks = [Sample(row, 13) for row in rows], Masks(eod=4, documents=True)
+    for rank in range(2):
+        batch = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by))
+        key = with_dropout(batch, [7, 9], seed=0).tokens.dropout
+        assert key is not None
+        expected = torch.where(batch.ids < 12, batch.ids + 7 * 12, batch.ids - 12 + 9 * 12)
+        assert torch.equal(key.numbers, torch.where(batch.tokens.valid, expected, -1))
+
+
+def test_without_dropout_tokens_carry_no_numbers() -> None:
+    assert loader(alone("dp")).next().microbatches[0].tokens.dropout is None

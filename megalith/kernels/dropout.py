@@ -1,0 +1,131 @@
+"""Dropout whose masks are hashes: no generator, nothing kept but which tokens these are.
+
+Whether a feature is dropped depends on a key (seed, place, layer), the token's number in the run, and the feature. So a
+mask is the same wherever and whenever it is computed: on any rank of any layout, in backward, after a resume.
+Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the mixers: Steele et al. 2014, "Fast splittable pseudorandom
+number generators", section 2 (64 bits), and Appleby's MurmurHash3 (32 bits).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalith.kernels import cpu
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.linear import Context
+
+STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
+
+
+def dropout(
+    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Kernel = "auto"
+) -> Tensor:
+    """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] -> [t, h].
+
+    key: 63 bits for this place and layer (`plan/keys.py`); numbers: which token of the run each is; first_feature: what
+    the first column is, of all features. Backward computes the mask again.
+    """
+    assert 0.0 <= p < 1.0
+    if p == 0.0:
+        return x
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_dropout(x, p, key, numbers, first_feature)
+    loops = kernel == "auto" and cpu.takes(x)
+    y: Tensor = DropoutFunction.apply(x, p, key, numbers, first_feature, loops)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def reference_dropout(x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int = 0) -> Tensor:
+    """What `dropout` computes, in plain operations."""
+    return (x * (1 / (1 - p))).masked_fill(dropped_features(p, key, numbers, first_feature, x.shape[-1]), 0.0)
+
+
+def dropped_features(p: float, key: int, numbers: Tensor, first_feature: int, features: int) -> Tensor:
+    """Which features are dropped: numbers int64 [t] -> bool [t, features]."""
+    places = torch.arange(first_feature, first_feature + features, device=numbers.device)
+    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)) < _threshold(p)
+
+
+def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: range) -> Tensor:
+    """Which of attention's weights are dropped: numbers int64 [t_q] and [t_k] of tokens -> bool [heads, t_q, t_k].
+
+    heads: which of the model's query heads these are.
+    """
+    rows = torch.stack([_hash(queries, key + head) for head in heads])
+    return _mix(rows.unsqueeze(-1), _hash(keys, ~key).to(torch.int32)) < _threshold(p)
+
+
+class DropoutFunction(Function):
+    """`dropout` as autograd sees it: the same function of dy as of x."""
+
+    reference = staticmethod(lambda x, p, key, numbers, first, loops: reference_dropout(x, p, key, numbers, first))
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, p: float, key: int, numbers: Tensor, first_feature: int, loops: bool
+    ) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        ctx.save_for_backward(numbers)
+        ctx.arguments, ctx.function = (p, key, first_feature), _loop if loops else _torch
+        y: Tensor = ctx.function(x, numbers, *ctx.arguments)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, h] -> dx [t, h]."""
+        return ctx.function(dy, *ctx.saved_tensors, *ctx.arguments), None, None, None, None, None
+
+
+def _torch(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -> Tensor:
+    dropped = dropped_features(p, key, numbers, first_feature, x.shape[-1])
+    return torch.mul(x, 1 / (1 - p)).masked_fill_(dropped, 0.0)
+
+
+def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) -> Tensor:
+    """`_torch` in one pass."""
+    x = x.contiguous()
+    y, hashes = torch.empty_like(x), _hash(numbers, key)
+    cpu.run(
+        "dropout", x.dtype, *x.shape, first_feature, _threshold(p), 1 / (1 - p), hashes, x, y, elements=x.numel()
+    )  # fmt: skip
+    return y
+
+
+def _threshold(p: float) -> int:
+    """Of all 32-bit integers, a share of p lies below."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def _hash(numbers: Tensor, key: int) -> Tensor:
+    """64 bits for each of numbers [t]: int64 [t]. Integers wrap around, as the mixers want it."""
+    z = numbers * _signed(STEP_64, 64) + _signed(key, 64)
+    for shift, factor in zip((30, 27), MIX_64, strict=True):
+        z = (z ^ _shifted(z, shift, 64)) * _signed(factor, 64)
+    return z ^ _shifted(z, 31, 64)
+
+
+def _mix(hashes: Tensor, places: Tensor) -> Tensor:
+    """32 bits for each place of each row: hashes int64 [..., 1], places int32 [h] -> int32 [..., h].
+
+    The low half of the hash is where a row begins. The high half comes in between the two rounds, so that rows which
+    begin near one another do not go on alike.
+    """
+    low, high = hashes.to(torch.int32), (hashes >> 32).to(torch.int32)
+    z = low + places
+    z = z.bitwise_xor_(_shifted(z, 16, 32)).mul_(_signed(MIX_32[0], 32)).bitwise_xor_(high)
+    z = z.bitwise_xor_(_shifted(z, 15, 32)).mul_(_signed(MIX_32[1], 32))
+    return z.bitwise_xor_(_shifted(z, 16, 32))
+
+
+def _shifted(z: Tensor, by: int, bits: int) -> Tensor:
+    """z as an unsigned integer, shifted to the right."""
+    return (z >> by).bitwise_and_((1 << (bits - by)) - 1)
+
+
+def _signed(value: int, bits: int) -> int:
+    """The signed integer of the same bits."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >> (bits - 1) else value
