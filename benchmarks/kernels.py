@@ -18,12 +18,13 @@ from paired import Turns, take_turns, times_as_fast
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.attention import attention, reference_attention, sdpa_documents
+from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cpu import Kernel
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.kernels.memory import keep_freed_memory
 from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
+from megalith.kernels.sdpa import sdpa_documents
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel.group import alone

@@ -2,7 +2,8 @@
 
 With the output comes the log of the sum of exponentials, `lse`. Two results of the same queries for different keys
 merge into that for all of them: both are weighted by their share of the sum. Backward needs nothing but the merged lse,
-from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf.
+from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf. A sink, a score that stands
+for no key, is what a query has found before it sees the first one: nothing, with lse = sink.
 
 Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads, keys, d], where
 `heads` counts key/value heads of all rows, and `shared` the query heads that use each. Widths of k and v may differ.
@@ -18,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import scaled_dot_product_attention
 
 from megalith.kernels import cpu
-from megalith.kernels.attention import TILE_SCORES, by_head, by_token, wide
 from megalith.kernels.linear import Context
-from megalith.kernels.tokens import Tokens
-from megalith.plan.context import Spans, Tile, plan_spans
+from megalith.kernels.scores import PLAIN, Scores, masked_attention
+from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
+from megalith.plan.context import Spans, Tile
 
 
 class Result(NamedTuple):
@@ -37,17 +37,25 @@ class Result(NamedTuple):
     """[heads, shared, length]: log of the sum of exp(score) over the keys seen; -inf: none yet."""
 
 
-def nothing_found(q: Tensor, width: int) -> Result:
-    """The result before any key has been seen; `width`: features of a value."""
+def nothing_found(q: Tensor, width: int, sinks: Tensor | None = None) -> Result:
+    """The result before any key has been seen; `width`: features of a value; sinks [n]."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return Result(q.new_zeros(*q.shape[:3], width, dtype=dtype), q.new_full(q.shape[:3], -math.inf, dtype=dtype))
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    if sinks is not None:
+        lse.copy_(_by_head(sinks, q))
+    return Result(q.new_zeros(*q.shape[:3], width, dtype=dtype), lse)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result) -> None:
-    """Let queries see these keys, too: merges into `result`, in place."""
+def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
+    """[n] -> [heads, shared, 1], the same in every row."""
+    return sinks.view(-1, q.shape[1]).repeat(q.shape[0] * q.shape[1] // sinks.numel(), 1).unsqueeze(-1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN) -> None:
+    """Let queries see these keys, too: merges into `result`, in place. The window of `scores` is in the spans."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
-        p, largest, total = _exponentials(_scores(wide_q, wide_k, tile, heads), tile, v.dtype)
+        p, largest, total = _exponentials(_scores(wide_q, wide_k, tile, heads, scores), tile, v.dtype)
         found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
         shape = result.lse[place].shape
@@ -72,26 +80,39 @@ class Gradients(NamedTuple):
 
 
 def attend_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients,
+    scores: Scores = PLAIN,
+) -> None:  # fmt: skip
     """Add what these keys contribute to the gradients, given the lse over all keys and `delta` = sum of dout · out.
 
     dout as q with the width of v; lse and delta [heads, shared, length] fp32 or float64.
     """
-    scale = 1 / math.sqrt(q.shape[-1])
+    scale = scores.factor(q.shape[-1])
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
         queries, keys = (heads, slice(None), slice(tile.start, tile.stop)), (heads, slice(tile.first, tile.last))
         rows, drows = q[queries].flatten(1, 2), dout[queries].flatten(1, 2)
-        p, narrow = _probabilities(_scores(wide_q, wide_k, tile, heads), tile, lse[queries].flatten(1, 2), q.dtype)
+        s = _scores(wide_q, wide_k, tile, heads, scores)
+        slope = None if scores.softcap is None else _slope(s, scores.softcap)
+        p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype)
         into.dv[keys] += torch.bmm(narrow.transpose(1, 2), drows)
         minus = -delta[queries].flatten(1, 2).unsqueeze(-1)
         if q.dtype == p.dtype:
             ds = torch.baddbmm(minus, drows, v[keys].transpose(1, 2)).mul_(p)
         else:
-            ds = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p).to(q.dtype)
+            ds = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p)
+        ds = (ds if slope is None else ds.mul_(slope)).to(q.dtype)
         into.dq[queries] += torch.bmm(ds, k[keys]).mul_(scale).view(into.dq[queries].shape)
         into.dk[keys] += torch.bmm(ds.transpose(1, 2), rows).mul_(scale)
+
+
+def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """What my queries contribute to the gradient of the sinks [n]: lse and delta [heads, shared, length] of all keys.
+
+    A sink's share of softmax is exp(sink - lse), and its value is 0.
+    """
+    share = (_by_head(sinks, lse) - lse).exp_()
+    return share.mul_(delta).sum(-1).view(-1, sinks.numel()).sum(0).neg_().to(sinks.dtype)
 
 
 def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
@@ -103,12 +124,19 @@ def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
             yield tile, slice(head, head + together)
 
 
-def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice) -> Tensor:
-    """q k^T / sqrt(d) of a tile [heads, shared * rows, keys], of keys that are not seen, too."""
+def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice, scores: Scores) -> Tensor:
+    """Scores of a tile [heads, shared * rows, keys], scaled and capped; of keys that are not seen, too."""
     rows, keys = q[heads, :, tile.start : tile.stop].flatten(1, 2), k[heads, tile.first : tile.last]
-    scores = rows.new_empty(*rows.shape[:2], keys.shape[1])
-    scale = 1 / math.sqrt(q.shape[-1])
-    return torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
+    s = rows.new_empty(*rows.shape[:2], keys.shape[1])
+    factor, cap = scores.factor(q.shape[-1]), scores.softcap
+    if cap is None:
+        return torch.baddbmm(s, rows, keys.transpose(1, 2), beta=0, alpha=factor, out=s)
+    return torch.baddbmm(s, rows, keys.transpose(1, 2), beta=0, alpha=factor / cap, out=s).tanh_().mul_(cap)
+
+
+def _slope(s: Tensor, cap: float) -> Tensor:
+    """How fast capped scores s grow with what was capped: the derivative of cap · tanh(x / cap)."""
+    return s.square().mul_(-1 / cap**2).add_(1)
 
 
 def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,32 +184,44 @@ def _hide(scores: Tensor, tile: Tile) -> None:
 class SpanAttention(Function):
     """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the lse."""
 
-    reference = staticmethod(lambda q, k, v, spans: reference_span_attention(q, k, v, spans))
+    reference = staticmethod(
+        lambda q, k, v, spans, scores, sinks: reference_span_attention(q, k, v, spans, scores, sinks)
+    )
 
     @staticmethod
-    def forward(ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t, n, d_v]."""
+    def forward(
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None
+    ) -> Tensor:
+        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n] -> [t, n, d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
-        result = nothing_found(q, v.shape[-1])
-        attend(q, k, v, spans, result)
+        result = nothing_found(q, v.shape[-1], sinks)
+        attend(q, k, v, spans, result, scores)
         out = by_token(result.out.to(dtype), heads)
-        ctx.save_for_backward(q, k, v, out, result.lse)
-        ctx.spans, ctx.kv_heads = spans, heads
+        ctx.save_for_backward(q, k, v, out, result.lse, sinks)
+        ctx.spans, ctx.kv_heads, ctx.scores = spans, heads, scores
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """dout [t, n, d_v] -> dq, dk, dv."""
-        q, k, v, out, lse = ctx.saved_tensors
+        """dout [t, n, d_v] -> dq, dk, dv and the gradient of the sinks."""
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         heads, repeats = ctx.kv_heads, ctx.spans.repeats
         sums = Gradients(*(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)))
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
-        attend_backward(q, k, v, lse, rows_by_head(dout, heads, repeats), delta, ctx.spans, sums)
+        attend_backward(q, k, v, lse, rows_by_head(dout, heads, repeats), delta, ctx.spans, sums, ctx.scores)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
-        return by_token(dq, heads), by_token(dk.unsqueeze(1), heads), by_token(dv.unsqueeze(1), heads), None
+        dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
+        return (
+            by_token(dq, heads),
+            by_token(dk.unsqueeze(1), heads),
+            by_token(dv.unsqueeze(1), heads),
+            None,
+            None,
+            dsinks,
+        )
 
 
 def rows_by_head(x: Tensor, kv_heads: int, repeats: int) -> Tensor:
@@ -194,41 +234,28 @@ def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     return (dout.to(dtype) * out.to(dtype)).sum(-1, keepdim=True)
 
 
-def span_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d]."""
+def span_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
+    """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d_v].
+
+    The window of `scores` is in the spans; sinks [n].
+    """
     if q.is_meta:
-        return reference_span_attention(q, k, v, spans)
-    out: Tensor = SpanAttention.apply(q, k, v, spans)  # type: ignore[no-untyped-call]  # torch's own
+        return reference_span_attention(q, k, v, spans, scores, sinks)
+    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, window: int) -> Tensor:
-    """Causal attention in which a token sees itself and the window - 1 tokens before it in its document.
-
-    Queries and keys are the same tokens, all of every document. Source: Beltagy et al. 2020, arXiv:2004.05150.
-    """
-    return span_attention(q, k, v, spans_of_documents(tokens, window=window))
-
-
-def spans_of_documents(tokens: Tokens, *, window: int | None = None) -> Spans:
-    """What tokens see when all of them are here."""
-    lengths = np.array([length for length, _ in tokens.lengths])
-    numbers = np.arange(lengths.sum())
-    starts = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return plan_spans(numbers, numbers, starts, repeats=1 if tokens.uniform is None else len(lengths), window=window)
-
-
-def reference_span_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans) -> Tensor:
-    """The same in one call of torch's, with the intervals as a mask."""
-    q, k, v = (x.unflatten(0, (spans.repeats, -1)).transpose(1, 2) for x in (q, k, v))
-    mask = seen = None
+def reference_span_attention(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
+    """The same in plain operations, row by row, with the intervals as a mask."""
+    visible = None
     if not q.is_meta:  # without numbers there is nothing to mask
-        place = torch.arange(k.shape[2], device=q.device)
-        visible = torch.from_numpy(spans.visible).to(q.device)
-        mask = (place >= visible[:, :1]) & (place < visible[:, 1:])
-        seen = mask.any(1)
-        mask = mask | ~seen[:, None]  # who sees nothing sees all, and is then set to zero
-    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
-    if seen is not None:
-        out = out * seen[:, None]
-    return out.transpose(1, 2).flatten(0, 1)
+        place = torch.arange(k.shape[0] // spans.repeats, device=q.device)
+        bounds = torch.from_numpy(spans.visible).to(q.device)
+        visible = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
+    q_rows, k_rows, v_rows = (x.unflatten(0, (spans.repeats, -1)) for x in (q, k, v))
+    rows = zip(q_rows, k_rows, v_rows, strict=True)
+    return torch.cat([masked_attention(*row, visible, scores, sinks) for row in rows])

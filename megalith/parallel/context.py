@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from megalith.config.context import ContextConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.attention import attention, by_token
+from megalith.kernels.attention import attention
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
     Gradients,
     attend,
@@ -32,9 +33,10 @@ from megalith.kernels.span_attention import (
     nothing_found,
     output_share,
     rows_by_head,
+    sink_gradient,
     span_attention,
-    window_attention,
 )
+from megalith.kernels.tiled_attention import by_token
 from megalith.kernels.tokens import Context, Join, Tokens
 from megalith.parallel.autograd import Moves, all_to_all, gather
 from megalith.parallel.group import Group
@@ -46,17 +48,19 @@ from megalith.plan.context import Slicing, Spans, kind_of_layer
 class Attend(Protocol):
     """Softmax attention, causal and inside each document, of my tokens to all that they may see, wherever it is."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
         """q [t, n, d], k [t, g, d], v [t, g, d_v], of my tokens -> [t, n, d_v].
 
-        With a `window` a token sees itself and the window - 1 tokens before it.
+        sinks [n], the same on all ranks that share tokens; each finds a part of their gradient, as of every weight.
         """
 
 
 def build_attend(context: ContextConfig, layer: int, mesh: Mesh) -> Attend:
     """How a layer of the model, numbered over all stages, attends to the tokens of other ranks."""
     if mesh.cp.size == 1:
-        return attend_alone
+        return attention
     match kind_of_layer(context, layer):
         case "ring":
             return Ring(mesh.cp)
@@ -77,20 +81,18 @@ def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
     )  # fmt: skip
 
 
-def attend_alone(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
-    """All tokens are mine: see `Attend`."""
-    return attention(q, k, v, tokens) if window is None else window_attention(q, k, v, tokens, window)
-
-
 @dataclass(frozen=True, slots=True)
 class Ring:
     """Keys and values go round `group`: see `Attend`."""
 
     group: Group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
-        return ring_attention(q, k, v, self.group, _context(tokens).spans_of_groups(1, window=window))
+        spans = _context(tokens).spans_of_groups(1, window=scores.window)
+        return ring_attention(q, k, v, self.group, spans, scores, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +101,14 @@ class Gathered:
 
     group: Group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
         """One all-gather; backward sums what ranks found for the same keys and hands each its own."""
         context = _context(tokens)
         everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        return span_attention(q, k, v, context.spans_of_all(window=window))
+        return span_attention(q, k, v, context.spans_of_all(window=scores.window), scores, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,13 @@ class HeadExchange:
 
     group: Group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
         """One all-to-all before, one after."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
-        out = attend_alone(q, k, v, context.whole, window=window)
+        out = attention(q, k, v, context.whole, scores, sinks_of_my_heads(sinks, self.group))
         return tokens_for_heads(out, self.group, context.everyone)
 
 
@@ -128,11 +134,14 @@ class HeadsThenRing:
     near: Group
     ring: Group
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, window: int | None = None) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
         """The neighbours' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
-        out = ring_attention(q, k, v, self.ring, context.spans_of_groups(self.near.size, window=window))
+        spans = context.spans_of_groups(self.near.size, window=scores.window)
+        out = ring_attention(q, k, v, self.ring, spans, scores, sinks_of_my_heads(sinks, self.near))
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
@@ -185,6 +194,11 @@ def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join) 
     return q, k, v
 
 
+def sinks_of_my_heads(sinks: Tensor | None, group: Group) -> Tensor | None:
+    """[n] -> [n / ranks]: of the heads that I get. The gradient is zero for all others, which other ranks find."""
+    return None if sinks is None else sinks.unflatten(0, (group.size, -1))[group.rank]
+
+
 def tokens_for_heads(out: Tensor, group: Group, join: Join) -> Tensor:
     """The way back: [t · ranks, n / ranks, d] in natural order -> [t, n, d]."""
     if group.size == 1:
@@ -205,14 +219,17 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 # --- the ring
 
 
-def ring_attention(q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans]) -> Tensor:
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
+    scores: Scores = PLAIN, sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
 
-    spans[r]: what my queries see of the keys of rank number r.
+    spans[r]: what my queries see of the keys of rank number r; the window of `scores` is in them. sinks [n].
     """
     if group.size == 1:
-        return span_attention(q, k, v, spans[0])
-    out: Tensor = RingAttention.apply(q, k, v, group, spans)  # type: ignore[no-untyped-call]  # torch's own
+        return span_attention(q, k, v, spans[0], scores, sinks)
+    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -226,28 +243,32 @@ class RingAttention(Function):
     moves: ClassVar[Moves] = ("V", "V")
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans]) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
         q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
-        result, held = nothing_found(q, widths[1]), own
+        result, held = nothing_found(q, widths[1], sinks), own
         for step in range(group.size):
             coming = start_passing(held, group) if step < group.size - 1 else None
-            attend(q, *_both(held, widths), spans[_owner(group, step)], result)
+            attend(q, *_both(held, widths), spans[_owner(group, step)], result, scores)
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
-        ctx.save_for_backward(q, own, out, result.lse)
-        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths = group, spans, heads, widths
+        ctx.save_for_backward(q, own, out, result.lse, sinks)
+        ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse = ctx.saved_tensors
+        q, own, out, lse, sinks = ctx.saved_tensors
         group, spans, heads, widths = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
-        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, torch.zeros_like(q, dtype=lse.dtype))
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq)
         first, last = _halves(spans[group.rank])
         coming, travelling = start_passing(own, group), None
         mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype))
@@ -259,7 +280,8 @@ class RingAttention(Function):
         mine = find(own, last, mine)
         assert travelling is not None
         dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
-        return by_token(find.dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None
+        dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
+        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,13 +293,14 @@ class _Finder:
     lse: Tensor
     delta: Tensor
     widths: Sequence[int]
+    scores: Scores
     dq: Tensor
     """The sum so far."""
 
     def __call__(self, kv: Tensor, spans: Spans, sums: Tensor) -> Tensor:
         """Add it to `sums`, the gradient of kv [heads, keys, d + d_v], and to dq."""
         into = Gradients(self.dq, *_both(sums, self.widths))
-        attend_backward(self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into)
+        attend_backward(self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores)
         return sums
 
 

@@ -42,7 +42,7 @@ TILED_LENGTHS, SHORTEST_TILED = range(64, 2049), 16
 """Tokens of documents whose attention is computed in tiles on CPUs; packed or in bf16 they may be shorter."""
 
 KEPT_LENGTH, TILE_ROWS, TILE_SCORES = 512, 64, 1 << 22
-"""As in kernels/attention.py; a test holds them equal."""
+"""As in kernels/tiled_attention.py; a test holds them equal."""
 
 
 class Row(NamedTuple):

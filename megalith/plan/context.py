@@ -7,6 +7,7 @@ that a mask could.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import lcm
 from typing import Literal, NamedTuple
@@ -204,6 +205,21 @@ def plan_spans(
     first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, queries, side="right")
     visible = np.stack([first, np.maximum(first, last)], axis=1)
     return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
+
+
+@lru_cache(maxsize=16)  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
+def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = None) -> Spans:
+    """What queries see when documents of (queries, keys) lie one after the other, queries being the last of their keys.
+
+    >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
+    [[0, 2], [1, 3], [5, 7]]
+    """
+    counts, keys = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
+    ends = np.cumsum(keys)
+    numbers = np.arange(keys.sum()) - np.repeat(ends - keys, keys)
+    queries = np.flatnonzero(numbers >= np.repeat(keys - counts, keys))
+    repeats = len(lengths) if len(set(lengths)) == 1 else 1
+    return plan_spans(queries, np.arange(len(numbers)), np.repeat(ends - keys, keys), repeats=repeats, window=window)
 
 
 def _borders(queries: Numbers) -> list[int]:

@@ -359,18 +359,21 @@ def vocabulary_loss(
 
 
 def shared_attention(
-    out: Tensor, inputs: Mapping[str, Tensor], group: Group, *, before: Type, after: Type, function: str
-) -> None:
+    out: Tensor, inputs: Mapping[str, Tensor], sinks: Tensor | None, group: Group, *,
+    before: Type, after: Type, function: str,
+) -> None:  # fmt: skip
     """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before` and out is `after`.
 
-    What other ranks find about my keys and values comes back to me, so their gradients are my own, not parts of a sum.
-    Along all other axes it is an ordinary product.
+    What other ranks find about my keys and values comes back to me, so their gradients are my own, not parts of a sum;
+    of sinks, which are R there, each rank finds a part. Along all other axes it is an ordinary product.
     """
     axes = _axes_of(group)
+    tensors = {**inputs} if sinks is None else {**inputs, "sinks": sinks}
     for axis in axes:
-        for name, tensor in inputs.items():
-            _demand(_types_here(tensor).get(axis), before, tensor, axis, f"{function}, {name}")
-    product = rules.einsum("tnd,tgd,tge->tne", *inputs.values())
+        for name, tensor in tensors.items():
+            wanted = R if tensor is sinks else before
+            _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
+    product = rules.einsum("tnd,tgd,tge->tne" if sinks is None else "tnd,tgd,tge,n->tne", *tensors.values())
     types: dict[Any, Type] = {**checker.get_local_type(product), **dict.fromkeys(axes, after)}  # keys: as it has them
     checker.assert_type(out, types)
 
@@ -424,11 +427,14 @@ class VocabularyRule(Rule):
 class ContextRule(Rule):
     """`shared_attention`, for the ring of parallel/context.py."""
 
-    def __call__(self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object) -> None:
+    def __call__(
+        self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object, scores: object,
+        sinks: Tensor | None,
+    ) -> None:  # fmt: skip
         """After `cls.apply` has returned `out`."""
         self.count(group)
         shared_attention(
-            out, {"q": q, "k": k, "v": v}, group, before=self.before, after=self.after, function=self.function
+            out, {"q": q, "k": k, "v": v}, sinks, group, before=self.before, after=self.after, function=self.function
         )
 
 

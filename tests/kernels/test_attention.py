@@ -1,20 +1,14 @@
-"""Attention stays inside a document, looks only back, and serves a cache."""
+"""Attention stays inside a document, looks only back, serves a cache, and knows windows, caps and sinks."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalith.kernels import cpu
-from megalith.kernels.attention import (
-    KEPT_LENGTH,
-    Tile,
-    _hidden,
-    _loop_softmax,
-    attention,
-    reference_attention,
-    sdpa_documents,
-)
+from megalith.kernels import attention as ways
+from megalith.kernels.attention import Way, attention, reference_attention, way_of, within_reach
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
 
 LAYOUTS = {
@@ -30,10 +24,22 @@ LAYOUTS = {
 }
 
 
-def qkv(tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+VARIANTS = {
+    "scale": (Scores(scale=0.3), False),
+    "window": (Scores(window=5), False),
+    "window of one": (Scores(window=1), False),
+    "softcap": (Scores(softcap=1.5), False),
+    "sinks": (PLAIN, True),
+    "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
+}
+
+
+def qkv(
+    tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, d_v: int = 8, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     queries, keys = tokens.num_tokens, sum(kv for _, kv in tokens.lengths)
-    shapes = [(queries, heads, d), (keys, kv_heads, d), (keys, kv_heads, d)]
+    shapes = [(queries, heads, d), (keys, kv_heads, d), (keys, kv_heads, d_v)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
 
 
@@ -47,6 +53,92 @@ def test_result_and_gradients_equal_the_reference(layout: str, heads: int, kv_he
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
     for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def sinks_of(heads: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.linspace(-1, 2, heads, dtype=dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_variant_equals_the_reference(layout: str, variant: str) -> None:
+    """With values of another width than keys, as latent attention has them."""
+    tokens, (scores, has_sinks) = LAYOUTS[layout], VARIANTS[variant]
+    inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
+    sinks = sinks_of(4) if has_sinks else None
+    y, expected = attention(*inputs, tokens, scores, sinks), reference_attention(*inputs, tokens, scores, sinks)
+    assert y.shape == (tokens.num_tokens, 4, 4)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    wanted = inputs if sinks is None else [*inputs, sinks]
+    for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_gradients_are_those_of_finite_differences(variant: str) -> None:
+    scores, has_sinks = VARIANTS[variant]
+    tokens = tokens_of_lengths([2, 6])
+    inputs = [*qkv(tokens, heads=2, kv_heads=1, d=3, d_v=2), *([sinks_of(2)] if has_sinks else [])]
+
+    def outputs(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        return attention(q, k, v, tokens, scores, *sinks)
+
+    assert torch.autograd.gradcheck(outputs, inputs)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kernel_gives_the_same(variant: str, kernel: Kernel) -> None:
+    tokens, (scores, has_sinks) = LAYOUTS["long documents"], VARIANTS[variant]
+    q, k, v = (x.detach() for x in qkv(tokens, heads=4, kv_heads=2, dtype=torch.float32))
+    sinks = sinks_of(4, torch.float32).detach() if has_sinks else None
+    expected = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)
+    y = attention(q, k, v, tokens, scores, sinks, kernel=kernel)
+    assert y.dtype == torch.float32
+    assert (y - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.dtype) -> None:
+    tokens, (scores, has_sinks) = tokens_of_lengths([100, 90]), VARIANTS[variant]
+    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=dtype) + ([sinks_of(4, dtype)] if has_sinks else [])
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def found(all_inputs: list[Tensor]) -> list[Tensor]:
+        q, k, v, *sinks = all_inputs
+        y = attention(q, k, v, tokens, scores, *sinks)
+        return [y.detach(), *torch.autograd.grad(y, all_inputs, dy.to(y.dtype))]
+
+    tolerance = 5e-6 if dtype == torch.float32 else 2e-2
+    for mine, right in zip(found(inputs), found(exact)):
+        assert mine.dtype == dtype
+        size = right.norm() if right.norm() > 1e-9 else dy.norm()  # who sees one key has no gradient of its score
+        assert (mine - right).norm() <= tolerance * size
+
+
+def test_the_reference_says_what_each_variant_means() -> None:
+    """Query by query, for one head: scaled, then capped, then hidden; a sink is one more score with no value."""
+    tokens = tokens_of_rows(1, 5)
+    q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
+    sink = torch.tensor([0.4], dtype=torch.float64)
+    y = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, softcap=0.8), sink)[:, 0]
+    for i in range(5):
+        seen = [j for j in range(5) if i - 2 < j <= i]
+        capped = [0.8 * torch.tanh(0.5 * (q[i, 0] @ k[j, 0]) / 0.8) for j in seen]
+        weights = torch.softmax(torch.stack([*capped, sink[0]]), dim=0)[:-1]
+        torch.testing.assert_close(y[i], weights @ v[seen, 0])
+
+
+def test_a_sink_takes_its_share_and_a_very_low_one_takes_none() -> None:
+    tokens = tokens_of_rows(1, 1)
+    q, k, v = (x.detach() for x in qkv(tokens, heads=2, kv_heads=1))
+    sinks = torch.tensor([(q[0, 0] @ k[0, 0]) / 8**0.5, -1e4], dtype=torch.float64)
+    y = attention(q, k, v, tokens, sinks=sinks)
+    torch.testing.assert_close(y[0, 0], v[0, 0] / 2)  # as high a score as the only token's
+    assert torch.equal(y[0, 1], v[0, 0])
 
 
 def test_the_reference_is_softmax_over_visible_scores() -> None:
@@ -113,57 +205,6 @@ def test_shapes_hold_on_meta(layout: str) -> None:
     assert k.grad.shape == k.shape
 
 
-@pytest.mark.parametrize("length", [70, 600])
-def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(length: int) -> None:
-    tokens = tokens_of_rows(2, length)
-    q, k, v = qkv(tokens, heads=4, kv_heads=2)
-    y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
-    assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == ("TiledAttentionBackward", length == 70)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
-    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_a_tile_of_few_heads_gives_the_same_as_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = tokens_of_rows(3, 70)
-    q, k, v = qkv(tokens, heads=4, kv_heads=2)
-    expected = attention(q, k, v, tokens)
-    monkeypatch.setattr("megalith.kernels.attention.TILE_SCORES", 1)
-    y = attention(q, k, v, tokens)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    y.sum().backward()
-    assert q.grad is not None
-
-
-@pytest.mark.parametrize("length", [40, 200])
-def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) -> None:
-    tokens = tokens_of_rows(2, length)
-    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=torch.bfloat16)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
-    grads = torch.autograd.grad(attention(*inputs, tokens), inputs, dy)
-    torchs = torch.autograd.grad(sdpa_documents(*inputs, length), inputs, dy)
-    expected = torch.autograd.grad(reference_attention(*exact, tokens), exact, dy.double())
-    for mine, theirs, right in zip(grads, torchs, expected):
-        assert (mine - right).norm() <= 2 * (theirs - right).norm()
-
-
-@pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", [Tile(slice(0, 3), 0, 64, 128, ()), Tile(slice(0, 3), 32, 64, 100, (70, 71, 99))])
-def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
-    scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.stop - tile.first)
-    hidden = _hidden(tile, scores)
-    expected = scores.clone()
-    expected.unflatten(1, (2, -1))[..., -hidden.shape[1] :].add_(hidden)
-    expected = expected.double().softmax(-1)
-    ours = _loop_softmax(scores.clone(), tile, dtype)
-    assert ours.dtype == dtype
-    assert not ours[expected == 0].any()
-    torch.testing.assert_close(ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7)
-
-
 def test_values_that_are_a_part_of_a_larger_tensor_do_not_keep_all_of_it() -> None:
     kept: dict[int, int] = {}
 
@@ -179,3 +220,64 @@ def test_values_that_are_a_part_of_a_larger_tensor_do_not_keep_all_of_it() -> No
     with saved_tensors_hooks(note, lambda saved: saved):
         assert torch.equal(attention(q, k, v, tokens_of_rows(1, 12)), out)
     assert product.untyped_storage()._cdata in kept, "where queries keep it anyway, a copy would only add to it"
+
+
+def lengths_of(*pairs: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+    return pairs
+
+
+WAYS: list[tuple[Way, tuple[tuple[int, int], ...], torch.dtype, int, Scores]] = [
+    ("tiles", lengths_of((512, 512), (512, 512)), torch.float32, 8, PLAIN),
+    ("tiles", lengths_of((20, 20), (40, 40)), torch.float32, 8, PLAIN),
+    ("tiles", lengths_of((20, 20)), torch.bfloat16, 8, PLAIN),
+    ("tiles", lengths_of((512, 512)), torch.float32, 4, Scores(scale=2.0)),
+    ("torch", lengths_of((20, 20)), torch.float32, 8, PLAIN),
+    ("torch", lengths_of((4096, 4096)), torch.bfloat16, 8, Scores(scale=2.0)),
+    ("torch", lengths_of((1, 512)), torch.float32, 8, PLAIN),
+    ("torch", lengths_of((1, 4096)), torch.float32, 4, PLAIN),
+    ("spans", lengths_of((4096, 4096)), torch.float32, 4, PLAIN),
+    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(window=8)),
+    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(softcap=8.0)),
+]
+
+
+@pytest.mark.parametrize(("way", "lengths", "dtype", "d_v", "scores"), WAYS)
+def test_the_way_follows_from_device_lengths_and_scores(
+    way: Way, lengths: tuple[tuple[int, int], ...], dtype: torch.dtype, d_v: int, scores: Scores
+) -> None:
+    q, v = torch.empty(1, 2, 8, dtype=dtype), torch.empty(1, 1, d_v, dtype=dtype)
+    assert way_of(q, v, lengths, scores, None) == way
+    assert way_of(q, v, lengths, scores, torch.zeros(2)) == "spans"
+    elsewhere = way_of(q.to("meta"), v.to("meta"), lengths, scores, None)
+    assert elsewhere == ("spans" if scores.window or scores.softcap else "torch")
+
+
+def test_a_window_over_whole_documents_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ways, "span_attention", None)
+    tokens = tokens_of_lengths([7, 4])
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    assert torch.equal(attention(q, k, v, tokens, Scores(window=7)), attention(q, k, v, tokens))
+    with pytest.raises(TypeError):
+        attention(q, k, v, tokens, Scores(window=6))
+
+
+def test_a_token_read_from_a_cache_costs_its_window() -> None:
+    k = torch.arange(9.0).view(9, 1, 1)
+    keys, values, lengths = within_reach(k, -k, ((1, 4), (2, 5), (0, 0)), 2)
+    assert keys.flatten().tolist() == [2, 3, 6, 7, 8] and torch.equal(values, -keys)
+    assert lengths == ((1, 2), (2, 3), (0, 0))
+    assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> None:
+    scores, has_sinks = VARIANTS[variant]
+    whole = tokens_of_rows(1, 12)
+    q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2, d_v=6))
+    sinks = sinks_of(4).detach() if has_sinks else None
+    expected = attention(q, k, v, whole, scores, sinks)
+    for first in range(12):
+        for last in {first + 1, 12}:
+            part = tokens_of_queries([(last - first, last)])
+            y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
+            torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)

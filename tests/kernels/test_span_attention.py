@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megalith.kernels import cpu
 from megalith.kernels.attention import reference_attention
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
     Gradients,
     attend,
@@ -17,12 +18,11 @@ from megalith.kernels.span_attention import (
     output_share,
     reference_span_attention,
     rows_by_head,
+    sink_gradient,
     span_attention,
-    spans_of_documents,
-    window_attention,
 )
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
-from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans
+from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans, spans_of_lengths
 from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
 
 
@@ -50,7 +50,7 @@ def assert_same(mine: Tensor, reference: Tensor, inputs: tuple[Tensor, ...]) -> 
 @pytest.mark.parametrize(("n", "g"), [(4, 4), (6, 2), (3, 1)])
 def test_all_earlier_tokens_of_a_document_are_causal_attention(tokens: Tokens, n: int, g: int) -> None:
     inputs = qkv(tokens.num_tokens, tokens.num_tokens, n=n, g=g)
-    mine = span_attention(*inputs, spans_of_documents(tokens))
+    mine = span_attention(*inputs, spans_of_lengths(tokens.lengths))
     assert_same(mine, reference_attention(*inputs, tokens), inputs)
 
 
@@ -63,7 +63,7 @@ def test_a_window_ends_so_many_tokens_back(tokens: Tokens, window: int) -> None:
     mask = near & (tokens.document[:, None] == tokens.document[None])
     q, k, v = (x.transpose(0, 1) for x in inputs)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    assert_same(window_attention(*inputs, tokens, window), expected.transpose(0, 1), inputs)
+    assert_same(span_attention(*inputs, spans_of_lengths(tokens.lengths, window)), expected.transpose(0, 1), inputs)
 
 
 def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
@@ -84,17 +84,19 @@ def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> No
     parts, whole, order = pieces(seed)
     count = len(order) // len(parts)
     q, k, v = qkv(count, len(order))
-    expected = reference_span_attention(q, k, v, whole)
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64).requires_grad_()
+    scores = [PLAIN, Scores(scale=0.3), Scores(softcap=1.5)][seed % 3]
+    expected = reference_span_attention(q, k, v, whole, scores, sinks)
     dout = torch.randn(expected.shape, generator=torch.Generator().manual_seed(5), dtype=expected.dtype)
-    reference = torch.autograd.grad(expected, [q, k, v], dout)
+    reference = torch.autograd.grad(expected, [q, k, v, sinks], dout)
 
     heads = k.shape[1]
     by_rank = [[rows_by_head(x.detach()[order[r * count : (r + 1) * count]], heads, 1).squeeze(1) for x in (k, v)]
                for r in range(len(parts))]  # fmt: skip
     qh = rows_by_head(q.detach(), heads, 1)
-    result = nothing_found(qh, v.shape[-1])
+    result = nothing_found(qh, v.shape[-1], sinks.detach())
     for spans, (kh, vh) in zip(parts, by_rank):
-        attend(qh, kh, vh, spans, result)
+        attend(qh, kh, vh, spans, result, scores)
     assert_equals("output", result.out, rows_by_head(expected, heads, 1), FP64)
 
     douth = rows_by_head(dout, heads, 1)
@@ -102,12 +104,13 @@ def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> No
     dq = torch.zeros_like(qh)
     for r, (spans, (kh, vh)) in enumerate(zip(parts, by_rank)):
         into = Gradients(dq, torch.zeros_like(kh), torch.zeros_like(vh))
-        attend_backward(qh, kh, vh, result.lse, douth, delta, spans, into)
+        attend_backward(qh, kh, vh, result.lse, douth, delta, spans, into, scores)
         mine = order[r * count : (r + 1) * count]
-        for name, a, b in zip("kv", into[1:], reference[1:]):
+        for name, a, b in zip("kv", into[1:], reference[1:3]):
             expected_part = rows_by_head(b[mine], heads, 1).squeeze(1)
             torch.testing.assert_close(a, expected_part, rtol=1e-11, atol=1e-11, msg=f"d{name} of rank {r}")
     assert_equals("dq", dq, rows_by_head(reference[0], heads, 1), FP64)
+    assert_equals("dsinks", sink_gradient(sinks.detach(), result.lse, delta), reference[3], FP64)
 
 
 def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
@@ -119,6 +122,14 @@ def test_a_query_without_any_key_gives_zero_and_no_gradient() -> None:
     dq, dk, dv = torch.autograd.grad(out.sum(), inputs)
     assert not dq[:2].any() and bool(torch.isfinite(torch.cat([x.flatten() for x in (dq, dk, dv)])).all())
     assert_same(span_attention(*inputs, spans), reference_span_attention(*inputs, spans), inputs)
+
+    sinks = torch.tensor([0.5, -1.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    with_sinks = span_attention(*inputs, spans, PLAIN, sinks)
+    assert not with_sinks[:2].any() and bool(torch.isfinite(with_sinks).all())
+    (dsinks,) = torch.autograd.grad(with_sinks.sum(), sinks)
+    alone = plan_spans(np.array([4, 5]), np.array([2, 3, 4]), np.zeros(6, dtype=np.int64))
+    later = span_attention(inputs[0][2:], *inputs[1:], alone, PLAIN, sinks)
+    assert_equals("dsinks", dsinks, torch.autograd.grad(later.sum(), sinks)[0], FP64)
 
     nobody = plan_spans(np.array([0, 1]), np.array([2, 3]), np.zeros(4, dtype=np.int64))
     assert nobody.tiles == () and not span_attention(*qkv(2, 2), nobody).any()
@@ -140,7 +151,8 @@ def test_narrow_dtypes_follow_float64(dtype: torch.dtype) -> None:
     tokens = tokens_of_rows(2, 150)
     inputs = q, k, v = random(300, 4, 16, seed=1), random(300, 2, 16, seed=2), random(300, 2, 16, seed=3)
     narrow = nq, nk, nv = tuple(x.detach().to(dtype).requires_grad_() for x in inputs)
-    mine, reference = window_attention(nq, nk, nv, tokens, 70), window_attention(q, k, v, tokens, 70)
+    spans = spans_of_lengths(tokens.lengths, 70)
+    mine, reference = span_attention(nq, nk, nv, spans), span_attention(q, k, v, spans)
     assert mine.dtype == dtype
     dy = torch.ones_like(reference).cumsum(0).sub(150).div(100)
     grads = zip(torch.autograd.grad(mine, narrow, dy.to(dtype)), torch.autograd.grad(reference, inputs, dy))
@@ -159,7 +171,7 @@ def test_only_inputs_output_and_lse_are_kept_for_backward() -> None:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-        span_attention(*inputs, spans_of_documents(tokens))
+        span_attention(*inputs, spans_of_lengths(tokens.lengths))
     per_token = 4 * 6 + 2 * 2 * 6 + 4 * 6 + 4  # q, k and v, output, lse
     assert sum(kept.values()) == 256 * per_token * 8
 
@@ -180,7 +192,7 @@ def test_the_compiled_pass_computes_what_torch_operations_do(
             with monkeypatch.context() as patch:
                 if not compiled:
                     patch.setattr(cpu, "takes", lambda *tensors: False)
-                out = span_attention(q, k, v, what)
+                out = span_attention(q, k, v, what, Scores(softcap=3.0), torch.linspace(-1, 1, 4, dtype=dtype))
                 found.append([out.detach(), *torch.autograd.grad(out, [q, k, v], dy)])
         for mine, theirs in zip(*found):
             assert_equals("value", mine, theirs, FP32 if dtype == torch.float32 else BF16)

@@ -15,16 +15,16 @@ from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels import span_attention
-from megalith.kernels.attention import reference_attention
-from megalith.kernels.span_attention import window_attention
+from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.observe.meter import metered
 from megalith.parallel import context
-from megalith.parallel.context import Ring, attend_alone, build_attend, my_slicing
+from megalith.parallel.context import Ring, build_attend, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.rings import Started
-from megalith.plan.context import Slices, plan_slices
+from megalith.plan.context import KINDS, Slices, plan_slices
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
@@ -37,7 +37,8 @@ class Case:
     kind: ContextKind = "ring"
     lengths: tuple[int, ...] = (24, 24)
     row: int = 24
-    window: int | None = None
+    scores: Scores = PLAIN
+    sinks: bool = False
     heads: tuple[int, int] = (4, 2)
     document: bool = False
     a2a: int | None = None
@@ -61,6 +62,10 @@ class Case:
         total = sum(self.lengths)
         return [torch.randn(total, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
+    def learnt(self, dtype: torch.dtype) -> list[Tensor]:
+        """The sinks of all heads, if there are any."""
+        return [torch.linspace(-1, 2, self.heads[0], dtype=dtype).requires_grad_()] if self.sinks else []
+
 
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
     slicing = my_slicing(case.parallel(world), mesh)
@@ -69,57 +74,76 @@ def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """My output and gradients, each in its place among zeros for all other tokens."""
+    """My output and gradients, each in its place among zeros for all other tokens; my part of the sinks' gradient."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
     q, k, v, dout = (x[read.clamp(min=0)].clone() for x in case.whole(dtype))
     dout[read < 0] = 0  # padding carries no loss
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    sinks = case.learnt(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + sinks
     attend = build_attend(case.parallel(world).context, 0, mesh)
-    out = attend(q, k, v, tokens, window=case.window)
+    out = attend(q, k, v, tokens, scores=case.scores, sinks=sinks[0] if sinks else None)
     assert out.dtype == dtype and out.shape == dout.shape
-    parts = [out.detach(), *torch.autograd.grad(out, inputs, dout)]
+    out_part, *parts = out.detach(), *torch.autograd.grad(out, inputs, dout)
+    parts, dsinks = [out_part, *parts[:3]], parts[3:]
     real = read >= 0
     whole = [torch.zeros(sum(case.lengths), *part.shape[1:], dtype=dtype) for part in parts]
     for into, part in zip(whole, parts):
         into[read[real]] = part[real]
-    return whole
+    return whole + dsinks
 
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    tokens = tokens_of_lengths(list(case.lengths))
-    plain = reference_attention(q, k, v, tokens)
-    out = plain if case.window is None else window_attention(q, k, v, tokens, case.window)
+    sinks = case.learnt(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + sinks
+    out = reference_attention(q, k, v, tokens_of_lengths(list(case.lengths)), case.scores, *sinks)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
 def errors(world: int, case: Case) -> dict[str, float]:
     parts = run_ranks(_attend, world, case)
     joined = [torch.stack(list(same)).sum(0) for same in zip(*parts)]
-    return {name: relative_error(a, b) for name, a, b in zip(("out", "dq", "dk", "dv"), joined, reference(case))}
+    names = ("out", "dq", "dk", "dv", *(["dsinks"] if case.sinks else []))
+    return {name: relative_error(a, b) for name, a, b in zip(names, joined, reference(case), strict=True)}
 
 
 RAGGED = (5, 1, 18, 20, 4)
+WINDOW = Scores(window=7)
+VARIANTS = {
+    "scale": (Scores(scale=0.3), False), "softcap": (Scores(softcap=1.5), False), "sinks": (PLAIN, True),
+    "everything": (Scores(scale=0.3, window=6, softcap=1.5), True),
+}  # fmt: skip
+ALL = Scores(scale=0.3, window=6, softcap=1.5)
 CASES = {
     "ring": (2, Case()),
     "gather": (2, Case("gather")),
     "a2a": (2, Case("a2a")),
     "a2a+ring": (4, Case("a2a+ring", a2a=2)),
     "ring of three, one key head": (3, Case(heads=(3, 1))),
-    "ring, documents and a window": (2, Case(lengths=RAGGED, window=7)),
-    "gather, documents and a window": (3, Case("gather", lengths=RAGGED, window=7)),
-    "a2a, documents and a window": (2, Case("a2a", lengths=RAGGED, window=7)),
-    "a2a+ring, documents and a window": (4, Case("a2a+ring", lengths=RAGGED, window=7, a2a=2)),
+    "ring, documents and a window": (2, Case(lengths=RAGGED, scores=WINDOW)),
+    "gather, documents and a window": (3, Case("gather", lengths=RAGGED, scores=WINDOW)),
+    "a2a, documents and a window": (2, Case("a2a", lengths=RAGGED, scores=WINDOW)),
+    "a2a+ring, documents and a window": (4, Case("a2a+ring", lengths=RAGGED, scores=WINDOW, a2a=2)),
     "a2a, more ranks than key heads": (4, Case("a2a", heads=(4, 2))),
     "a2a, key heads that do not divide": (3, Case("a2a", heads=(6, 2))),
     "a2a+ring, one key head": (4, Case("a2a+ring", heads=(4, 1), a2a=2)),
     "ring, each document sliced": (2, Case(lengths=RAGGED, document=True)),
-    "gather, each document sliced": (3, Case("gather", lengths=RAGGED, document=True, window=6)),
+    "gather, each document sliced": (3, Case("gather", lengths=RAGGED, document=True, scores=Scores(window=6))),
     "a2a, each document sliced": (2, Case("a2a", lengths=RAGGED, document=True)),
     "a2a+ring, each document sliced": (4, Case("a2a+ring", lengths=RAGGED, document=True, a2a=2)),
+    **{
+        f"{kind}, {name}": (
+            4 if kind == "a2a+ring" else 2,
+            Case(kind, lengths=RAGGED, scores=scores, sinks=sinks, a2a=2 if kind == "a2a+ring" else None),
+        )
+        for kind in KINDS
+        for name, (scores, sinks) in VARIANTS.items()
+    },
+    "ring, everything, each document sliced": (3, Case(lengths=RAGGED, document=True, scores=ALL, sinks=True)),
+    "a2a, everything, key heads that do not divide": (3, Case("a2a", heads=(6, 2), scores=ALL, sinks=True)),
+    "a2a+ring, everything, one key head": (4, Case("a2a+ring", heads=(4, 1), scores=ALL, sinks=True, a2a=2)),
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
 
@@ -231,10 +255,7 @@ def test_a_ring_hides_a_slow_link_behind_its_steps(world: int) -> None:
 
 
 def test_a_group_of_one_is_plain_attention() -> None:
-    q, k, v, _ = Case().whole(torch.float32)
-    tokens = tokens_of_lengths([24, 24])
-    assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attend_alone
-    assert torch.equal(attend_alone(q, k, v[..., :5], tokens, window=99), attend_alone(q, k, v, tokens, window=24))
+    assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attention
 
 
 def _kinds(rank: int, world: int) -> list[str]:

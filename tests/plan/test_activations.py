@@ -14,7 +14,7 @@ from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
-from megalith.kernels import attention
+from megalith.kernels import tiled_attention
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.observe.meter import metered
@@ -192,7 +192,7 @@ def test_what_runs_again_appears_for_a_while() -> None:
 
 def test_the_kernels_constants_are_the_ledgers() -> None:
     for name in ("TILED_LENGTHS", "KEPT_LENGTH", "TILE_ROWS", "TILE_SCORES"):
-        assert getattr(activations, name) == getattr(attention, name)
+        assert getattr(activations, name) == getattr(tiled_attention, name)
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:

@@ -18,6 +18,7 @@ from megalith.plan.context import (
     kind_of_layer,
     plan_slices,
     plan_spans,
+    spans_of_lengths,
     undo,
     zigzag,
 )
@@ -102,6 +103,25 @@ def visible_by_rule(slices: Slices, queries: list[int], keys: list[int], window:
     return np.array(
         [[document[i] == document[j] and j <= i and (window is None or i - j < window) for j in keys] for i in queries]
     )
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(
+    "lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70), (0, 3)), ((1, 6), (1, 6)), ((0, 0),)]
+)
+def test_queries_of_documents_are_the_last_of_their_keys(
+    lengths: tuple[tuple[int, int], ...], window: int | None
+) -> None:
+    spans = spans_of_lengths(lengths, window)
+    every, start = [], 0
+    for queries, keys in lengths:
+        for own in range(start + keys - queries, start + keys):
+            every.append([start if window is None else max(start, own - window + 1), own + 1])
+        start += keys
+    row = len(every) // spans.repeats
+    assert spans.visible.tolist() == every[:row]
+    assert spans.repeats == (len(lengths) if len(set(lengths)) == 1 else 1)
+    assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])

@@ -24,6 +24,8 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.cross_entropy import token_losses
+from megalith.kernels.scores import Scores
+from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tokens import Tokens
 from megalith.models.decoder import Decoder
 from megalith.nn.block import Block
@@ -436,10 +438,11 @@ def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
         call(tensor(given))
 
 
-def ring(**given: Any) -> Tensor:
+def ring(*, sinks: Any = None, **given: Any) -> Tensor:
     """A ring over tp, of tensors of these types."""
     q, k, v = (tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
-    return ring_attention(q, k, v, GROUP, [Spans(1, np.zeros((8, 2), np.int64), ())] * 8)
+    offsets = None if sinks is None else tensor(sinks, 4)
+    return ring_attention(q, k, v, GROUP, [Spans(1, np.zeros((8, 2), np.int64), ())] * 8, Scores(softcap=2.0), offsets)
 
 
 def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
@@ -455,6 +458,23 @@ def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
 def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any) -> None:
     with checking(), pytest.raises(SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"):
         ring(**{name: given})
+
+
+def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
+    with checking():
+        assert types_of(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
+    for given in (V, I, P):
+        with checking(), pytest.raises(SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"):
+            ring(sinks=given)
+
+
+def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
+    spans = Spans(2, np.zeros((4, 2), np.int64), ())
+    with checking():
+        q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
+        assert types_of(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))["tp_kv"] is V
+        with pytest.raises(SpmdTypeError):
+            span_attention(q, k, v, spans, Scores(), tensor(P, 4, dp=R))
 
 
 def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:

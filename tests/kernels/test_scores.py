@@ -1,0 +1,52 @@
+"""The definition of attention: who sees what, and rows that see nothing."""
+
+import pytest
+import torch
+
+from megalith.kernels.scores import Scores, causal_mask, masked_attention
+
+
+def test_scores_are_scaled_by_the_features_unless_told() -> None:
+    assert Scores().factor(64) == 0.125
+    assert Scores(scale=0.3).factor(64) == 0.3
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 9])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (1, 3), (0, 0), (0, 3)])
+def test_a_query_sees_itself_and_what_came_before_within_its_window(
+    queries: int, keys: int, window: int | None
+) -> None:
+    mask = causal_mask(queries, keys, window=window, device=torch.device("cpu"))
+    assert mask.shape == (queries, keys)
+    for i in range(queries):
+        own = keys - queries + i
+        assert [j for j in range(keys) if mask[i, j]] == [
+            j for j in range(keys) if j <= own and (window is None or own - j < window)
+        ]
+
+
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])
+def test_a_query_that_sees_nothing_gives_zero_and_no_gradient(sinks: torch.Tensor | None) -> None:
+    q, k, v = (torch.randn(*shape, requires_grad=True) for shape in ((3, 2, 4), (2, 1, 4), (2, 1, 3)))
+    visible = torch.tensor([[True, False], [False, False], [True, True]])
+    y = masked_attention(q, k, v, visible, sinks=sinks)
+    assert not y[1].any() and bool(y[[0, 2]].any(-1).all())
+    grads = torch.autograd.grad(y.square().sum(), (q, k, v))
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads) and not grads[0][1].any()
+
+
+def test_no_mask_is_one_that_hides_nothing() -> None:
+    q, k, v = (torch.randn(*shape) for shape in ((3, 2, 4), (5, 1, 4), (5, 1, 3)))
+    everything = torch.ones(3, 5, dtype=torch.bool)
+    for sinks in (None, torch.tensor([0.5, -1.0])):
+        scores = Scores(softcap=2.0)
+        y = masked_attention(q, k, v, None, scores, sinks)
+        torch.testing.assert_close(y, masked_attention(q, k, v, everything, scores, sinks))
+
+
+def test_weights_are_fp32_for_narrow_types() -> None:
+    q, k, v = (torch.randn(*shape).bfloat16() for shape in ((3, 2, 4), (5, 1, 4), (5, 1, 3)))
+    y = masked_attention(q, k, v, None, sinks=torch.zeros(2, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    exact = masked_attention(q.double(), k.double(), v.double(), None, sinks=torch.zeros(2))
+    assert (y - exact).abs().max() < 2e-2

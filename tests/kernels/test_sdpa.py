@@ -1,0 +1,28 @@
+"""Torch's kernel, called for documents of one length at once, else document by document."""
+
+import pytest
+import torch
+
+from megalith.kernels.scores import Scores, causal_mask, masked_attention
+from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_documents
+
+
+@pytest.mark.parametrize("lengths", [((4, 4), (4, 4)), ((3, 3), (5, 5)), ((1, 6), (2, 5)), ((0, 0), (2, 4), (0, 3))])
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_documents_attend_as_the_definition_says(lengths: Lengths, scale: float | None) -> None:
+    t, keys = (sum(column) for column in zip(*lengths))
+    q, k, v = (torch.randn(*shape, dtype=torch.float64) for shape in ((t, 4, 6), (keys, 2, 6), (keys, 2, 5)))
+    y = sdpa_attention(q, k, v, lengths, scale=scale)
+    assert y.shape == (t, 4, 5)
+    at, first = 0, 0
+    for queries, count in lengths:
+        mask = causal_mask(queries, count, device=q.device)
+        mine = q[at : at + queries], k[first : first + count], v[first : first + count]
+        expected = masked_attention(*mine, mask, Scores(scale=scale))
+        torch.testing.assert_close(y[at : at + queries], expected, rtol=1e-12, atol=1e-12)
+        at, first = at + queries, first + count
+
+
+def test_documents_of_one_length_take_one_call() -> None:
+    q, k, v = (torch.randn(12, heads, 6) for heads in (4, 2, 2))
+    assert torch.equal(sdpa_attention(q, k, v, ((4, 4),) * 3), sdpa_documents(q, k, v, 4))

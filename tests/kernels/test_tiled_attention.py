@@ -1,0 +1,91 @@
+"""Tiles of whole documents on CPUs give what torch's kernel gives."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import cpu
+from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.scores import Scores
+from megalith.kernels.sdpa import sdpa_documents
+from megalith.kernels.tiled_attention import KEPT_LENGTH, Tile, _hidden, _loop_softmax, tiled_attention
+from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
+
+
+def qkv(
+    tokens: Tokens, *, heads: int, kv_heads: int, d: int = 8, d_v: int = 8, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(tokens.num_tokens, heads, d), (tokens.num_tokens, kv_heads, d), (tokens.num_tokens, kv_heads, d_v)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("length", [70, 600])
+def test_tiles_give_the_same_whether_probabilities_are_kept_or_computed_again(length: int) -> None:
+    tokens = tokens_of_rows(2, length)
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    y, expected = attention(q, k, v, tokens), sdpa_documents(q, k, v, length)
+    assert (type(y.grad_fn).__name__, length <= KEPT_LENGTH) == ("TiledAttentionBackward", length == 70)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    for mine, theirs in zip(torch.autograd.grad(y, (q, k, v), dy), torch.autograd.grad(expected, (q, k, v), dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_tile_of_few_heads_gives_the_same_as_one_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = tokens_of_rows(3, 70)
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    expected = attention(q, k, v, tokens)
+    monkeypatch.setattr("megalith.kernels.tiled_attention.TILE_SCORES", 1)
+    y = attention(q, k, v, tokens)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    y.sum().backward()
+    assert q.grad is not None
+
+
+@pytest.mark.parametrize("length", [40, 200])
+def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) -> None:
+    tokens = tokens_of_rows(2, length)
+    inputs = qkv(tokens, heads=4, kv_heads=2, dtype=torch.bfloat16)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    dy = torch.randn(tokens.num_tokens, 4, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    grads = torch.autograd.grad(attention(*inputs, tokens), inputs, dy)
+    torchs = torch.autograd.grad(sdpa_documents(*inputs, length), inputs, dy)
+    expected = torch.autograd.grad(reference_attention(*exact, tokens), exact, dy.double())
+    for mine, theirs, right in zip(grads, torchs, expected):
+        assert (mine - right).norm() <= 2 * (theirs - right).norm()
+
+
+@pytest.mark.parametrize("lengths", [(70,), (600,), (40, 90, 3)])
+def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[int, ...]) -> None:
+    tokens = tokens_of_lengths(list(lengths) * 2)
+    inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
+    y = tiled_attention(*inputs, lengths, scale=0.7)
+    expected = reference_attention(*inputs, tokens, Scores(scale=0.7))
+    assert y.shape == (tokens.num_tokens, 4, 4)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    inputs = qkv(tokens_of_lengths([3, 4]), heads=2, kv_heads=1, d=3, d_v=2)
+    assert torch.autograd.gradcheck(lambda *x: tiled_attention(*x, (3, 4), scale=1 / math.sqrt(3)), inputs)
+
+
+@pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile", [Tile(slice(0, 3), 0, 64, 128, ()), Tile(slice(0, 3), 32, 64, 100, (70, 71, 99))])
+def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
+    scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.stop - tile.first)
+    hidden = _hidden(tile, scores)
+    expected = scores.clone()
+    expected.unflatten(1, (2, -1))[..., -hidden.shape[1] :].add_(hidden)
+    expected = expected.double().softmax(-1)
+    ours = _loop_softmax(scores.clone(), tile, dtype)
+    assert ours.dtype == dtype
+    assert not ours[expected == 0].any()
+    torch.testing.assert_close(ours.double(), expected, rtol=2e-6 if dtype == torch.float32 else 4e-3, atol=1e-7)
