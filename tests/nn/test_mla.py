@@ -1,0 +1,221 @@
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.infer.cache import KeyValueCache
+from megalith.kernels.tokens import Tokens, tokens_of_queries
+from megalith.nn.mla import LatentAttention, latent_scores
+from megalith.parallel.autograd import gather
+from megalith.parallel.tensor import SplitTokens
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, PARITY, assert_close, assert_equals
+
+SIZES: dict[str, Any] = {"kv_rank": 7, "nope_dim": 5, "rope_dim": 4, "value_dim": 3}
+YARN = RopeConfig(scaling="yarn", factor=40.0, original_max_position=16, attention_factor=1.2, interleaved=True)
+KINDS: dict[str, dict[str, Any]] = {
+    "queries from x": {"mla": MLAConfig(**SIZES)},
+    "queries from a short vector": {"mla": MLAConfig(**SIZES, q_rank=8)},
+    "yarn": {"mla": MLAConfig(**SIZES, q_rank=8, yarn_mscale=0.707), "rope": YARN},
+    "values wider than keys": {"mla": MLAConfig(**SIZES | {"value_dim": 11, "rope_dim": 2})},
+    "a window": {"mla": MLAConfig(**SIZES), "attention": AttentionConfig(window=3)},
+}
+
+
+def config_of(kind: str, layers: SimpleNamespace, **changes: Any) -> ModelConfig:
+    """Five heads, which no number of ranks divides."""
+    interleaved = {"rope": RopeConfig(interleaved=True)}
+    config: ModelConfig = layers.config(**interleaved | KINDS[kind] | {"num_heads": 5, "num_kv_heads": 5} | changes)
+    return config
+
+
+def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig) -> Tensor:
+    """The papers' attention, one head after the other: arXiv:2405.04434, equations 9 to 19."""
+    sizes, (cos, sin) = config.mla, tokens.rotary
+    assert sizes is not None
+    scale = latent_scores(config, 0).scale
+    latent = short(x, w, "kv_down")
+    shared = turned((x @ w["kv_down"].T)[:, sizes.kv_rank :], cos, sin)
+    heads = []
+    for head in range(config.num_heads):
+        q = x @ w["q"][head].T if "q" in w else short(x, w, "q_down") @ w["q_up"][head].T
+        q = torch.cat([q[:, : sizes.nope_dim], turned(q[:, sizes.nope_dim :], cos, sin)], 1)
+        k = torch.cat([latent @ w["kv_up"][head, : sizes.nope_dim].T, shared], 1)
+        v = latent @ w["kv_up"][head, sizes.nope_dim :].T
+        heads.append((scores_seen(q @ k.T * scale, tokens, config.attention.window)).softmax(1) @ v)
+    return torch.einsum("ntv,hnv->th", torch.stack(heads), w["o"]) + w["o_bias"]
+
+
+def short(x: Tensor, w: dict[str, Tensor], word: str) -> Tensor:
+    weight = w[f"{word}_norm.weight"]
+    y = (x @ w[word].T)[:, : len(weight)]
+    return y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of neighbours as complex numbers, turned."""
+    y = torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous()) * torch.complex(cos, sin)
+    return torch.view_as_real(y).flatten(1)
+
+
+def scores_seen(scores: Tensor, tokens: Tokens, window: int | None) -> Tensor:
+    t = torch.arange(len(scores))
+    ago = t[:, None] - t
+    seen = (ago >= 0) & (tokens.document[:, None] == tokens.document)
+    return scores.masked_fill(~(seen if window is None else seen & (ago < window)), -math.inf)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_the_formula_of_the_paper(kind: str, layers: SimpleNamespace) -> None:
+    config = config_of(kind, layers)
+    layer = layers.build(LatentAttention, config)
+    x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
+    assert_equals("attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64)
+
+
+@pytest.mark.parametrize("q_rank", [None, 8])
+@pytest.mark.parametrize("mscale", [None, (0.707, 0.707), (1.0, 0.5), (0.707, 0.0)])
+def test_it_is_the_attention_of_transformers(
+    q_rank: int | None, mscale: tuple[float, float] | None, layers: SimpleNamespace
+) -> None:
+    deepseek = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+    if mscale is not None:
+        rope |= {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 16}
+        rope |= {"mscale": mscale[0], "mscale_all_dim": mscale[1], "beta_fast": 32, "beta_slow": 1}
+    theirs_config = deepseek.DeepseekV3Config(
+        hidden_size=18, num_attention_heads=5, num_key_value_heads=5, q_lora_rank=q_rank, kv_lora_rank=7,
+        qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=3, rope_parameters=rope, max_position_embeddings=64,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = deepseek.DeepseekV3Attention(theirs_config, 0).double()
+    config = config_of(
+        "queries from x", layers, output_bias=False, mla=MLAConfig(**SIZES, q_rank=q_rank),
+        rope=RopeConfig(theta=100.0, interleaved=True),
+    )  # fmt: skip
+    if mscale is not None:
+        factor = _g(mscale[0]) / _g(mscale[1]) if all(mscale) else _g(1.0)
+        yarn = replace(YARN, theta=100.0, attention_factor=factor)
+        sizes = MLAConfig(**SIZES, q_rank=q_rank, yarn_mscale=mscale[1] or None)
+        config = replace(config, rope=yarn, mla=sizes)
+    layer = layers.build(LatentAttention, config)
+    names = {"q": "q_proj", "q_down": "q_a_proj", "q_down_norm.weight": "q_a_layernorm", "q_up": "q_b_proj"}
+    names |= {"kv_down": "kv_a_proj_with_mqa", "kv_down_norm.weight": "kv_a_layernorm", "kv_up": "kv_b_proj"}
+    names |= {"o": "o_proj"}
+    ours = layers.weights(layer)
+    with torch.no_grad():
+        for name, tensor in ours.items():
+            weight = getattr(theirs, names[name]).weight
+            weight.copy_(tensor.reshape(weight.shape))
+    x, tokens = layers.inputs(9), layers.tokens(config, [9])
+    rotary = deepseek.DeepseekV3RotaryEmbedding(theirs_config)
+    mask = torch.full((1, 1, 9, 9), -math.inf, dtype=torch.float64).triu(1)
+    positions = rotary(x, torch.arange(9)[None])
+    assert_close(
+        dict(zip(("cos", "sin"), tokens.rotary)), dict(zip(("cos", "sin"), [p[0, :, :2] for p in positions])), FP64
+    )
+    expected, _ = theirs(x[None], positions, mask)
+    assert_equals("attention", layer(x, tokens), expected[0], PARITY)  # their norms are fp32
+
+
+def _g(mscale: float) -> float:
+    return 0.1 * mscale * math.log(40) + 1
+
+
+def test_scores_are_sharpened_as_deepseek_v3_does(layers: SimpleNamespace) -> None:
+    sizes = MLAConfig(kv_rank=512, yarn_mscale=1.0)
+    config = layers.config(mla=sizes, rope=RopeConfig(scaling="yarn", factor=40.0))
+    assert latent_scores(config, 0).scale == pytest.approx(0.1352338, abs=1e-7)
+    given = replace(config, attention=AttentionConfig(scale=0.3, softcap=5.0))
+    assert latent_scores(given, 0).scale == 0.3 and latent_scores(given, 0).softcap == 5.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[9], [1] * 9, [4, 1, 3, 1]])
+def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
+    kind: str, steps: list[int], layers: SimpleNamespace
+) -> None:
+    config = config_of(kind, layers)
+    layer = layers.build(LatentAttention, config)
+    x, tokens, cache, read, found = layers.inputs(9), layers.tokens(config, [9]), KeyValueCache(1), 0, []
+    with torch.no_grad():
+        for count in steps:
+            now = slice(read, read + count)
+            read += count
+            rotary = tuple(table[now] for table in tokens.rotary)
+            part = replace(tokens_of_queries([(count, read)]), rotary=rotary)
+            found.append(layer(x[now], part, cache.layers([0])[0]))
+        assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
+
+
+class Sizes:
+    """Counts what a cache is given for a token."""
+
+    def __init__(self) -> None:
+        self.values = 0
+
+    def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        self.values = k[0].numel() + v[0].numel()
+        return k, v
+
+
+def test_the_cache_keeps_the_short_vector_and_the_shared_key_only(layers: SimpleNamespace) -> None:
+    config, cache = config_of("queries from x", layers), Sizes()
+    layers.build(LatentAttention, config)(layers.inputs(9), layers.tokens(config, [9]), cache)
+    assert cache.values == 7 + 4
+
+
+@pytest.mark.parametrize("tp", [2, 3, 5])
+def test_a_rank_holds_whole_heads_and_the_short_projections_whole(tp: int, layers: SimpleNamespace) -> None:
+    config = config_of("queries from a short vector", layers)
+    whole, taken = layers.weights(layers.build(LatentAttention, config)), 0
+    for rank in range(tp):
+        layer = layers.build(LatentAttention, config, layers.paper(config, tp, rank))
+        part, heads = layers.weights(layer), layer.num_heads
+        for name in ("q_up", "kv_up"):
+            assert torch.equal(part[name], whole[name][taken : taken + heads])
+        assert torch.equal(part["o"], whole["o"][:, taken : taken + heads])
+        for name in ("q_down", "kv_down", "q_down_norm.weight", "kv_down_norm.weight", "o_bias"):
+            assert torch.equal(part[name], whole[name])
+        taken += heads
+    assert taken == 5
+
+
+def shared_heads(
+    rank: int, world: int, config: ModelConfig, x: Tensor, tokens: Tokens, build: Any, real: Any, sp: bool
+) -> tuple[Tensor, Tensor]:
+    """What a rank gives, and the gradient of x, both of all tokens."""
+    mesh = real(config, world, rank)
+    layer: nn.Module = build(LatentAttention, config, mesh)
+    region = SplitTokens(mesh.tp) if sp else layer.region
+    for module in layer.modules():
+        if hasattr(module, "region"):
+            module.region = region
+    assert isinstance(layer, LatentAttention)
+    mine = region.mine(x).clone().requires_grad_()
+    y = layer(mine, tokens)
+    y.square().sum().backward()
+    assert mine.grad is not None
+    whole = [gather(part.detach(), mesh.tp) if sp else part.detach() for part in (y, mine.grad)]
+    return whole[0], whole[1]
+
+
+@pytest.mark.parametrize(("tp", "sp"), [(2, False), (3, False), (2, True), (3, True)])
+@pytest.mark.parametrize("kind", ["queries from x", "yarn"])
+def test_ranks_together_give_what_one_gives(kind: str, tp: int, sp: bool, layers: SimpleNamespace) -> None:
+    config = config_of(kind, layers)
+    x, tokens = layers.inputs(12).requires_grad_(), layers.tokens(config, [7, 5])
+    expected = layers.build(LatentAttention, config)(x, tokens)
+    expected.square().sum().backward()
+    args = (config, x.detach(), tokens, layers.build, layers.real, sp)
+    for y, dx in run_ranks(shared_heads, tp, *args):
+        assert_equals("attention", y, expected.detach(), FP64)
+        assert x.grad is not None
+        assert_equals("gradient", dx, x.grad, FP64)
