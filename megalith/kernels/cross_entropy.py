@@ -20,6 +20,32 @@ from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
 from megalith.plan.costs import loss_chunk
 
 
+@dataclass(frozen=True, slots=True)
+class Readout:
+    """How the products of hidden states and vocabulary become scores: s = scale * product, then softcap * tanh(s /
+    softcap). In fp32 or float64, unless nothing is to be done."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    """The largest score there can be; unset: none. Source: Gemma Team 2024, arXiv:2408.00118, section 2."""
+
+    def scores(self, products: Tensor) -> Tensor:
+        """What they become, in their memory where the dtype allows: [t, v] -> [t, v]."""
+        if self == AS_THEY_ARE:
+            return products
+        wide = products.to(torch.promote_types(products.dtype, torch.float32)).mul_(self.scale)
+        return wide if self.softcap is None else wide.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slopes(self, scores: Tensor) -> Tensor | float | None:
+        """The derivative of scores by products, from the scores [t, v]: 0 where a score is infinite; None: 1."""
+        if self.softcap is not None:
+            return (scores / self.softcap).square_().neg_().add_(1).clamp_(min=0).mul_(self.scale)
+        return None if self.scale == 1.0 else self.scale
+
+
+AS_THEY_ARE = Readout()
+
+
 def linear_cross_entropy(
     x: Tensor,
     weight: Tensor,
@@ -28,11 +54,12 @@ def linear_cross_entropy(
     vocab: Group,
     first_row: int,
     vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
     sink: Sink | None = None,
     chunk: int | None = None,
     kernel: Kernel = "auto",
 ) -> Tensor:
-    """Sum over labelled tokens of -log softmax(x @ W.T)[label], W being the whole vocabulary: one fp32 or fp64.
+    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary W: one fp32 or fp64.
 
     x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded vocabulary; labels
     [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
@@ -45,9 +72,9 @@ def linear_cross_entropy(
     if kernel == "reference":
         assert vocab.size == 1
         assert sink is None
-        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size).sum()
+        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size, readout=readout).sum()
     grad = torch.is_grad_enabled()
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto")
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
     wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad)
     loss: Tensor = LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink)  # type: ignore[no-untyped-call]  # torch's own
     return loss
@@ -61,6 +88,7 @@ def token_losses(
     vocab: Group,
     first_row: int,
     vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
     sink: Sink | None = None,
     chunk: int | None = None,
     kernel: Kernel = "auto",
@@ -73,15 +101,19 @@ def token_losses(
     if kernel == "reference":
         assert vocab.size == 1
         assert sink is None
-        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size)
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto")
+        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size, readout=readout)
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
     losses: Tensor = TokenLossesFunction.apply(x, weight, labels, vocab, head, sink)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
 
-def reference_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int) -> Tensor:
+def reference_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, readout: Readout = AS_THEY_ARE
+) -> Tensor:
     """What `token_losses` computes where one rank has the whole vocabulary, in plain operations: [t]."""
-    logits = (x @ weight[:vocab_size].t()).to(torch.promote_types(x.dtype, torch.float32))
+    logits = (x @ weight[:vocab_size].t()).to(torch.promote_types(x.dtype, torch.float32)) * readout.scale
+    if readout.softcap is not None:
+        logits = readout.softcap * torch.tanh(logits / readout.softcap)
     return torch.nn.functional.cross_entropy(logits, labels.clamp(min=-1), ignore_index=-1, reduction="none")
 
 
@@ -104,21 +136,26 @@ class Head:
     loops: bool
     """Use the compiled loops where they serve."""
 
+    readout: Readout
+
     @staticmethod
-    def of(weight: Tensor, group: Group, first_row: int, vocab_size: int, chunk: int | None, *, loops: bool) -> "Head":
+    def of(
+        weight: Tensor, group: Group, first_row: int, vocab_size: int, chunk: int | None, *, loops: bool,
+        readout: Readout = AS_THEY_ARE,
+    ) -> "Head":  # fmt: skip
         """The head whose matrix is `weight` [v_local, h]."""
         rows = max(0, min(weight.shape[0], vocab_size - first_row))
         # From what all ranks know alike, not from my rows, which may be more than theirs: every chunk is a collective.
         fitting = loss_chunk(vocab_size, ranks=group.size)
-        return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0)
+        return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0, readout)
 
     def matrix(self, weight: Tensor) -> Tensor:
         """My rows without padding; one row of padding if there is only that, so that no rank leaves out a sum."""
         return weight[: max(1, self.rows)]
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [c, h] -> [c, rows], rounded to x's dtype; -inf where there is only padding."""
-        logits = linear_forward(x, self.matrix(weight))
+        """x [c, h] -> [c, rows], products rounded to x's dtype; -inf where there is only padding."""
+        logits = self.readout.scores(linear_forward(x, self.matrix(weight)))
         return logits if self.rows else logits.fill_(float("-inf"))
 
     def target(self, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,16 +200,18 @@ def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
 
 
 def logit_gradient(logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head) -> Tensor:
-    """weights * (p - one hot at the label), [c, rows] in the logits' dtype and, where possible, their memory.
+    """What products get: weights * (p - one hot at the label) * slopes, [c, rows], where possible in logits' memory.
 
     weights [c]: what each token's loss counts, 0 without a label. The entry at the label is computed apart: in bf16, 1
     would swallow the last digits of p.
     """
+    slopes = head.readout.slopes(logits)  # before the gradient takes their place
     loops = head.loops and cpu.takes(logits)
     gradient = (_loop_scaled_exp if loops else _scaled_exp)(logits, softmax.largest, weights / softmax.total)
     rows, mine = head.target(labels)
     at_label = (softmax.target.exp() / softmax.total - 1).mul_(weights).unsqueeze(1).to(gradient.dtype)
-    return gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
+    gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
+    return gradient if slopes is None else gradient.mul_(slopes)
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,6 +248,7 @@ def _add_gradients(
     dlogits: Tensor, x: Tensor, weight: Tensor, head: Head, dx: Tensor | None, dw: Tensor | None
 ) -> None:
     """What a chunk's logits gradient [c, rows] gives x: written to dx [c, h]; and weight: added to dw [v_local, h]."""
+    dlogits = dlogits.to(x.dtype)
     if dx is not None:
         dx.copy_(input_grad(dlogits, head.matrix(weight)))
     if dw is not None:

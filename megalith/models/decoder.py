@@ -10,6 +10,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.kernels.cross_entropy import Readout
 from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache
@@ -90,6 +91,7 @@ class Decoder(nn.Module):
             self.head = VocabHead(
                 _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
                 vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
+                readout=Readout(config.logit_scale, config.logit_softcap),
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.tied_embeddings else None)

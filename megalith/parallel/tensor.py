@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from megalith.kernels.cross_entropy import linear_cross_entropy, token_losses
+from megalith.kernels.cross_entropy import AS_THEY_ARE, Readout, linear_cross_entropy, token_losses
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import Sink, linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
@@ -312,10 +312,12 @@ class VocabHead(nn.Module):
     weight: nn.Parameter
 
     def __init__(
-        self, weight: Declared, region: Region, *, vocab_size: int, tied: nn.Parameter | None, dtype: torch.dtype
-    ) -> None:
+        self, weight: Declared, region: Region, *, vocab_size: int, tied: nn.Parameter | None, dtype: torch.dtype,
+        readout: Readout = AS_THEY_ARE,
+    ) -> None:  # fmt: skip
+        """`readout`: what becomes of the products of hidden states and vocabulary before they are scores."""
         super().__init__()
-        self.region = region
+        self.region, self.readout = region, readout
         self.sink: Sink | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
@@ -332,19 +334,19 @@ class VocabHead(nn.Module):
         """
         return linear_cross_entropy(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
-            vocab_size=self.vocab_size, sink=self.sink,
+            vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
         )  # fmt: skip
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits in backward."""
         return token_losses(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
-            vocab_size=self.vocab_size, sink=self.sink,
+            vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
         )  # fmt: skip
 
     def logits(self, x: Tensor) -> Tensor:
         """x [t, h] on every rank -> [t, vocab_size] on every rank; for sampling, without gradient."""
-        part = linear(x, self.sunk()).T.contiguous()
+        part = self.readout.scores(linear(x, self.sunk())).T.contiguous()
         return gather(part, self.region.group, sizes=self.row_sizes).T[:, : self.vocab_size]
 
     def sunk(self) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.cross_entropy import Head, linear_cross_entropy, reference_cross_entropy, token_losses
+from megalith.kernels.cross_entropy import Head, Readout, linear_cross_entropy, reference_cross_entropy, token_losses
 from megalith.parallel.group import Group, alone
 
 T, H, V, PADDED = 11, 5, 13, 16
@@ -209,17 +209,23 @@ def large(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     return x, weight, torch.randint(-50, 301, (60,), generator=generator)
 
 
+READOUTS = (Readout(), Readout(0.0625), Readout(softcap=2.0), Readout(1.5, 3.0))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("readout", READOUTS)
 def test_every_kernel_gives_what_the_reference_gives(
-    form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel
+    form: str, dtype: torch.dtype, tolerance: float, kernel: Kernel, readout: Readout
 ) -> None:
     x, weight, labels = large(dtype)
     whole = linear_cross_entropy if form == "sum" else token_losses
     results = []
     for each in (kernel, "reference"):
-        loss_sum = whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, kernel=each).sum()
+        loss_sum = whole(
+            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, readout=readout, kernel=each
+        ).sum()
         results.append((loss_sum, *torch.autograd.grad(loss_sum, (x, weight))))
     for mine, theirs in zip(*results):
         assert mine.dtype == theirs.dtype
@@ -248,6 +254,43 @@ def test_numbers_that_are_none_reach_the_loss(form: str, kernel: Kernel, bad: fl
         x[3, 4] = bad
     whole = linear_cross_entropy if form == "sum" else token_losses
     assert not whole(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, kernel=kernel).sum().isfinite()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("readout", READOUTS)
+def test_gradients_of_scaled_and_capped_scores_equal_torch_also_far_beyond_the_cap(form: str, readout: Readout) -> None:
+    for scale in (1.0, 1e3):
+        x, weight = inputs(scale=scale)
+        with torch.no_grad():
+            weight[V:] = 1e6
+        scores = x @ weight[:V].t() * readout.scale
+        scores = scores if readout.softcap is None else readout.softcap * torch.tanh(scores / readout.softcap)
+        theirs = torch.nn.functional.cross_entropy(scores, LABELS.clamp(min=-1), ignore_index=-1, reduction="sum")
+        whole = linear_cross_entropy if form == "sum" else token_losses
+        ours = whole(x, weight, LABELS, vocab=alone("tp"), first_row=0, vocab_size=V, chunk=4, readout=readout).sum()
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+        for mine, expected in zip(torch.autograd.grad(ours, (x, weight)), torch.autograd.grad(theirs, (x, weight))):
+            torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_scores_that_are_neither_scaled_nor_capped_stay_the_products_themselves() -> None:
+    products = torch.randn(4, 5).bfloat16()
+    assert Readout().scores(products) is products and Readout().slopes(products) is None
+
+
+def test_capped_scores_are_computed_in_fp32() -> None:
+    products = 30 * torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = Readout(softcap=30.0).scores(products)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, 30 * torch.tanh(products.float() / 30))
+
+
+@pytest.mark.parametrize("readout", READOUTS)
+def test_a_rank_that_has_only_padding_gets_no_gradient_and_no_nan(readout: Readout) -> None:
+    x, weight = inputs()
+    head = Head.of(weight[:3], alone("tp"), V, V, None, loops=False, readout=readout)
+    slopes = head.readout.slopes(head.logits(x, weight[:3]))
+    assert slopes is None or isinstance(slopes, float) or bool((slopes == 0).all())
 
 
 def test_ranks_with_uneven_parts_cut_the_tokens_alike() -> None:

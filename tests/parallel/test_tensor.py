@@ -1,10 +1,13 @@
 """Every layer that tensor parallelism cuts computes what it does whole: outputs, gradients of inputs and weights."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megalith.kernels.cross_entropy import Readout
 from megalith.kernels.rebuilt import value_of
 from megalith.models.decoder import allocate
 from megalith.parallel.autograd import gather
@@ -151,25 +154,27 @@ def head(rank: int, world: int, sp: bool) -> None:
     labels = torch.arange(TOKENS) * 4 % known
     labels[[0, 7]] = -1
     shard = cut(whole("h.weight", (VOCAB, INPUTS)), 0, group)
-    per_token = seeded(TOKENS, seed=7)
-    for each in (False, True):
+    for each, readout in product((False, True), (Readout(), Readout(0.6), Readout(1.4, softcap=1.5))):
         layer = VocabHead(
-            Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64
-        )
+            Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64,
+            readout=readout,
+        )  # fmt: skip
         filled(layer, {"weight": table})
         mine, dense_x, dense = local_input(x, group, sp), x.clone().requires_grad_(), table.clone().requires_grad_()
-        logits = dense_x @ dense[:known].T
+        logits = dense_x @ dense[:known].T * readout.scale
+        if readout.softcap is not None:
+            logits = readout.softcap * torch.tanh(logits / readout.softcap)
         reference = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none" if each else "sum")
         found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
         same("loss", found, reference)
-        ((found * per_token).sum() if each else 3 * found).backward()
-        ((reference * per_token).sum() if each else 3 * reference).backward()
+        weights = seeded(TOKENS, seed=7) if each else torch.tensor(3.0)
+        (found * weights).sum().backward()
+        (reference * weights).sum().backward()
         assert dense_x.grad is not None and dense.grad is not None
         same("dx", mine.grad, part(dense_x.grad, 0, group) if sp else dense_x.grad)
         same("dw", layer.weight.grad, part(dense.grad, 0, group))
-    with torch.no_grad():
-        whole_x = gather(mine.detach(), group) if sp else mine.detach()
-        same("logits", layer.logits(whole_x), x @ table[:known].T)
+        with torch.no_grad():
+            same("logits", layer.logits(gather(mine, group) if sp else mine), logits)
 
 
 def regions(rank: int, world: int, sp: bool) -> None:
