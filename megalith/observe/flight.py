@@ -19,6 +19,9 @@ RECORDED = 1024
 PUBLISHED = 64
 """Of these, how many a rank tells the others about."""
 
+ROUNDED = 0.05
+"""Seconds by which an age that is told may be too small."""
+
 FRAMES_SHOWN = 4
 RANKS_SHOWN = 16
 """Lines of a report that one rank each has; the files beside it have them all."""
@@ -116,6 +119,12 @@ class Flight:
         site = frame.f_code.co_filename, frame.f_lineno
         self.entries.append(Entry("torch's own collective", ("all",), ranks, "torch", 0, None, "", site, started=since))
 
+    def forget_torchs_own(self) -> None:
+        """Take back such notes, which nobody else would ever mark as done."""
+        for entry in [entry for entry in self.entries if entry.lane == "torch"]:
+            self.entries.remove(entry)
+        self.counts.pop("torch", None)
+
     def place(self, rank: int) -> "Place":
         """Where this rank is now, for the others to read."""
         now = time.monotonic()
@@ -191,11 +200,13 @@ def reverse_lane(lane: str, rank: int) -> str:
 def describe_hang(
     places: Mapping[int, Place], world: int, *, timeout_seconds: float, where: Callable[[int], str] = str
 ) -> str:
-    """Who did not arrive, at what, and where every rank is.
+    """Who did not arrive, at what, and where every rank is; "" where nobody waits any more for as long as that.
 
-    `places`: of every rank that answered, and at least one of them waits. `where`: a rank with its coordinates.
+    `places`: of every rank that answered. `where`: a rank with its coordinates.
     """
     waiting = {rank: place.waiting for rank, place in places.items() if place.waiting is not None}
+    if all(event.age_seconds + ROUNDED < timeout_seconds for event in waiting.values()):
+        return ""  # it was slow and has gone on; who waits for a moment now does so all the time
     absent = {rank: missing_from(event, rank, places) for rank, event in waiting.items()}
     first = max(waiting, key=lambda rank: waiting[rank].age_seconds)
     guilty = sorted({other for others in absent.values() for other in others if other not in waiting})

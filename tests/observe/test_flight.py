@@ -5,6 +5,9 @@ import time
 from dataclasses import asdict, replace
 from weakref import ref
 
+import pytest
+
+from megalith.observe import flight as flight_module
 from megalith.observe.flight import (
     PUBLISHED,
     RANKS_SHOWN,
@@ -161,3 +164,22 @@ def test_a_thousand_ranks_fit_on_a_screen() -> None:
     assert " and 18 more did not arrive" in lines[0]
     assert len(lines) == 3 + RANKS_SHOWN + 1
     assert lines[-1].startswith("  and ")
+
+
+def test_where_nobody_has_waited_for_that_long_there_is_nothing_to_report() -> None:
+    gone_on = {0: Place(0, {"dp": 1}, [event("dp", 0)], []), 1: Place(1, {"dp": 1}, [event("dp", 0)], [])}
+    assert describe_hang(gone_on, 2, timeout_seconds=1) == describe_hang({}, 2, timeout_seconds=1) == ""
+    gone_on[1] = Place(1, {"dp": 2}, [event("dp", 1, ranks=(0, 1), age=0.2)], [])
+    assert describe_hang(gone_on, 2, timeout_seconds=1) == "", "as everyone waits for a moment, all the time"
+    assert describe_hang(gone_on, 2, timeout_seconds=0.22).startswith("rank 0 did not arrive"), "ages are rounded"
+
+
+def test_a_note_of_torchs_own_collective_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_module, "inside_torch", lambda: True)
+    flight = Flight()
+    enter(flight)
+    for _ in range(2):
+        flight.note_torchs_own((0, 1))
+        assert flight.counts["torch"] == 1 and len(flight.unfinished()) == 1
+        flight.forget_torchs_own()
+        assert flight.counts == {"1": 1} and not flight.unfinished()

@@ -1,18 +1,22 @@
 """A collective that nobody finishes is reported with the ranks that are missing; one that is only slow is not."""
 
+import json
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 
-from megalith.observe.flight import Flight
+from megalith.observe import flight as flight_module
+from megalith.observe.flight import Flight, Place
+from megalith.parallel import watch as watch_module
 from megalith.parallel.autograd import leave
 from megalith.parallel.failure import Failure
 from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
@@ -173,6 +177,113 @@ def test_without_the_store_a_rank_still_says_what_it_waits_in(tmp_path: Path, ki
     assert f"the store of the ranks does not answer ({why}" in failures[0].text
 
 
+def _watch_alone(
+    folder: Path, store: Store, flight: Flight, *, world: int = 2
+) -> tuple[Watch, threading.Event, list[Failure]]:
+    """The watch of rank 0, with the others not there."""
+    ended, failures = threading.Event(), list[Failure]()
+
+    def end(failure: Failure, after_seconds: float) -> None:
+        failures.append(failure)
+        ended.set()
+
+    return Watch(flight, store, 0, world, 0.1, end, folder=folder), ended, failures
+
+
+def test_without_the_store_a_rank_inside_torch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FSDP2's own collectives: nothing is unfinished in the list, and the rank is late all the same."""
+    flight = Flight()
+    flight.enter("all_reduce", ("dp",), (0, 1), "1").done = True
+    for module in (flight_module, watch_module):
+        monkeypatch.setattr(module, "inside_torch", lambda: True)
+    watch, ended, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
+    with watching(watch):
+        assert ended.wait(10)
+    assert "in torch's own collective 0 over all, at " in failures[0].text
+    assert "the store of the ranks does not answer (Broken pipe" in failures[0].text
+
+
+def test_without_the_store_a_rank_that_has_left_torch_meanwhile_goes_on(tmp_path: Path) -> None:
+    flight = Flight()
+    watch, _, failures = _watch_alone(tmp_path, GoneStore(str(tmp_path / "s"), 1), flight)
+    assert watch._alone(RuntimeError("Broken pipe")) == ""
+    assert not failures
+
+
+@pytest.mark.parametrize("kind", [HashStore, TCPStore])
+def test_an_operation_that_ends_while_the_ranks_are_asked_clears_the_alarm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Store]
+) -> None:
+    flight = Flight()
+    slow = flight.enter("all_reduce", ("dp",), (0,), "1")
+    place = Flight.place
+
+    def ends_first(self: Flight, rank: int) -> Place:
+        slow.done = True
+        return place(self, rank)
+
+    monkeypatch.setattr(Flight, "place", ends_first)
+    store = HashStore() if kind is HashStore else TCPStore("localhost", 0, is_master=True)
+    watch, ended, failures = _watch_alone(tmp_path, store, flight, world=1)
+    with watching(watch):
+        assert not ended.wait(0.5)
+        assert watch.alarms == 1
+        assert "0 was in an operation for longer than parallel.timeout_seconds=0.1, and has gone on: the ranks are " \
+            "slow, but nothing hangs" in (tmp_path / "log.txt").read_text()  # fmt: skip
+        flight.enter("barrier", ("dp",), (0,), "2")
+        assert ended.wait(10), "the next alarm is as good as the first"
+    assert "barrier 0 over dp" in failures[0].text
+
+
+def _both_clear(rank: int, world: int, folder: Path) -> tuple[int, int]:
+    _, watch, _, failures = make(rank, world, folder)
+    entry = watch.flight.enter("all_reduce", ("dp",), (0, 1), "slow") if rank == 0 else None
+    report = Watch._report
+
+    def gone_on(self: Watch, patience: float) -> str:
+        assert entry is not None
+        entry.done = True
+        self.store.set("place/0/0", json.dumps(asdict(self.flight.place(0))))
+        return report(self, patience)
+
+    with pytest.MonkeyPatch.context() as patch, watching(watch):
+        patch.setattr(Watch, "_report", gone_on)
+        deadline = time.monotonic() + 30
+        while not watch.alarms and time.monotonic() < deadline:
+            time.sleep(0.02)
+        dist.barrier()
+    return watch.alarms, len(failures)
+
+
+def test_every_rank_hears_that_the_alarm_is_cleared(tmp_path: Path) -> None:
+    assert run_ranks(_both_clear, 2, tmp_path) == [(1, 0), (1, 0)]
+
+
+class BrokenStore(HashStore):
+    """A store that fails as nobody thought it would."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise ValueError("what is this")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        raise ValueError("what is this")
+
+
+def test_no_exception_ends_a_watch_silently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flight = Flight()
+    watch, ended, failures = _watch_alone(tmp_path, BrokenStore(), flight)
+    with watching(watch):
+        while not watch.said:
+            time.sleep(0.01)
+        assert not failures, "the rank itself is well"
+        monkeypatch.setattr(Watch, "_write_stacks", lambda *_: 1 / 0)
+        monkeypatch.setattr(threading, "excepthook", lambda _: None)
+        flight.enter("barrier", ("pp",), (0, 1), "1")
+        assert ended.wait(10)
+    assert "barrier 0 over pp" in failures[0].text and "asking them failed (what is this)" in failures[0].text
+    assert (tmp_path / "log.txt").read_text().count("the watch of rank 0 failed: ValueError: what is this") == 1
+
+
 def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,6 +298,20 @@ def test_on_a_device_a_rank_is_late_when_it_still_works_long_after_its_newest_co
     idle[0] = False
     assert watch.is_late()
     assert flight.place(0).waiting is not None, "the report then names it"
+    idle[0] = True
+    assert not watch.is_late() and flight.place(0).waiting is None, "it was slow, and is done"
+
+
+def test_on_a_device_a_rank_waits_in_its_newest_collective_even_if_nobody_holds_its_handle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    flight = Flight()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(query=lambda: False))
+    watch = Watch(flight, HashStore(), 0, 2, 0.05, lambda *_: None, device=torch.device("cuda", 0))
+    flight.enter("all_reduce", ("dp",), (0, 1), "1").work = ref(set())
+    time.sleep(0.1)
+    assert watch.is_late()
+    assert flight.place(0).waiting is not None
 
 
 def test_a_disk_that_is_full_keeps_no_rank_from_ending(tmp_path: Path) -> None:
