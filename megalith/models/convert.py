@@ -12,8 +12,7 @@ from megalith.checkpoint.boxes import lengths, show_box
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer
-from megalith.models.hf import HuggingFaceFolder, write_folder
-from megalith.models.llama import LLAMA
+from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
 from megalith.models.names import Family, TensorRule
 from megalith.models.pretrained import Pretrained
 from megalith.models.release import parameters, release_run, write_release
@@ -45,8 +44,12 @@ def kind_of(source: Pretrained) -> Kind:
 
 
 def family_of(source: Pretrained) -> Family:
-    """The architecture it is, or will be, in a Hugging Face folder."""
-    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else LLAMA
+    """The architecture it is, or will be, in a Hugging Face folder.
+
+    Raises:
+        ConfigError: no family has words for the model.
+    """
+    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else family_for(source.model)
 
 
 def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[Move]:

@@ -28,8 +28,10 @@ from megalith.models.llama import LLAMA
 from megalith.models.names import Family, TensorRule, by_parameter, by_tensor, extent, in_our_order, region_of
 from megalith.plan.shards import Box, Shard, intersect
 
-FAMILIES = (LLAMA,)
-"""Every architecture that can be read and written."""
+FAMILIES: tuple[Family, ...] = (
+    LLAMA,
+)  # fmt: skip
+"""Every architecture that can be read and written; a model that several have words for is written as the first."""
 
 PADDED = ("embed.weight", "head.weight")
 """Our tables whose rows may be more than their tensors have; the rows added are zero."""
@@ -212,6 +214,23 @@ def find_family(raw: Mapping[str, Any], path: Path) -> Family:
     )
 
 
+def family_for(config: ModelConfig) -> Family:
+    """The first family that has words for all of a model.
+
+    Raises:
+        ConfigError: there is none; the text is that of the family which lacks the fewest.
+    """
+    refusals: list[ConfigError] = []
+    for family in FAMILIES:
+        try:
+            family.write_config(config)
+        except ConfigError as error:
+            refusals.append(error)
+        else:
+            return family
+    raise min(refusals, key=lambda error: len(str(error).splitlines()))
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object.
 
@@ -295,20 +314,22 @@ def write_folder(
     *,
     dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
-    family: Family = LLAMA,
+    family: Family | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, Path] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
 ) -> int:
     """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
 
-    `dtype` unset keeps that of each parameter. `extra` goes into config.json (token ids), `companions` are copied under
-    their names, `wrote` is told the bytes of each tensor. The folder appears whole or not at all.
+    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
+    into config.json (token ids), `companions` are copied under their names, `wrote` is told the bytes of each tensor.
+    The folder appears whole or not at all.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
         ConfigError: the family has no words for the model.
     """
+    family = family or family_for(config)
     raw = family.write_config(config) | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     rules = family.rules(config)
 

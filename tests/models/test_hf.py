@@ -188,8 +188,8 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(tmp_path: P
             {"architectures": None, "model_type": "bert"},
             "model_type bert is not supported. Use one of LlamaForCausalLM",
         ),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": None}, "config.json: .*dynamic"),
-        ({"hidden_act": "gelu"}, "config.json: hidden_act='gelu' is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None}, "config.json: .*longrope"),
+        ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
 )
 def test_other_models_are_refused_by_name(

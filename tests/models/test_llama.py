@@ -120,14 +120,14 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported: it must be 'silu'"),
+        ({"hidden_act": "mish"}, "hidden_act='mish' is not supported: it must be one of 'silu', 'swish'"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported: it must be 0"),
         ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not known"),
         ({"sliding_window": 128}, "sliding_window=128 is not known, so it may change what the model computes. Remove"),
         ({"rope_interleaved": True}, "rope_interleaved=True is not known"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' with {'factor': 2.0} are not"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type must be 'default'"),
+        ({"partial_rotary_factor": 0.5}, "with {'partial_rotary_factor': 0.5, 'rope_theta': 10000.0} are not"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' with {'factor': 2.0, "),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "rope_type must be 'default'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "or 'llama3' with factor, low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "'factor': '8'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
@@ -149,10 +149,10 @@ def test_a_field_that_would_change_the_mathematics_is_refused_by_name(fields: di
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:
-    raw = {name: value for name, value in RAW.items() if name != "vocab_size"} | {"hidden_act": "relu", "odd": 1}
+    raw = {name: value for name, value in RAW.items() if name != "vocab_size"} | {"hidden_act": "mish", "odd": 1}
     with pytest.raises(ConfigError, match="3 settings") as refused:
         read_config(raw)
-    for name in ("vocab_size is missing", "hidden_act='relu'", "odd=1"):
+    for name in ("vocab_size is missing", "hidden_act='mish'", "odd=1"):
         assert name in str(refused.value)
 
 

@@ -1,0 +1,147 @@
+"""Reading a config.json field by field: what is wrong is collected, and a field that nobody asked for is refused."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from megalith.config.model import Activation
+from megalith.errors import raise_all
+
+T = TypeVar("T")
+
+HARMLESS = frozenset((
+    "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype", "dtype", "use_cache",
+    "tokenizer_class", "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id",
+    "cls_token_id", "decoder_start_token_id", "return_dict", "output_hidden_states", "output_attentions",
+    "output_scores", "return_dict_in_generate", "torchscript", "id2label", "label2id", "num_labels", "problem_type",
+    "finetuning_task", "task_specific_params", "max_length", "max_new_tokens", "min_length", "min_new_tokens",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k",
+    "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
+    "exponential_decay_length_penalty", "is_llama_config", "unsloth_fixed", "unsloth_version",
+    "transformers.js_config", "pretraining_tp", "cache_implementation", "auto_map",
+))  # fmt: skip
+"""Fields that change no result of a forward pass. pretraining_tp only orders the sums of a matmul."""
+
+ACTIVATIONS: Mapping[object, Activation] = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+    "quick_gelu": "quick_gelu", "relu": "relu", "relu2": "squared_relu",
+}  # fmt: skip
+"""Their names of activations -> ours; the first of several is the one to write."""
+
+
+class Fields:
+    """Contents of a config.json that a family asks for one by one; what it never asked for must change nothing.
+
+    A method gives a value of the right kind in any case; what was wrong is in `problems`, and `finish` raises it.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw, self.problems = raw, list[str]()
+        self._asked = set(HARMLESS)
+        self.only("chunk_size_feed_forward", 0)
+        self.only("pruned_heads", {})
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A whole number above 0; with a default, the field may be missing or null."""
+        if default is None and name not in self.raw:
+            self.problems.append(
+                f"{name} is missing, expected a whole number. Use the config.json that came with the weights."
+            )
+        elif default is None and self.raw[name] is None:
+            self.problems.append(f"{name}=None: expected a whole number above 0.")
+        return self.whole_or_none(name) or default or 1
+
+    def whole_or_none(self, name: str) -> int | None:
+        """A whole number above 0; None where the field is missing or null."""
+        value = self.value(name)
+        if value is None or (type(value) is int and value > 0):
+            return value
+        self.problems.append(f"{name}={value!r}: expected a whole number above 0.")
+        return None
+
+    def number(self, name: str, default: float, *, zero: bool = False) -> float:
+        """A number above 0, or 0 where that makes sense; the field may be missing."""
+        if name not in self.raw:
+            return default
+        value = self.value(name)
+        if type(value) in (int, float) and (value > 0 or (zero and value == 0)):
+            return float(value)
+        self.problems.append(f"{name}={value!r}: expected a number {'of at least' if zero else 'above'} 0.")
+        return default
+
+    def number_or_none(self, name: str, default: float | None = None) -> float | None:
+        """A number above 0, or null; the field may be missing."""
+        if self.value(name) is None:
+            return None if name in self.raw else default
+        return self.number(name, 1.0)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """true or false; null and a missing field mean the default."""
+        value = self.value(name)
+        if value is None:
+            return default
+        if value not in (True, False):
+            self.problems.append(f"{name}={value!r}: expected true or false.")
+        return bool(value)
+
+    def choice(self, name: str, choices: Mapping[object, T], default: object) -> T:
+        """What one of several words stands for; null and a missing field mean the word `default`."""
+        value = self.value(name)
+        value = default if value is None else value
+        if isinstance(value, str | int | float | bool) and value in choices:
+            return choices[value]
+        shown = ", ".join(map(repr, choices))
+        self.problems.append(f"{name}={value!r:.60} is not supported: it must be one of {shown}.")
+        return next(iter(choices.values()))
+
+    def activation(self, name: str = "hidden_act", default: str = "silu") -> Activation:
+        """The activation of the MLP."""
+        return self.choice(name, ACTIVATIONS, default)
+
+    def only(self, name: str, *allowed: object) -> None:
+        """Refuse a field of another value than those that we compute; null is allowed too."""
+        value = self.value(name)
+        if value is not None and value not in allowed:
+            self.problems.append(f"{name}={value!r:.60} is not supported: it must be {allowed[0]!r}.")
+
+    def flags_of_layers(self, name: str, layers: int, words: Mapping[object, bool]) -> tuple[bool, ...] | None:
+        """A list with a word for every layer, as flags; None where the field is missing or null."""
+        value = self.value(name)
+        if value is None:
+            return None
+        known = isinstance(value, list) and all(isinstance(word, str | int) and word in words for word in value)
+        if not known or len(value) < layers:
+            shown = " or ".join(map(repr, words))
+            self.problems.append(f"{name}={value!r:.90}: expected {shown} for each of {layers} layers.")
+            return None
+        return tuple(words[word] for word in value[:layers])
+
+    def value(self, name: str) -> Any:  # JSON
+        """Whatever the field holds, checked by whoever asks; None where it is missing."""
+        self._asked.add(name)
+        return self.raw.get(name)
+
+    def ignore(self, *names: str) -> None:
+        """Fields that say nothing about a forward pass, or nothing that others do not say."""
+        self._asked.update(names)
+
+    def finish(self) -> None:
+        """Refuse the config if anything is wrong with it.
+
+        Raises:
+            ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+        """
+        for name, value in self.raw.items():
+            # Null and false mean that whatever it is, is off.
+            if name not in self._asked and not name.startswith("_") and value is not None and value is not False:
+                self.problems.append(
+                    f"{name}={value!r:.60} is not known, so it may change what the model computes. Remove it from "
+                    f"config.json if it does not."
+                )
+        raise_all(list(dict.fromkeys(self.problems)))
+
+
+def activation_word(activation: Activation) -> str:
+    """Their name of an activation."""
+    return next(str(word) for word, ours in ACTIVATIONS.items() if ours == activation)

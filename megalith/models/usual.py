@@ -1,0 +1,259 @@
+"""What most families have in common with Llama: fields of config.json, tensors, and that nothing is left unsaid."""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from megalith.config.dropout import DropoutConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.config.tree import differences
+from megalith.errors import raise_all
+from megalith.models.fields import Fields, activation_word
+from megalith.models.names import Family, TensorRule, rule
+from megalith.models.rope import rope_values, write_rope
+
+# --- config.json
+
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+}
+"""Theirs -> ours; a config without one of them is not complete."""
+
+
+def read_usual(
+    fields: Fields, *, max_seq_len: int = 2048, norm_eps: float = 1e-6, kv_heads: int | None = None,
+    head_dim: int | None = None, tied: bool = False, activation: str = "hidden_act",
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of ModelConfig that nearly all families spell alike; values are those of a config without the field.
+
+    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the field's name.
+    """
+    sizes = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
+    heads, hidden = sizes["num_heads"], sizes["hidden_size"]
+    size = fields.whole_or_none("head_dim") or head_dim
+    default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
+    fields.only("attention_dropout", 0)
+    return {
+        **sizes,
+        "num_kv_heads": fields.whole("num_key_value_heads", kv_heads or heads),
+        "head_dim": None if size is None or size * heads == hidden else size,
+        "max_seq_len": fields.whole("max_position_embeddings", max_seq_len),
+        "norm_eps": fields.number("rms_norm_eps", norm_eps),
+        "activation": fields.activation(activation, default),
+        "tied_embeddings": fields.flag("tie_word_embeddings", tied),
+        "init_std": fields.number("initializer_range", 0.02, zero=True),
+    }
+
+
+def write_usual(config: ModelConfig, family: Family, *, activation: str = "hidden_act") -> dict[str, Any]:
+    """The same in the other direction, and rotary positions."""
+    return {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_size(),
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        activation: activation_word(config.activation),
+        "tie_word_embeddings": config.tied_embeddings,
+        "attention_dropout": 0.0,
+        **write_rope(config.rope),
+        "use_cache": True,
+    }
+
+
+def whole_heads(config: ModelConfig) -> None:
+    """Refuse a model whose heads do not share its features evenly.
+
+    Raises:
+        ConfigError: it is one, and families that ask this refuse it in transformers.
+    """
+    if config.hidden_size % config.num_heads:
+        raise_all(
+            [
+                f"model.hidden_size={config.hidden_size} is not a multiple of model.num_heads={config.num_heads}, and "
+                f"transformers refuses such a model. Use a Megalith checkpoint for this model."
+            ]
+        )
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def read_windows(fields: Fields, layers: int, default: Sequence[bool]) -> tuple[bool, ...]:
+    """Which layers have a sliding window, from layer_types; `default` where the config has none."""
+    found = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
+    return shortest(tuple(default) if found is None else found)
+
+
+def write_windows(config: ModelConfig) -> list[str]:
+    """layer_types."""
+    return [SLIDING if config.has_window(layer) else FULL for layer in range(config.num_layers)]
+
+
+def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+    """A pattern over layers without its repetitions.
+
+    >>> shortest((True, False, True, False, True))
+    (True, False)
+    """
+    return next(
+        flags[:n] for n in range(1, len(flags) + 1) if all(flag == flags[i % n] for i, flag in enumerate(flags))
+    )
+
+
+def windowed(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
+    """Arguments of AttentionConfig; a window that no layer has is none."""
+    if window is None or not any(layers):
+        return {}
+    return {"window": window, "window_layers": () if all(layers) else layers}
+
+
+# --- nothing left unsaid
+
+
+Read = Callable[[Mapping[str, Any]], ModelConfig]
+
+
+def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family) -> dict[str, Any]:
+    """`raw`, what a family wrote about a model, if reading it gives the same model.
+
+    Raises:
+        ConfigError: the family has no words for something; each setting is named.
+    """
+    there = read_config(raw)
+    raise_all(
+        [
+            f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be {theirs!r} there. Use a "
+            f"Megalith checkpoint for this model."
+            for field, theirs, ours in differences(canonical(there), canonical(config))
+        ]
+    )
+    return raw
+
+
+def canonical(config: ModelConfig) -> ModelConfig:
+    """The same mathematics outside of training with every setting in one way: those without effect as they are by
+    default, patterns without repetitions."""
+    size, kind, rope = config.head_size(), config.attention, RopeConfig()
+    windows = tuple(config.has_window(layer) for layer in range(config.num_layers))
+    window = windowed(kind.window, shortest(windows))
+    if config.positions == "rope":
+        turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
+        rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
+    scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
+    attention = replace(kind, **{"window": None, "window_layers": (), "scale": scale and round(scale, 12), **window})
+    kept = replace(config, vocab_multiple=1, dropout=DropoutConfig(), attention=attention, rope=rope)
+    if config.mla is not None:
+        return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
+    return replace(kept, head_dim=size)
+
+
+def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -> RopeConfig:
+    """Rotary positions with nothing said that their kind of scaling, or a model without windows, does not look at."""
+    kind, values = rope_values(rope)
+    kept: dict[str, Any] = {
+        "scaling": rope.scaling, "theta": rope.theta, "fraction": rope.fraction, "interleaved": rope.interleaved,
+        "sections": rope.sections, "skip": skip, "local_theta": rope.local_theta if windows else None,
+    }  # fmt: skip
+    looked_at = ["factor"] if values else []
+    if kind in ("dynamic", "llama3", "yarn"):
+        looked_at.append("original_max_position")
+    if kind == "llama3":
+        looked_at += ["low_freq_factor", "high_freq_factor"]
+    if kind == "yarn":
+        looked_at += ["beta_fast", "beta_slow", "whole_pairs", "attention_factor"]
+    return RopeConfig(**kept, **{name: getattr(rope, name) for name in looked_at})
+
+
+# --- tensors
+
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+"""Ours -> theirs, in Llama and all that norm as it does."""
+
+HEAD = "lm_head.weight"
+
+ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Tensors of old files that hold nothing to keep: conversions of 2023 stored the frequencies."""
+
+
+def usual_rules(
+    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, all_biases: bool = True
+) -> list[TensorRule]:  # fmt: skip
+    """Every tensor of theirs, in the order of the forward pass.
+
+    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what ours lacks is zero.
+    """
+    v, h = config.vocab_size, config.hidden_size
+    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    for layer in range(config.num_layers):
+        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+        attention = attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases)
+        mlp = mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")
+        for word, rules in (("attention", attention), ("mlp", mlp)):
+            around = {
+                part: [rule(f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,))]
+                for part in (f"{word}_norm", f"{word}_post_norm")
+                if part in norms
+            }
+            found += [*around.get(f"{word}_norm", []), *rules, *around.get(f"{word}_post_norm", [])]
+    found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
+    if not config.tied_embeddings:
+        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return found
+
+
+def attention_rules(config: ModelConfig, theirs: str, ours: str, *, all_biases: bool) -> list[TensorRule]:
+    """Queries, keys, values, their norms, and the output."""
+    h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
+    found = [
+        rule(f"{theirs}.q_proj.weight", f"{ours}.q", (n, d, h), shape=(n * d, h)),
+        rule(f"{theirs}.k_proj.weight", f"{ours}.kv", (g, d, h), shape=(g * d, h), part=0),
+        rule(f"{theirs}.v_proj.weight", f"{ours}.kv", (g, d, h), shape=(g * d, h), part=1),
+        rule(f"{theirs}.o_proj.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)),
+    ]
+    for word, heads in (("q", n), ("k", g)) if config.attention.qk_norm in ("head", "whole") else ():
+        size = (d,) if config.attention.qk_norm == "head" else (heads, d)
+        shape = (math.prod(size),)
+        found.append(rule(f"{theirs}.{word}_norm.weight", f"{ours}.{word}_norm.weight", size, shape=shape))
+    if config.qkv_bias:
+        found += [
+            rule(f"{theirs}.q_proj.bias", f"{ours}.q_bias", (n, d), shape=(n * d,)),
+            rule(f"{theirs}.k_proj.bias", f"{ours}.kv_bias", (g, d), shape=(g * d,), part=0),
+            rule(f"{theirs}.v_proj.bias", f"{ours}.kv_bias", (g, d), shape=(g * d,), part=1),
+        ]
+    elif config.output_bias and all_biases:
+        zeros = {"q": n * d, "k": g * d, "v": g * d}
+        found += [rule(f"{theirs}.{word}_proj.bias", None, (size,), shape=(size,)) for word, size in zeros.items()]
+    if config.output_bias or (config.qkv_bias and all_biases):
+        output = f"{ours}.o_bias" if config.output_bias else None
+        found.append(rule(f"{theirs}.o_proj.bias", output, (h,), shape=(h,)))
+    return found
+
+
+def mlp_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+    """A gated MLP."""
+    h, f = config.hidden_size, config.ffn_hidden_size
+    found = [
+        rule(f"{theirs}.gate_proj.weight", f"{ours}.gate_up", (f, h), shape=(f, h), part=0),
+        rule(f"{theirs}.up_proj.weight", f"{ours}.gate_up", (f, h), shape=(f, h), part=1),
+        rule(f"{theirs}.down_proj.weight", f"{ours}.down", (h, f), shape=(h, f)),
+    ]
+    if config.mlp_bias:
+        found += [
+            rule(f"{theirs}.gate_proj.bias", f"{ours}.gate_up_bias", (f,), shape=(f,), part=0),
+            rule(f"{theirs}.up_proj.bias", f"{ours}.gate_up_bias", (f,), shape=(f,), part=1),
+            rule(f"{theirs}.down_proj.bias", f"{ours}.down_bias", (h,), shape=(h,)),
+        ]
+    return found
