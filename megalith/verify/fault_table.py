@@ -1,12 +1,13 @@
 """The planted-fault table: which part of the proof refuses which mistake."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
 from megalith.verify.ranks import Difference, layout_case, prove_layout
@@ -39,11 +40,15 @@ def judge(fault: Fault) -> Verdict:
     """Plant a fault into the smallest layout in which it matters, and ask both parts of the proof."""
     model, parallel = smallest_layout(fault)
     world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+    recompute, offload = memory_settings(fault)
     with planted(fault.name):
-        problems = type_check(model, parallel, world=world, ranks=(world - 1,)).problems
+        problems = type_check(
+            model, parallel, world=world, ranks=(world - 1,), recompute=recompute, offload=offload
+        ).problems  # fmt: skip
     where = problems[0].where if problems else None
     try:
-        found = prove_layout(layout_case(model, parallel, world, fault=fault.name))
+        case = layout_case(model, parallel, world, fault=fault.name)
+        found = prove_layout(replace(case, run=replace(case.run, recompute=recompute, offload=offload)))
         return Verdict(fault, where, *_first_difference(found))
     except RankError as error:
         told = str(error).split("\nthen:")[0].splitlines()[-1]
@@ -58,7 +63,8 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         vpp=3 if "chunks" in needs else 1, schedule="zb-h1" if "split backward" in needs else "auto"
     )  # fmt: skip
     model = ModelConfig(
-        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=pp * pipeline.vpp, num_heads=4,
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2 if "offload" in needs else pp * pipeline.vpp,
+        num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
         tied_embeddings="tied" in needs,
     )  # fmt: skip
@@ -67,6 +73,12 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs,
         zero=3 if "fsdp" in needs else 1 if "zero" in needs else 0, replicas=replicas,
     )  # fmt: skip
+
+
+def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
+    """What the fault needs to be computed again, or to wait in host memory."""
+    again = RecomputeConfig(granularity="full" if "recompute" in fault.needs else "none")
+    return again, OffloadConfig(layers=int("offload" in fault.needs), min_numel=1)
 
 
 def fault_table() -> list[Verdict]:

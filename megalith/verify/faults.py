@@ -4,6 +4,7 @@ A proof that nothing can fail proves nothing. Each fault is a mistake that peopl
 existing classes until its context ends; nothing here is ever reached without `planted`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.offload import Away
 from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import Started
@@ -52,7 +54,7 @@ Change = Callable[[Decoder, Mesh], None]
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
-    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp",
+    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload",
 ]  # fmt: skip
 
 
@@ -70,7 +72,8 @@ class Fault:
     needs: tuple[Need, ...]
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
     tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
-    two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`)."""
+    two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
+    backward runs again (`recompute`) or whose activations wait in host memory (`offload`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -150,6 +153,19 @@ def _no_enter(model: Decoder, mesh: Mesh) -> None:
 
 def _no_sum(model: Decoder, mesh: Mesh) -> None:
     _detour(model, RowLinear, leave=_as_it_is)
+
+
+def _no_second_sum(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, RowLinear, leave=functools.partial(_leave_in_forward, model.region.leave))
+
+
+def _leave_in_forward(leave: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    in_backward = torch._C._current_graph_task_id() != -1
+    return x if in_backward else leave(x)
+
+
+def _blank(self: Away) -> torch.UntypedStorage:
+    return torch.zeros_like(self.host).to(self.device).untyped_storage()
 
 
 def _embedding_not_summed(model: Decoder, mesh: Mesh) -> None:
@@ -400,6 +416,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "fsdp_takes_means", "Fully sharded gradients are averaged after the loss was divided by the global count.",
         "numbers", ("dp", "zero", "fsdp"), _fsdp_takes_means,
+    ),
+    Fault(
+        "second_sum_removed", "What backward computes again leaves out the sum over tp.",
+        "types", ("tp", "whole tokens", "recompute"), lambda: changed_model(_no_second_sum),
+    ),
+    Fault(
+        "host_copy_lost", "What waited in host memory comes back as zeros.",
+        "numbers", ("dp", "offload"), lambda: replaced(Away, "storage", _blank),
     ),
     Fault(
         "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",

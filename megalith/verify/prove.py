@@ -29,7 +29,9 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
     rows = rule_rows(run_problems(run, world))
     if not all(row.holds for row in rows):  # the other parts need a layout that can be built
         return rows
-    rows += type_rows(type_check_in_child(run.model, run.parallel, world=world))
+    rows += type_rows(
+        type_check_in_child(run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload)
+    )
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
         words, found = shrunk_words(run, world, case), proved(case)
@@ -47,7 +49,10 @@ def prove_row(row: Layout) -> LayoutResult:
     problems = [f"a: {text}" for text in run_problems(case.run, row.world)]
     error = 0.0
     if not problems:  # the rest needs a layout that can be built
-        problems += [f"b: {found}" for found in type_check(row.model, row.parallel, world=row.world).problems]
+        types = type_check(
+            row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload
+        )  # fmt: skip
+        problems += [f"b: {found}" for found in types.problems]
         schedule = schedule_of(case.run, row.world)
         problems += [f"c: {text}" for text in (schedule.problems if schedule else ())]
         found = proved(case)

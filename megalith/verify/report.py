@@ -56,6 +56,7 @@ def type_rows(report: TypeReport) -> list[Row]:
     rows += [Row("b", "type error", str(problem), False) for problem in report.problems]
     if report.unproved:
         rows.append(Row("b", "nothing is proved about axes of one rank", ", ".join(report.unproved), True))
+    rows += [Row("b", "has no types, and is proved in (d) alone", text, True) for text in report.unseen]
     return rows
 
 

@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -30,15 +30,19 @@ from spmd_types import PerMeshAxisLocalSpmdType as Type
 from spmd_types.checker import typecheck
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
+from megalith.kernels.rebuilt import Input
 from megalith.kernels.tokens import Join, Tokens, tokens_of_lengths, tokens_of_slices
-from megalith.models.decoder import Decoder, build_chunks, declared_parameters
+from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
+from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import RingAttention, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
@@ -47,6 +51,7 @@ from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank
+from megalith.testing.inject import replaced
 from megalith.train.loss import share_of_mean
 from megalith.verify.faults import fault_named, planted
 
@@ -127,6 +132,9 @@ class TypeReport:
     problems: tuple[Problem, ...]
     """Empty when every gradient meets the sum it needs."""
 
+    unseen: tuple[str, ...] = ()
+    """What training does and this check does not: left to the proof in float64, one sentence each."""
+
     seconds: float
     """Of wall time, without importing."""
 
@@ -145,12 +153,13 @@ class TypeReport:
 
 
 def type_check(
-    model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None
-) -> TypeReport:
+    model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None,
+    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+) -> TypeReport:  # fmt: skip
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
     In a pipeline, every kind of stage there is checked at each of them. Every second place reads documents of uneven
-    lengths instead of rows.
+    lengths instead of rows. What `recompute` runs again in backward is checked a second time there.
     Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
     threads: use `type_check_in_child` there.
 
@@ -164,7 +173,7 @@ def type_check(
     calls: dict[Kind, Counter[str]] = {}
     names: set[str] = set()
     for number, (rank, chunk) in enumerate(chosen):
-        place = _build(model, parallel, grid, rank, chunk, documents=number % 2 == 1)
+        place = _build(model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1)
         names |= place.shards.keys()
         counts = calls[kind_of(place.model.stage, parallel.context)] = Counter[str]()
         for problem in [*_shard_problems(place, model, parallel), *_run(place, counts)]:
@@ -178,9 +187,22 @@ def type_check(
         parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
+        unseen=tuple(unseen(recompute, offload)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
+
+
+def unseen(recompute: RecomputeConfig, offload: OffloadConfig) -> list[str]:
+    """What of these settings has no types: it moves or compares bytes, and sums nothing."""
+    found = {
+        f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
+        "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
+        "recompute.check: compares bits, of which there are none here": recompute.check,
+    }
+    if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
+        found[f"recompute.modules={sorted(rebuilt)}: what one reader computes again for itself"] = True
+    return [text for text, there in found.items() if there]
 
 
 def places(grid: Grid) -> tuple[int, ...]:
@@ -285,11 +307,15 @@ class Place:
 
 
 def _build(
-    model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, documents: bool
-) -> Place:
-    """Build one rank, outside of the check: an operation on a tensor without types would be refused in it."""
+    model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, recompute: RecomputeConfig,
+    documents: bool,
+) -> Place:  # fmt: skip
+    """Build one rank, outside of the check: an operation on a tensor without types would be refused in it.
+
+    As training does, but for what has nothing to do without numbers: see `unseen`.
+    """
     mesh = mesh_on_paper(grid, rank=rank)
-    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16)
+    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=replace(recompute, check=False))
     stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
@@ -601,6 +627,47 @@ class Watch:
         self.path.pop()
 
 
+@dataclass(eq=False)
+class TypedTwice:
+    """A region that backward runs again: torch gives the second pass new tensors, which have the types of the first."""
+
+    function: Callable[..., Tensor]
+    watch: Watch
+    first: list[Mapping[Any, Type]] | None = None  # keys: as the checker has them
+    mode: TorchFunctionMode | None = None
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        """Run it, in the first pass or in a later one."""
+        if self.first is None:
+            self.first, self.mode = [checker.get_local_type(x) for x in tensors], _get_current_function_mode()
+            return self.function(*tensors)
+        path = list(self.watch.path)
+        assert self.mode is not None, "a region ran outside of the check"
+        try:
+            with self.mode:  # to the checker `backward` is one call, inside which it does not look by itself
+                for x, types in zip(tensors, self.first, strict=True):
+                    checker.assert_type(x, dict(types))
+                return self.function(*tensors)
+        except SpmdTypeError:
+            raise
+        except BaseException:  # torch ends a second pass as soon as it has what it needs: modules are left behind
+            self.watch.path[:] = path
+            raise
+
+
+@contextmanager
+def second_passes_typed(watch: Watch) -> Iterator[None]:
+    """Let every region that is computed again keep its types."""
+
+    plain = recomputation.recompute
+
+    def again(function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False) -> Tensor:
+        return plain(TypedTwice(function, watch), x, *others, check=check)
+
+    with replaced(recomputation, "recompute", again):
+        yield
+
+
 def expect(what: str, x: Tensor, wanted: Mapping[str, Type]) -> None:
     """Refuse `x` unless its types are the wanted ones: nothing crosses a border on trust."""
     found = types_of(x)
@@ -618,6 +685,7 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
     try:
         with (
             installed_rules(counts),
+            second_passes_typed(watch),
             checker.traceback_filtering("off"),  # else messages end with advice about the library's own settings
             typecheck(),
             checker.set_current_mesh(axes),
@@ -628,8 +696,10 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
                 if x is not None:
                     checker.assert_type(x, _by_axis(place.hidden.__getitem__))
             end = _forward(place)
-            phase = "backward"
+            phase, forward = "backward", counts.copy()
             end.backward(place.gradient)
+            counts.clear()
+            counts.update(forward)  # without those of second passes
     except SpmdTypeError as error:
         what, detail = (_in_our_words(text, place.mesh.grid) for text in (str(error.args[0]), error.context or ""))
         yield Problem(where=watch.where(phase), what=what, detail=detail, ranks=(place.mesh.rank,))
@@ -691,6 +761,8 @@ class Question:
     parallel: ParallelConfig
     world: int
     ranks: tuple[int, ...] | None = None
+    recompute: RecomputeConfig = KEEP_ALL
+    offload: OffloadConfig = KEEP_HERE
     fault: str | None = None
 
 
@@ -704,6 +776,8 @@ def type_check_in_child(
     *,
     world: int,
     ranks: Sequence[int] | None = None,
+    recompute: RecomputeConfig = KEEP_ALL,
+    offload: OffloadConfig = KEEP_HERE,
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
@@ -719,8 +793,9 @@ def type_check_in_child(
     if fault is not None:
         fault_named(fault)
     question = Question(
-        model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks), fault=fault
-    )
+        model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks),
+        recompute=recompute, offload=offload, fault=fault,
+    )  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(to_dict(question)), capture_output=True, text=True,
@@ -735,5 +810,8 @@ def answer() -> None:
     """The life of the child: a question as JSON on standard input, a report as JSON on standard output."""
     question = from_dict(Question, json.load(sys.stdin))
     with planted(question.fault):
-        report = type_check(question.model, question.parallel, world=question.world, ranks=question.ranks)
+        report = type_check(
+            question.model, question.parallel, world=question.world, ranks=question.ranks,
+            recompute=question.recompute, offload=question.offload,
+        )  # fmt: skip
     json.dump(to_dict(report), sys.stdout)

@@ -37,6 +37,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "slices_not_summed_over_tp": (False, "wrong gradients"),
     "fsdp_takes_means": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
+    "second_sum_removed": (True, "wrong gradients"),
+    "host_copy_lost": (False, "wrong gradients"),
     # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "bias_before_sum": (True, "wrong weights after a step"),

@@ -7,8 +7,11 @@ import pytest
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
+from megalith.models.decoder import KEEP_ALL
 from megalith.verify import faults
+from megalith.verify.fault_table import memory_settings
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
@@ -25,14 +28,15 @@ REFUSALS = {
     "sp_gather_removed": ("layers.0.attention", "shapes do not fit", "should be broadcastable to [8, 1, 3]"),
     "sp_norm_invariant": ("layers.0.attention_norm", "Found types: [V, I]", "bf16[24] {dp: R, tp_kv: I, tp_copy: I}"),
     "vocab_loss_local": ("loss", "losses must be I", "over tp_kv, but they are V (every rank has its own)"),
+    "second_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
 
 
-def check(*, sp: bool) -> TypeReport:
+def check(*, sp: bool, recompute: RecomputeConfig = KEEP_ALL) -> TypeReport:
     """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than one rank."""
-    return type_check(MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,))
+    return type_check(MODEL, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute)
 
 
 def regions(fault: Fault) -> list[bool]:
@@ -52,7 +56,7 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 @pytest.mark.parametrize(("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES])
 def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
     with planted(fault.name):
-        report = check(sp=sp)
+        report = check(sp=sp, recompute=memory_settings(fault)[0])
     if fault.found_by == "numbers":
         assert report.ok
         return

@@ -50,6 +50,13 @@ def test_the_type_check_says_what_it_looked_at() -> None:
     assert unproved == Row("b", "nothing is proved about axes of one rank", "cp", True)
 
 
+def test_what_has_no_types_is_said() -> None:
+    *_, row = type_rows(replace(REPORT, unseen=("offload.layers=1: copies to host memory and back",)))
+    assert row == Row(
+        "b", "has no types, and is proved in (d) alone", "offload.layers=1: copies to host memory and back", True
+    )
+
+
 def test_tensor_parallel_ranks_are_one_axis_as_the_user_set_them() -> None:
     shared = replace(REPORT, axes={"dp": 2, "cp": 2, "tp": 12, "pp": 4, "tp_kv": 4, "tp_copy": 3})
     (row,) = type_rows(shared)

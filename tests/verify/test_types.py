@@ -21,6 +21,7 @@ from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
 from megalith.kernels.cross_entropy import token_losses
@@ -42,6 +43,7 @@ from megalith.recipes.llama3 import llama3_70b
 from megalith.testing.inject import replaced
 from megalith.verify.faults import FAULTS, changed_model, planted
 from megalith.verify.types import (
+    Question,
     TypeReport,
     _shards_of,
     declare,
@@ -572,3 +574,50 @@ def test_parameters_are_typed_from_their_shards() -> None:
         "norm": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
         "constants": {"dp_shard": R, "tp_kv": R, "tp_copy": R},
     }
+
+
+# --- what backward computes again
+
+AGAIN = [
+    (RecomputeConfig(granularity="full"), ParallelConfig(tp=2, sp=True), 4, ()),
+    (RecomputeConfig(granularity="full", num_layers=2), ParallelConfig(tp=2, cp=2), 8, ()),
+    (RecomputeConfig(granularity="full", method="block"), ParallelConfig(tp=2, pp=2), 8, ()),
+    (RecomputeConfig(granularity="full", shard_inputs=True), ParallelConfig(tp=2), 4, ("recompute.shard_inputs",)),
+    (RecomputeConfig(granularity="full", check=True), ParallelConfig(tp=2), 4, ("recompute.check",)),
+    (
+        RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp")),
+        ParallelConfig(tp=4, sp=True), 8, ("recompute.modules=['norm']",),
+    ),
+    (
+        RecomputeConfig(granularity="selective", modules=("core_attention", "mlp_act"), check=True),
+        ParallelConfig(tp=2, cp=2), 4, ("recompute.check", "recompute.modules=['mlp_act']"),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recompute", "parallel", "world", "unseen"), AGAIN)
+def test_what_is_computed_again_has_the_types_of_the_first_time(
+    recompute: RecomputeConfig, parallel: ParallelConfig, world: int, unseen: tuple[str, ...]
+) -> None:
+    model = replace(MODEL, num_layers=4)
+    ranks = (world - 1,)
+    report = type_check(model, parallel, world=world, ranks=ranks, recompute=recompute)
+    assert report.problems == ()
+    assert report.collectives == type_check(model, parallel, world=world, ranks=ranks).collectives
+    assert [text.split(":")[0] for text in report.unseen] == list(unseen)
+
+
+def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
+    report = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), offload=OffloadConfig(layers=1))
+    assert report.ok and report.unseen == ("offload.layers=1: copies to host memory and back",)
+    assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).unseen == ()
+
+
+def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
+    full, away = RecomputeConfig(granularity="full"), OffloadConfig(layers=1)
+    with planted("second_sum_removed"):
+        assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).ok  # nothing runs a second time
+        (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full).problems
+    assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
+    asked = Question(model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away)
+    assert from_dict(Question, to_dict(asked)) == asked  # so a child is asked the same
