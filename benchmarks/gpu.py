@@ -1,37 +1,49 @@
-"""Everything worth knowing about one GPU, in one command of at most about 8 minutes.
+"""Everything worth knowing about a machine with GPUs, in one command of at most about 8 minutes.
 
     python benchmarks/gpu.py
     python benchmarks/gpu.py --case 125m-bf16 --rounds 21
     python benchmarks/gpu.py --device cpu --case tiny-bf16        a rehearsal without a GPU
+    python benchmarks/gpu.py --device cpu --case tiny-layouts     the same of two ranks
 
 Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on it what its plain
 reference computes in float64 on the CPU, and then, case by case, tokens/s, utilisation of the peak rate and memory of
-our training step (eager and with compiled layers) beside transformers' Llama (eager and compiled). Contenders take
-turns in each round; ratios are by round. A case is begun only while there is time for it.
+our training step beside transformers' Llama, both eager and with compiled layers, small models with CUDA graphs, too.
+Contenders take turns in each round; ratios are by round. Where a device cannot hold all of them, eager and compiled
+ones run one after the other. With two GPUs the case `layouts` compares ways to overlap tensor parallelism's messages
+(plain, behind matmuls, rings of messages, fused products) and a pipeline over NCCL. A case is begun only while there
+is time for it.
 
 Written without a GPU at hand: the rehearsal is tested, the rest of it has not run on hardware yet.
 """
 
 import argparse
+import gc
+import os
+import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
 
 import torch
-from contenders.ours import Ours, random_step, with_precision
+from contenders.layouts import RANKS, race_layouts
+from contenders.one_device import alike, build, extra_memory_gib, groups, until_done
+from contenders.ours import random_step, with_precision
 from contenders.parity import compare_kernels
-from contenders.transformers_llama import TransformersLlama
 from paired import take_turns, times_as_fast
-from train import LOSS_TOLERANCE, check_losses, tiny
+from train import LOSS_TOLERANCE, tiny
 
 from megalith.cli.doctor import print_report
 from megalith.config.train import TrainRun
-from megalith.data.loader import StepBatches
 from megalith.observe.capabilities import capabilities
 from megalith.observe.checkup import advise, measure
 from megalith.observe.machine import device_peak_tflops, read_machine
+from megalith.parallel.launch import in_worker, run_workers, worker_main
 from megalith.plan.costs import flops_per_token
+from megalith.recipes.llama3 import llama3_1b
 from megalith.recipes.small import llama_29m, llama_125m, llama_350m
 from megalith.train.build import DTYPES
 
@@ -40,24 +52,54 @@ GUESSED_SECONDS = 75.0
 """A case's share of the time when none has run yet: building and compiling, mostly. A guess."""
 
 
-def one_microbatch(recipe: Callable[[], TrainRun], *, rows: int) -> Callable[[], TrainRun]:
-    """The recipe with a step of one microbatch of `rows` rows."""
+BAR, BAR_CASE = 1.3, "1b-bf16"
 
-    def shortened() -> TrainRun:
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One model in one precision, with a step of one microbatch."""
+
+    recipe: Callable[[], TrainRun]
+    params: Literal["fp32", "bf16"]
+    graphs: bool = False
+    """Whether CUDA graphs are tried: they save launches, which small models wait for."""
+
+
+def resized(
+    recipe: Callable[[], TrainRun], *, rows: int, seq_len: int | None = None, microbatches: int = 1
+) -> Callable[[], TrainRun]:
+    """The recipe with a step of so many rows."""
+
+    def changed() -> TrainRun:
         run = recipe()
-        return replace(run, train=replace(run.train, global_batch_size=rows, micro_batch_size=rows))
+        train = replace(run.train, global_batch_size=rows, micro_batch_size=rows // microbatches)
+        return replace(run, train=replace(train, seq_len=seq_len or run.train.seq_len))
 
-    return shortened
+    return changed
 
 
-CASES: Mapping[str, tuple[Callable[[], TrainRun], str]] = {
-    "29m-bf16": (one_microbatch(llama_29m, rows=32), "bf16"),
-    "125m-bf16": (one_microbatch(llama_125m, rows=16), "bf16"),
-    "350m-bf16": (one_microbatch(llama_350m, rows=8), "bf16"),
-    "29m-fp32": (one_microbatch(llama_29m, rows=32), "fp32"),
-    "125m-fp32": (one_microbatch(llama_125m, rows=16), "fp32"),
+CASES: Mapping[str, Case] = {
+    "1b-bf16": Case(resized(llama3_1b, rows=2, seq_len=4096), "bf16"),
+    "29m-bf16": Case(resized(llama_29m, rows=32), "bf16", graphs=True),
+    "125m-bf16": Case(resized(llama_125m, rows=16), "bf16", graphs=True),
+    "350m-bf16": Case(resized(llama_350m, rows=8), "bf16"),
+    "29m-fp32": Case(resized(llama_29m, rows=32), "fp32"),
+    "125m-fp32": Case(resized(llama_125m, rows=16), "fp32"),
 }
-TINY: Mapping[str, tuple[Callable[[], TrainRun], str]] = {"tiny-bf16": (tiny, "bf16"), "tiny-fp32": (tiny, "fp32")}
+TINY: Mapping[str, Case] = {"tiny-bf16": Case(tiny, "bf16", graphs=True), "tiny-fp32": Case(tiny, "fp32")}
+
+
+def in_bf16(recipe: Callable[[], TrainRun]) -> Callable[[], TrainRun]:
+    """The recipe with weights in bf16."""
+    return lambda: with_precision(recipe(), "bf16")
+
+
+LAYOUT_CASES: Mapping[str, Callable[[], TrainRun]] = {
+    "layouts": in_bf16(resized(llama_350m, rows=16, microbatches=4)),
+    "tiny-layouts": in_bf16(resized(tiny, rows=4, microbatches=4)),
+}
+ORDER = ("1b-bf16", "125m-bf16", "layouts", "29m-bf16", "350m-bf16", "29m-fp32", "125m-fp32")
+"""The most telling ones first."""
 
 
 def doctor() -> None:
@@ -78,75 +120,91 @@ def parity(device: torch.device) -> bool:
 
 
 def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) -> None:
-    """Print one case: every contender's rate, utilisation and memory, and the ratios."""
-    recipe, params = {**CASES, **TINY}[name]
-    run = with_precision(recipe(), params)
+    """Print one case: every contender's rate, utilisation and memory, the ratios, and the bar."""
+    case = {**CASES, **TINY}[name]
+    run = with_precision(case.recipe(), case.params)
     batches = random_step(run, device)
-    contenders = build(run, batches, device, compiled=compiled)
-    losses = {contender: step() for contender, step in contenders.items()}
-    check_losses(losses, LOSS_TOLERANCE[params])
-    memory = {contender: _extra_memory_gib(step, device) for contender, step in contenders.items()}
-    turns = take_turns(
-        {contender: _until_done(step, device) for contender, step in contenders.items()}, rounds=rounds, warmup=3
-    )
-    tokens = run.train.global_batch_size * run.train.seq_len
-    peak = device_peak_tflops(device, DTYPES[params])
-    print(f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens, {rounds} rounds")
-    for contender, seconds in turns.seconds.items():
-        rate = tokens / times_as_fast([1.0] * len(seconds), seconds).median
-        tflops = rate * flops_per_token(run.model, run.train.seq_len) / 1e12
-        used = f"{100 * tflops / peak:5.1f} % of {peak:.3g}" if peak else "peak rate unknown"
-        print(
-            f"  {contender:22} {rate:12,.0f} tokens/s {tflops:8.1f} TFLOP/s ({used}), {memory[contender]:.2f} GiB more"
-        )
-    for mine in (contender for contender in contenders if contender.startswith("ours")):
-        for theirs in (contender for contender in contenders if not contender.startswith("ours")):
-            print(f"  {mine} / {theirs}: {times_as_fast(turns.seconds[mine], turns.seconds[theirs])}")
-
-
-def build(
-    run: TrainRun, batches: StepBatches, device: torch.device, *, compiled: bool
-) -> dict[str, Callable[[], float]]:
-    """One training step per contender, all from the same weights."""
-    ours = Ours(run, batches, device)
-    steps = {"ours": ours.step, "transformers": TransformersLlama(run, batches, ours.weights(), compiled=False).step}
-    if compiled:
-        with_compiled_layers = replace(run, train=replace(run.train, compile=True))
-        steps["ours compiled"] = Ours(with_compiled_layers, batches, device).step
-        steps["transformers compiled"] = TransformersLlama(run, batches, ours.weights(), compiled=True).step
-    return steps
-
-
-def _until_done(step: Callable[[], float], device: torch.device) -> Callable[[], None]:
-    """The step with a wait for the device at its end: an optimizer update may still be running when it returns."""
-
-    def whole() -> None:
-        step()
+    print(f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens, {rounds} rounds", flush=True)
+    peak, seconds = device_peak_tflops(device, DTYPES[case.params]), dict[str, list[float]]()
+    for names in groups(run, device, compiled=compiled, graphs=case.graphs):
+        contenders, left_out = alike(build(names, run, batches, device), LOSS_TOLERANCE[case.params])
+        for text in left_out:
+            print(f"  {text}")
+        extra = {each: extra_memory_gib(contender.step, device) for each, contender in contenders.items()}
+        steps = {each: until_done(contender.step, device) for each, contender in contenders.items()}
+        turns = take_turns(steps, rounds=rounds, warmup=2)
+        for each, times in turns.seconds.items():
+            memory = f"{contenders[each].held_gib:.2f} GiB held, {extra[each]:.2f} more in a step"
+            print(f"  {each:22} {rate(run, times, peak)}, {memory}")
+        show_ratios(turns.seconds)
+        seconds |= turns.seconds
+        del contenders, steps, turns  # before the next ones are built
+        gc.collect()
         if device.type != "cpu":
-            torch.cuda.synchronize(device)
-
-    return whole
-
-
-def _extra_memory_gib(step: Callable[[], float], device: torch.device) -> float:
-    """The most that a step holds beyond what all contenders keep between steps; 0 on a CPU, where nobody counts."""
-    if device.type == "cpu":
-        return 0.0
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    step()
-    return (torch.cuda.max_memory_allocated(device) - before) / 2**30
+            torch.cuda.empty_cache()
+    if name == BAR_CASE:
+        print(f"  {verdict(seconds)}")
 
 
-def main() -> int:
+def rate(run: TrainRun, times: Sequence[float], peak: float | None) -> str:
+    """Tokens per second and what that is of the device's peak."""
+    tokens = run.train.global_batch_size * run.train.seq_len / statistics.median(times)
+    tflops = tokens * flops_per_token(run.model, run.train.seq_len) / 1e12
+    used = f"{100 * tflops / peak:5.1f} % of {peak:.3g}" if peak else "peak rate unknown"
+    return f"{tokens:12,.0f} tokens/s {tflops:8.1f} TFLOP/s ({used})"
+
+
+def show_ratios(seconds: Mapping[str, list[float]]) -> None:
+    """Ours against theirs, round by round; and what compiling and graphs bring us."""
+    ours, theirs = ([name for name in seconds if name.startswith("ours") == mine] for mine in (True, False))
+    pairs = [(mine, other) for mine in ours for other in theirs]
+    pairs += [(faster, slower) for slower, faster in pairwise(ours)]
+    for mine, other in pairs:
+        print(f"  {mine} / {other}: {times_as_fast(seconds[mine], seconds[other])}")
+
+
+def verdict(seconds: Mapping[str, Sequence[float]]) -> str:
+    """The fastest of ours against the fastest of theirs, by medians: they need not have taken turns."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    ours, theirs = (
+        min((name for name in medians if name.startswith("ours") == mine), key=lambda name: medians[name])
+        for mine in (True, False)
+    )
+    times = medians[theirs] / medians[ours]
+    return f"{'holds ' if times >= BAR else 'MISSED'} {ours} / {theirs} >= {BAR}: {times:.3f}"
+
+
+def layouts(name: str, device: torch.device, *, rounds: int) -> None:
+    """Start the ranks that race; they print."""
+    run = LAYOUT_CASES[name]()
+    gpus = torch.cuda.device_count() if device.type != "cpu" else RANKS
+    if gpus < RANKS:
+        print(f"{name}: left out, it needs {RANKS} GPUs and there is {gpus}.")
+        return
+    print(f"{name}: {run.train.global_batch_size} rows of {run.train.seq_len} tokens on {RANKS} ranks, {rounds} rounds")
+    sys.stdout.flush()
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
+    command = (sys.executable, str(Path(__file__).resolve()), "--case", name)
+    run_workers(["--rounds", str(rounds)], RANKS, command=command, environment={**os.environ, **hidden})
+
+
+def parsed() -> argparse.Namespace:
+    """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--case", action="append", choices=[*CASES, *TINY], help="again for more; all if unset")
+    known = [*CASES, *LAYOUT_CASES, *TINY]
+    parser.add_argument("--case", action="append", choices=known, help="again for more; all but tiny ones if unset")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--no-compiled", action="store_true", help="leave the compiled contenders out")
     parser.add_argument("--minutes", type=float, default=LIMIT_SECONDS / 60, help="begin no case that would end later")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
+    if in_worker(os.environ):
+        (name,) = options.case
+        return worker_main(lambda: race_layouts(LAYOUT_CASES[name](), rounds=options.rounds), os.environ)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("There is no NVIDIA GPU here that torch can use: nothing was measured. Use --device cpu to rehearse.")
         return 0
@@ -155,13 +213,16 @@ def main() -> int:
     if device.type == "cuda":
         doctor()
     holds = parity(device)
-    for name in options.case or CASES:
+    for name in options.case or ORDER:
         began = time.monotonic()
         if began - started + longest > 60 * options.minutes:
             print(f"{name}: left out, no time. Use --case {name}, or more --minutes.")
             continue
-        throughput(name, device, rounds=options.rounds, compiled=not options.no_compiled)
-        longest = max(longest, time.monotonic() - began)
+        if name in LAYOUT_CASES:
+            layouts(name, device, rounds=options.rounds)
+        else:
+            throughput(name, device, rounds=options.rounds, compiled=not options.no_compiled)
+        longest = max(longest, time.monotonic() - began) if name != BAR_CASE else longest  # no other is as large
     return 0 if holds else 1
 
 

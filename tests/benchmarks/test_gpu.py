@@ -3,9 +3,14 @@
 import importlib
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+
+from megalith.train.rules import run_problems
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -33,6 +38,90 @@ def test_the_rehearsal_runs(run_benchmark: Run) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ours / transformers: " in done.stdout
     assert "MISSED" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_rehearsal_of_two_ranks_computes_one_loss_in_every_layout(
+    run_benchmark: Run, beside_benchmarks: None
+) -> None:
+    pytest.importorskip("transformers")
+    done = run_benchmark("gpu.py", "--device", "cpu", "--case", "tiny-layouts", "--rounds", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    layouts = importlib.import_module("contenders.layouts").LAYOUTS
+    rows = [line.split("loss ") for line in done.stdout.splitlines() if ", loss " in line]
+    assert [row[0].strip().startswith(name) for row, name in zip(rows, layouts, strict=True)] == [True] * len(layouts)
+    assert len({row[1][:5] for row in rows}) == 1, "bf16 adds up in other orders"
+    assert "a rehearsal on CPUs" in done.stdout
+
+
+def contender(modules: tuple[ModuleType, ModuleType], *losses: float, fails: bool = False) -> Any:  # of a script
+    """One that computes these losses, or cannot be recorded."""
+    one_device, _ = modules
+    left = list(losses)
+
+    def step() -> float:
+        if fails:
+            raise RuntimeError("cannot be captured\nand so on")
+        return left.pop(0)
+
+    return one_device.Contender(step, 0.0)
+
+
+@pytest.fixture
+def scripts(beside_benchmarks: None) -> tuple[ModuleType, ModuleType]:
+    """contenders/one_device.py and gpu.py."""
+    pytest.importorskip("transformers")
+    return importlib.import_module("contenders.one_device"), importlib.import_module("gpu")
+
+
+def test_contenders_take_turns_together_only_where_the_device_holds_them(
+    scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one_device, gpu = scripts
+    run, device = gpu.CASES["1b-bf16"].recipe(), torch.device("cpu")
+    assert (run.train.global_batch_size, run.train.micro_batch_size, run.train.seq_len) == (2, 2, 4096)
+    for gib, count in ((80, 2), (141, 2), (180, 1)):
+        monkeypatch.setattr(one_device, "total_memory", lambda device, gib=gib: gib * 2.0**30)
+        found = one_device.groups(run, device, compiled=True, graphs=False)
+        assert len(found) == count, gib
+        assert [names[0] for names in found][:2] == ["ours", "ours compiled"][:count]
+    assert one_device.groups(run, device, compiled=False, graphs=True) == [["ours", "transformers"]]
+
+
+def test_only_graphs_may_fail_or_differ(scripts: tuple[ModuleType, ModuleType]) -> None:
+    one_device, _ = scripts
+    good, near = contender(scripts, 4.0, 3.0, 2.0, 1.0), contender(scripts, 4.0, 3.0, 2.0, 1.01)
+    same, wrong = one_device.alike({"ours": good, "transformers": near}, 1e-5)
+    assert list(same) == ["ours", "transformers"] and wrong == []
+    good, stale = contender(scripts, 4.0, 3.0, 2.0, 1.0), contender(scripts, 4.0, 4.0, 4.0, 4.0)
+    same, wrong = one_device.alike({"ours": good, one_device.GRAPHS: stale}, 1e-5)
+    assert list(same) == ["ours"] and "it computes losses [4.0, 4.0, 4.0, 4.0] instead of" in wrong[0]
+    good = contender(scripts, 4.0, 3.0, 2.0, 1.0)
+    same, wrong = one_device.alike({"ours": good, one_device.GRAPHS: contender(scripts, fails=True)}, 1e-5)
+    assert wrong == ["ours compiled, graphs: left out, cannot be captured"]
+    good, other = contender(scripts, 4.0, 3.0, 2.0, 1.0), contender(scripts, 5.0, 3.0, 2.0, 1.0)
+    with pytest.raises(SystemExit, match="losses of transformers are"):
+        one_device.alike({"ours": good, "transformers": other}, 1e-5)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        one_device.alike({"ours": contender(scripts, fails=True)}, 1e-5)
+
+
+def test_the_verdict_compares_the_fastest_of_both(scripts: tuple[ModuleType, ModuleType]) -> None:
+    _, gpu = scripts
+    seconds = {"ours": [2.0, 2.0], "transformers": [3.0], "ours compiled": [1.0], "transformers compiled": [1.5, 1.7]}
+    assert gpu.verdict(seconds) == "holds  ours compiled / transformers compiled >= 1.3: 1.600"
+    assert gpu.verdict({"ours": [1.0], "transformers": [1.2]}).startswith("MISSED ours / transformers")
+
+
+def test_every_case_is_in_the_order_and_builds_a_valid_run(scripts: tuple[ModuleType, ModuleType]) -> None:
+    _, gpu = scripts
+    assert set(gpu.ORDER) == {*gpu.CASES, "layouts"} and gpu.ORDER[0] == gpu.BAR_CASE
+    for case in (*gpu.CASES.values(), *gpu.TINY.values()):
+        assert run_problems(case.recipe(), 1) == []
+    layouts = importlib.import_module("contenders.layouts").LAYOUTS
+    for recipe in gpu.LAYOUT_CASES.values():
+        for parallel in layouts.values():
+            assert run_problems(replace(recipe(), parallel=parallel), 2) == []
 
 
 @pytest.mark.slow
