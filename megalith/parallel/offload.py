@@ -25,7 +25,8 @@ class HostMemory:
 
     def __init__(self) -> None:
         self.buffers: dict[int, list[Tensor]] = {}
-        """Free ones, by bytes."""
+        """Free ones, by bytes. These are powers of two, which torch reserves for pinned memory anyway: so batches of
+        ever other lengths share buffers."""
 
         self.taken = 0
         """Buffers given out so far."""
@@ -36,13 +37,14 @@ class HostMemory:
         self._streams: dict[torch.device, Any] = {}  # Any: torch.cuda.Stream, which CPU builds lack
 
     def take(self, nbytes: int, *, pinned: bool) -> Tensor:
-        """A buffer of so many bytes."""
+        """A buffer of at least so many bytes."""
         self.taken += 1
-        free = self.buffers.get(nbytes)
+        reserved = 1 << max(nbytes - 1, 0).bit_length()
+        free = self.buffers.get(reserved)
         if free:
             return free.pop()
         self.made += 1
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return torch.empty(reserved, dtype=torch.uint8, pin_memory=pinned)
 
     def give(self, buffer: Tensor) -> None:
         """It is free again. A later copy into it follows the last one out of it, on the same stream."""
@@ -61,10 +63,11 @@ class Away:
     def __init__(self, storage: torch.UntypedStorage, memory: HostMemory) -> None:
         self.device, self.memory = storage.device, memory
         pinned = self.device.type == "cuda"  # lint: allow cuda-literal: pinned memory is CUDA's
-        self.host = memory.take(storage.nbytes(), pinned=pinned)
+        buffer = memory.take(storage.nbytes(), pinned=pinned)
+        self.host = buffer[: storage.nbytes()]
         self.back: Tensor | None = None
         self._arrived: Any = None  # Any: torch.cuda.Event
-        weakref.finalize(self, memory.give, self.host)
+        weakref.finalize(self, memory.give, buffer)
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
         if self.device.type != "cuda":  # lint: allow cuda-literal: so are side streams
             self.host.copy_(source)
@@ -104,9 +107,22 @@ class View:
 
     def __init__(self, x: Tensor, away: Away) -> None:
         self.away, self.dtype, self.place = away, x.dtype, (x.storage_offset(), x.size(), x.stride())
+        self.version = x._version
+        self._counter = x.detach()  # counts what is written to x and its views from now on ...
+        self._counter.data = x.new_empty(0)  # ... and does not keep their memory
 
     def tensor(self) -> Tensor:
-        """The tensor, back on the device."""
+        """The tensor, back on the device.
+
+        Raises:
+            RuntimeError: it has been written to since it was saved, which autograd refuses without offloading, too.
+        """
+        if self._counter._version != self.version:
+            raise RuntimeError(
+                f"an activation of {self.dtype} {list(self.place[1])} that backward needs was modified by an inplace "
+                f"operation after it was saved: it is at version {self._counter._version}, expected {self.version}. "
+                f"Use an operation that is not in place; without offloading backward would refuse it, too."
+            )
         return torch.empty(0, dtype=self.dtype, device=self.away.device).set_(self.away.storage(), *self.place)
 
 
@@ -121,8 +137,9 @@ class OffloadedPass:
         self.sent: dict[int, list[tuple[int, int]]] = {}
         """(elements, bytes) of everything each span has sent."""
 
-        # A storage's number may come again once the storage is gone; a weak reference holds the number, not the memory.
-        self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Away]]] = {}
+        # By storage and version: what was written since the last copy needs another one. A storage's number may come
+        # again once the storage is gone; a weak reference holds the number, not the memory.
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Away]]] = {}
 
     @contextmanager
     def span(self, number: int, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
@@ -144,11 +161,12 @@ class OffloadedPass:
         # Asked each time: with zero=3 a layer has its parameters, and other ones, only while it runs.
         if any(storage._cdata in storages(layer.parameters()) for layer in layers):
             return x
-        known = self._known.get(storage._cdata)
+        key = storage._cdata, x._version
+        known = self._known.get(key)
         away = None if known is None else known[1]()
         if away is None:
             away = Away(storage, self.memory)
-            self._known[storage._cdata] = StorageWeakRef(storage), weakref.ref(away)
+            self._known[key] = StorageWeakRef(storage), weakref.ref(away)
             self.spans.setdefault(number, []).append(weakref.ref(away))
             self.sent.setdefault(number, []).append((x.numel(), storage.nbytes()))
         return View(x, away)

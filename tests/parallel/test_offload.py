@@ -1,11 +1,13 @@
 """Activations in host memory: what goes, when it comes back, that buffers are used again, and that no bit changes."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.tokens import tokens_of_rows
@@ -120,6 +122,61 @@ def test_one_piece_of_memory_is_sent_once_and_tensors_share_it_when_they_are_bac
     del x
     y.backward()
     torch.testing.assert_close(weight.grad, expected)
+
+
+def written_between(away: OffloadedPass | None, *, first: bool) -> Tensor:
+    """The gradient of a weight whose factors are two halves of a buffer, the second written after the first is saved.
+
+    `first`: both count.
+    """
+    weight, buffer = torch.ones(4, requires_grad=True), torch.zeros(8)
+    with nullcontext() if away is None else away.span(0):
+        buffer[:4] = 1
+        one = (buffer[:4] * weight).sum()
+        buffer[4:] = 2
+        other = (buffer[4:] * weight).sum()
+    (one + other if first else other).backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def test_what_is_written_after_a_part_was_sent_is_sent_again() -> None:
+    away = OffloadedPass(HostMemory(), min_numel=1)
+    assert torch.equal(written_between(away, first=False), written_between(None, first=False))
+    assert away.sent == {0: [(4, 32), (4, 32)]}
+
+
+def test_what_was_written_to_after_it_was_saved_is_refused_as_without_offloading() -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        written_between(None, first=True)
+    refused = r"of torch.float32 \[4\] .* modified by an inplace operation .* is at version 2, expected 1. Use an op"
+    with pytest.raises(RuntimeError, match=refused):
+        written_between(OffloadedPass(HostMemory(), min_numel=1), first=True)
+
+
+def test_memory_on_the_device_is_free_while_its_copy_is_away() -> None:
+    run, weight = OffloadedPass(HostMemory(), min_numel=1), torch.ones(4, requires_grad=True)
+    x = torch.randn(4)
+    memory = StorageWeakRef(x.untyped_storage())
+    with run.span(0, []):
+        y = (x * 2 * weight + x * weight).sum()
+    del x
+    assert memory.expired()
+    y.backward()
+
+
+def test_batches_of_ever_other_lengths_share_host_memory() -> None:
+    memory = HostMemory()
+    for number in range(500, 1, -1):
+        run, weight = OffloadedPass(memory, min_numel=2), torch.ones(1, requires_grad=True)
+        x = torch.randn(number)
+        with run.span(0):
+            y = (x * weight).sum()
+        y.backward()
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad[0], x.sum())
+    assert memory.taken == 499 and memory.made == 9
+    assert sorted(memory.buffers) == [1 << power for power in range(3, 12)]
 
 
 def test_memory_that_is_let_go_and_given_out_again_is_another_piece() -> None:
