@@ -13,29 +13,33 @@ FIRST_ROOM = 64
 
 
 class GrowingBuffer:
-    """Rows of one document at one layer, keys or values: appended at the end, read as one tensor [rows, g, d]."""
+    """Rows of one document at one layer, keys or values: appended at the end, read as one tensor [rows, g, d].
 
-    def __init__(self) -> None:
+    With a `window` no later token sees more than the last window - 1 rows, and only those are sure to stay.
+    """
+
+    def __init__(self, window: int | None = None) -> None:
+        self._window = window
         self._rows: Tensor | None = None
-        self.num_rows = 0
+        self._end = 0
 
     def append(self, rows: Tensor) -> Tensor:
-        """Add rows [t, g, d] and return all: a view, good until the next call."""
-        total = self.num_rows + rows.shape[0]
-        if self._rows is None or total > self._rows.shape[0]:
-            self._rows = self._grown(rows, total)
-        self._rows[self.num_rows : total] = rows
-        self.num_rows = total
-        return self._rows[:total]
+        """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the next call."""
+        before = self._end if self._window is None else min(self._end, self._window - 1)
+        if self._rows is None or self._end + len(rows) > len(self._rows):
+            self._rows, self._end = self._grown(rows, before), before
+        self._rows[self._end : self._end + len(rows)] = rows
+        self._end += len(rows)
+        return self._rows[self._end - len(rows) - before : self._end]
 
-    def _grown(self, rows: Tensor, total: int) -> Tensor:
-        """More room, with what is there already."""
-        room = FIRST_ROOM
-        while room < total:
+    def _grown(self, rows: Tensor, before: int) -> Tensor:
+        """More room, and at its start as many of the last rows."""
+        room, wanted = FIRST_ROOM, before + len(rows) + (self._window or 0)  # so that a window moves once per length
+        while room < wanted:
             room *= 2
         buffer = rows.new_empty(room, *rows.shape[1:])
         if self._rows is not None:
-            buffer[: self.num_rows] = self._rows[: self.num_rows]
+            buffer[:before] = self._rows[self._end - before : self._end]
         return buffer
 
 
@@ -46,7 +50,7 @@ class PackedCache:
         self._keys, self._values = keys, values
 
     def extend(self, k: Tensor, v: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
-        """Keep k, v [t, g, d] of the tokens read now; give back those of all tokens of each document [t_kv, g, d]."""
+        """Keep k, v [t, g, d] of the tokens read now; give back those that they may see [t_kv, g, d]."""
         queries = [length for length, _ in tokens.lengths]
         return _extend(self._keys, k, queries), _extend(self._values, v, queries)
 
@@ -57,21 +61,24 @@ def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[in
 
 
 class KeyValueCache:
-    """Keys and values of several sequences at all layers, by the sequences' numbers."""
+    """Keys and values of several sequences at all layers, by the sequences' numbers.
 
-    def __init__(self, num_layers: int) -> None:
-        self._num_layers = num_layers
+    `windows`: how many tokens each layer sees, None for all; such a layer keeps no more. Layers without one see all.
+    """
+
+    def __init__(self, num_layers: int, windows: Sequence[int | None] = ()) -> None:
+        self._windows = list(windows) or [None] * num_layers
         self._buffers: dict[int, list[tuple[GrowingBuffer, GrowingBuffer]]] = {}
 
     def layers(self, sequences: Sequence[int]) -> list[LayerCache]:
         """What the layers need to read some tokens of each of these sequences, in this order."""
         for number in sequences:
             if number not in self._buffers:
-                self._buffers[number] = [(GrowingBuffer(), GrowingBuffer()) for _ in range(self._num_layers)]
+                self._buffers[number] = [(GrowingBuffer(window), GrowingBuffer(window)) for window in self._windows]
         chosen = [self._buffers[number] for number in sequences]
         return [
             PackedCache([layers[i][0] for layers in chosen], [layers[i][1] for layers in chosen])
-            for i in range(self._num_layers)
+            for i in range(len(self._windows))
         ]
 
     def drop(self, sequence: int) -> None:

@@ -65,7 +65,7 @@ def generate(
     """
     raise_all(sample_problems(sample))
     check_prompts(prompts, model.config)
-    cache = KeyValueCache(model.config.num_layers)
+    cache = KeyValueCache(model.config.num_layers, windows_of_layers(model.config))
     active = [_Sequence(number, list(ids), len(ids)) for number, ids in enumerate(prompts)]
     while active:
         counts = divide_room([len(s.ids) - s.num_read for s in active], step_tokens)
@@ -80,6 +80,11 @@ def generate(
                 cache.drop(sequence.number)
                 active.remove(sequence)
             yield Written(sequence.number, token, finish)
+
+
+def windows_of_layers(model: ModelConfig) -> list[int | None]:
+    """How many tokens each layer sees; None for all."""
+    return [model.attention.window if model.has_window(layer) else None for layer in range(model.num_layers)]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:

@@ -31,17 +31,17 @@ def attention(
     keys, so a key/value cache may stand in front of them. `sinks` [n]: see `masked_attention`. For bf16, scores and
     softmax are fp32. kernel="torch": torch's kernel where it knows such scores, else the plain definition.
     """
-    if kernel == "reference":
-        return reference_attention(q, k, v, tokens, scores, sinks)
     lengths = tokens.lengths
     if scores.window is not None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
-    if kernel == "torch" and not known_to_torch(scores, sinks):
+    if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, scores, sinks)
     way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else "torch"
     if way == "spans":
-        return span_attention(q, k, v, spans_of_lengths(lengths, scores.window), scores, sinks)
+        # Planned on the host for the lengths at hand: a compiler would trace that, and once more for all other lengths.
+        run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
+        return run(q, k, v, lengths, scores, sinks)
     if way == "tiles":
         return tiled_attention(q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]))
     return sdpa_attention(q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale)
@@ -63,6 +63,10 @@ def _document_by_document(
         visible = causal_mask(len(queries), len(keys), window=scores.window, device=q.device)
         outs.append(masked_attention(queries, keys, values, visible, scores, sinks))
     return torch.cat(outs)
+
+
+def _spans(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Tensor:
+    return span_attention(q, k, v, spans_of_lengths(lengths, scores.window), scores, sinks)
 
 
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
@@ -106,11 +110,11 @@ def row_of(lengths: Lengths) -> tuple[int, ...]:
 def within_reach(k: Tensor, v: Tensor, lengths: Lengths, window: int) -> tuple[Tensor, Tensor, Lengths]:
     """Without the keys of a cache that lie before every query's window: k, v and the lengths that are left.
 
-    So a token that is read from a cache costs no more than its window.
+    So a token that is read from a cache costs no more than its window. A cache may have dropped those keys itself.
     """
     kept = tuple((queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths)
-    if kept == lengths:
-        return k, v, lengths
+    if len(k) == sum(keys for _, keys in kept):
+        return k, v, kept
     counts = [keys for _, keys in lengths]
     k, v = (
         torch.cat([part[len(part) - left :] for part, (_, left) in zip(x.split(counts), kept, strict=True)])

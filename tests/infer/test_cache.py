@@ -2,7 +2,10 @@ import pytest
 import torch
 
 from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache
-from megalith.kernels.tokens import tokens_of_queries
+from megalith.kernels.attention import attention
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.scores import PLAIN, Scores
+from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
 
 
 @pytest.mark.parametrize("sizes", [[1] * 70, [3, 60, 1, 1, 200], [64, 1], [65], [500, 500]])
@@ -12,7 +15,21 @@ def test_rows_come_back_in_the_order_they_were_appended(sizes: list[int]) -> Non
     for part in rows.split(sizes):
         found = buffer.append(part)
         before += len(part)
-        assert torch.equal(found, rows[:before]) and buffer.num_rows == before
+        assert torch.equal(found, rows[:before])
+
+
+@pytest.mark.parametrize("window", [1, 2, 70])
+@pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
+def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(sizes: list[int], window: int) -> None:
+    rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
+    buffer, before = GrowingBuffer(window), 0
+    for part in rows.split(sizes):
+        found = buffer.append(part)
+        before += len(part)
+        assert torch.equal(found, rows[max(0, before - len(part) - window + 1) : before])
+    for _ in range(600):
+        last = buffer.append(rows[:1])
+    assert last.untyped_storage().nbytes() <= 4 * 6 * 2 * max(FIRST_ROOM, 2 * window)
 
 
 def test_room_doubles_so_that_few_rows_are_copied() -> None:
@@ -33,6 +50,36 @@ def test_documents_keep_apart_and_come_back_packed() -> None:
         assert keys.flatten().tolist() == [2, 3, 4, 20, 0, 1, 21]
     (first, _) = cache.layers([3])
     assert first.extend(more[:1], more[:1], tokens_of_queries([(1, 5)]))[0].flatten().tolist() == [2, 3, 4, 20, 20]
+
+
+VARIANTS = {
+    "plain": (PLAIN, False),
+    "window": (Scores(window=5), False),
+    "sinks": (PLAIN, True),
+    "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
+}
+
+
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_token_t_read_from_the_cache_is_position_t_of_the_whole(variant: str, kernel: Kernel) -> None:
+    """Two sequences of other lengths at once, prompts read in one piece or two, then token by token."""
+    scores, has_sinks = VARIANTS[variant]
+    sinks = torch.linspace(-1, 2, 4, dtype=torch.float64) if has_sinks else None
+    draw = torch.Generator().manual_seed(0)
+    texts = [[torch.randn(length, *shape, generator=draw, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2, 5))]
+             for length in (90, 81)]  # fmt: skip
+    whole = [attention(*text, tokens_of_rows(1, len(text[0])), scores, sinks) for text in texts]
+    cache, read = KeyValueCache(1, [scores.window]), [0, 0]
+    for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
+        (layer,) = cache.layers([0, 1])
+        new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]
+        q, k, v = (torch.cat(same) for same in zip(*new))
+        read = [at + count for at, count in zip(read, counts)]
+        tokens = tokens_of_queries(list(zip(counts, read)))
+        found = attention(q, *layer.extend(k, v, tokens), tokens, scores, sinks, kernel=kernel)
+        expected = torch.cat([out[at - count : at] for out, at, count in zip(whole, read, counts)])
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_a_finished_sequence_is_forgotten() -> None:

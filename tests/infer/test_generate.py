@@ -4,11 +4,12 @@ from typing import Any
 import pytest
 import torch
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
-from megalith.infer.generate import Written, divide_room, generate
+from megalith.infer.generate import Written, divide_room, generate, windows_of_layers
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.parallel.mesh import build_mesh, model_grid
@@ -32,11 +33,22 @@ def slowly(model: Decoder, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-def test_text_read_once_is_the_text_read_again_for_every_token(tiny: SimpleNamespace) -> None:
-    model = tiny.model(tiny.config(), dtype=torch.float64)
+WINDOWS = AttentionConfig(window=3, window_layers=(True, False), sinks=True, softcap=2.0)
+
+
+@pytest.mark.parametrize("attention", [AttentionConfig(), WINDOWS])
+def test_text_read_once_is_the_text_read_again_for_every_token(
+    attention: AttentionConfig, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(attention=attention), dtype=torch.float64)
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
     assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+
+
+def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
+    assert windows_of_layers(tiny.config(attention=WINDOWS)) == [3, None]
+    assert windows_of_layers(tiny.config()) == [None, None]
 
 
 @pytest.mark.parametrize("room", [1, 4, 7])

@@ -1,5 +1,7 @@
 """Attention stays inside a document, looks only back, serves a cache, and knows windows, caps and sinks."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -267,6 +269,7 @@ def test_a_token_read_from_a_cache_costs_its_window() -> None:
     assert keys.flatten().tolist() == [2, 3, 6, 7, 8] and torch.equal(values, -keys)
     assert lengths == ((1, 2), (2, 3), (0, 0))
     assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
+    assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), "dropped by the cache"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -281,3 +284,26 @@ def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> No
             part = tokens_of_queries([(last - first, last)])
             y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
             torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_compiled_layers_leave_variants_out_of_their_graphs() -> None:
+    """What is planned for lengths at hand would be traced and compiled once more for all others."""
+    graphs = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count)
+    def layer(q: Tensor, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        return attention(q * 2, k, v, tokens, Scores(window=3)) + 1
+
+    for first in range(2, 5):
+        tokens = tokens_of_lengths([first, 9 - first])
+        q, k, v = (x.detach() for x in qkv(tokens, heads=4, kv_heads=2))
+        expected = reference_attention(q * 2, k, v, tokens, Scores(window=3)) + 1
+        torch.testing.assert_close(layer(q, k, v, tokens), expected, rtol=1e-12, atol=1e-12)
+        if first == 2:
+            before = len(graphs)
+    assert len(graphs) <= before + 1
