@@ -8,6 +8,9 @@ from megalith.observe.capabilities import Capability
 from megalith.observe.machine import DTYPES, Format, Machine, measured_bandwidth, measured_peak_flops, peak_flops
 
 BYTES_PER_PARAMETER = 16  # fp32 weights, gradients and AdamW's two means
+OF_GPUS = ("nccl", "symmetric memory")
+"""Capabilities that nobody misses on a machine without GPUs."""
+
 MEASURED_FORMATS: tuple[Format, ...] = ("fp32", "bf16")
 
 
@@ -50,7 +53,7 @@ def advise(machine: Machine, found: dict[str, Capability], rates: list[Rates]) -
     if not machine.gpus:
         advice.append("There is no NVIDIA GPU: everything runs, on the CPU. Use small models, such as tiny_cpu.")
     for name, capability in found.items():
-        wanted = name != "NVIDIA GPU" and (name != "nccl" or bool(machine.gpus))
+        wanted = name != "NVIDIA GPU" and (name not in OF_GPUS or bool(machine.gpus))
         if wanted and not capability.present:
             advice.append(f"{name} is missing, needed for {capability.purpose}: {capability.fix}.")
     for rate in rates:

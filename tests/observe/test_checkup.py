@@ -49,9 +49,9 @@ def test_what_is_missing_is_told_with_its_purpose_and_fix() -> None:
     )
 
 
-def test_a_cpu_machine_is_told_so_but_not_asked_for_nccl() -> None:
+def test_a_cpu_machine_is_told_so_but_not_asked_for_what_gpus_need() -> None:
     missing = Capability(present=False, purpose="several ranks on NVIDIA GPUs", fix="x")
-    text = advice({"nccl": missing, "NVIDIA GPU": missing})
+    text = advice({"nccl": missing, "symmetric memory": missing, "NVIDIA GPU": missing})
     assert "There is no NVIDIA GPU" in text
     assert "missing" not in text
     gpu = Gpu(name="NVIDIA H200", memory_gib=139.0, peers=())
