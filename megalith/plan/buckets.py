@@ -6,6 +6,7 @@ from math import lcm
 
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
+from megalith.plan.grid import divisors
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +223,7 @@ def zero_problems(parallel: ParallelConfig, dp: int) -> list[str]:
             f"nothing is divided. Set parallel.zero=1, or remove parallel.replicas."
         )
     elif p.replicas < 1 or dp % p.replicas:
-        fits = [n for n in range(1, dp + 1) if dp % n == 0]
+        fits = divisors(dp)
         problems.append(
             f"parallel.replicas={p.replicas} does not divide dp={dp}: each replica is an equal number of ranks. "
             f"Set parallel.replicas to one of {fits}."

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
-from math import prod
+from math import isqrt, prod
 
 from megalith.errors import PlanError
 
@@ -266,6 +266,18 @@ def order_problems(order: str, sizes: Mapping[str, int]) -> list[str]:
     return problems
 
 
+def divisors(number: int) -> list[int]:
+    """All of them, ascending; of absurd numbers the small ones and their partners.
+
+    A rule must not take longer than the person who mistyped.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [n for n in range(1, min(isqrt(max(number, 0)), 100_000) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
 def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
     """The grid with the axes of `sizes` in the order of a checked order string; unnamed ones (size one) come last."""
     named = [token for token in order.lower().split("-") if token in sizes]
@@ -289,7 +301,7 @@ def _degree_problems(world: int, degrees: Mapping[str, int]) -> list[str]:
     for axis, size in degrees.items():
         rest = model // size
         if size > 1 and world % rest == 0:
-            fits = [n for n in range(1, world // rest + 1) if world // rest % n == 0]
+            fits = divisors(world // rest)
             fixes.append(f"set parallel.{axis} to one of {fits}")
     if len(fixes) == 1:  # no single change is enough
         fixes.append(f"choose {', '.join(degrees)} so that they multiply to a divisor of {world}")

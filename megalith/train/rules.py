@@ -13,7 +13,7 @@ from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.fsdp import fully_sharded_problems
-from megalith.plan.grid import dense_problems
+from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.recompute import recompute_problems
 from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
@@ -131,7 +131,7 @@ def heads_share_keys(run: TrainRun, world: int) -> str | None:
     heads, keys = run.model.num_heads, run.model.num_kv_heads
     if heads % keys == 0:
         return None
-    fits = _divisors(heads)
+    fits = divisors(heads)
     return (
         f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
         f"query heads. Set model.num_kv_heads to one of {fits}."
@@ -165,7 +165,7 @@ def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
     keys, tp, heads = run.model.num_kv_heads, run.parallel.tp, run.model.num_heads
     if tp <= keys or (tp % keys == 0 and tp <= heads):
         return None
-    fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in _divisors(heads) if n % keys == 0)})
+    fits = sorted({*range(1, min(keys, 16) + 1), *(n for n in divisors(heads) if n % keys == 0)})
     return (
         f"parallel.tp={tp} does not fit model.num_kv_heads={keys} (model.num_heads={heads}): a rank owns whole "
         f"key/value heads, or an equal number of ranks share each. Set parallel.tp to one of {fits}."
@@ -338,12 +338,6 @@ def number_problems(run: TrainRun) -> list[str]:
         for name, value in least.items()
         if value is not None and not 0 <= value < math.inf
     ]
-
-
-def _divisors(number: int) -> list[int]:
-    """All of them, small ones of absurd numbers: a rule must not take longer than the person who mistyped."""
-    small = [n for n in range(1, min(math.isqrt(number), 100_000) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.grid import Grid, dense_grid, dense_problems, expert_grid, stage_problems
+from megalith.plan.grid import Grid, dense_grid, dense_problems, divisors, expert_grid, stage_problems
 
 
 def first(grid: Grid, axes: str, count: int = 4) -> list[list[int]]:
@@ -241,3 +241,10 @@ def test_unknown_names_ranks_and_places_are_refused() -> None:
     with pytest.raises(PlanError, match="tp=1 means tp_copy=1, but tp_copy=0"):
         factored.rank_at({"tp": 1, "tp_copy": 0, "dp": 0})
     assert grid.rank_at({"tp": 1, "dp": 3}) == 11
+
+
+def test_divisors_are_all_of_them_and_of_absurd_numbers_come_at_once() -> None:
+    for number in range(200):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert divisors(10**30)[:3] == [1, 2, 4] and divisors(10**30)[-1] == 10**30
+    assert divisors(-4) == []
