@@ -20,6 +20,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.errors import PlanError
+from megalith.plan.grid import divisors
 from megalith.plan.shards import split_heads
 
 Numbers = NDArray[np.int64]
@@ -330,7 +331,7 @@ def _head_problems(parallel: ParallelConfig, model: ModelConfig, kinds: set[Cont
     if model.num_heads % model.num_kv_heads or parallel.tp > model.num_heads:
         return []  # another rule tells
     queries = split_heads(model.num_heads, model.num_kv_heads, parallel.tp).queries
-    fits = [size for size in _divisors(parallel.cp) if all(count % size == 0 for count in queries)]
+    fits = [size for size in divisors(parallel.cp) if all(count % size == 0 for count in queries)]
     has = f"model.num_heads={model.num_heads} over parallel.tp={parallel.tp} are {_either(queries)} heads on a rank"
     problems = []
     if "a2a" in kinds and parallel.cp not in fits:
@@ -359,10 +360,6 @@ def _multiple_of(model: ModelConfig, parts: int) -> int:
     return model.num_heads + -model.num_heads % step
 
 
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def _proper(number: int) -> list[int]:
     """Sizes that leave both a group of neighbours and a ring, if there are any."""
-    return _divisors(number)[1:-1] or _divisors(number)
+    return divisors(number)[1:-1] or divisors(number)
