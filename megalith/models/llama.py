@@ -4,7 +4,6 @@ Source: Touvron et al. 2023, arXiv:2302.13971; Grattafiori et al. 2024, arXiv:24
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from megalith.config.model import ModelConfig
@@ -23,10 +22,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields = Fields(raw)
     usual = read_usual(fields)
     rope = read_rope(fields, max_position=usual["max_seq_len"])
-    biases = fields.flag("attention_bias")
     mlp_bias = fields.flag("mlp_bias")
     fields.finish()
-    return ModelConfig(**usual, rope=rope, qkv_bias=biases, output_bias=biases, mlp_bias=mlp_bias)
+    return ModelConfig(**usual, rope=rope, mlp_bias=mlp_bias)
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -36,9 +34,8 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be a Llama of theirs.
     """
     whole_heads(config)
-    biases = config.qkv_bias or config.output_bias  # one switch for all four; those that ours lacks are zero there
-    raw = {**write_usual(config, LLAMA), "attention_bias": biases, "mlp_bias": config.mlp_bias}
-    return said(raw, replace(config, qkv_bias=biases, output_bias=biases), read_config, LLAMA)
+    raw = {**write_usual(config, LLAMA), "mlp_bias": config.mlp_bias}
+    return said(raw, config, read_config, LLAMA)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

@@ -30,32 +30,39 @@ SIZES = {
 
 def read_usual(
     fields: Fields, *, max_seq_len: int = 2048, norm_eps: float = 1e-6, kv_heads: int | None = None,
-    head_dim: int | None = None, tied: bool = False, activation: str = "hidden_act",
+    head_dim: int | None = None, tied: bool = False, activation: str = "hidden_act", switch: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of ModelConfig that nearly all families spell alike; values are those of a config without the field.
 
-    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the field's name.
+    `kv_heads` unset: as many as heads; `head_dim` unset: hidden_size / heads; `activation`: the field's name;
+    `switch`: whether attention_bias says that queries, keys, values and output have biases.
     """
     sizes = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
     size = fields.whole_or_none("head_dim") or head_dim
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
+    there = "num_key_value_heads" in fields.raw  # null means as many as heads, missing what the family says
+    biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
     fields.only("attention_dropout", 0)
     return {
         **sizes,
-        "num_kv_heads": fields.whole("num_key_value_heads", kv_heads or heads),
+        "num_kv_heads": fields.whole("num_key_value_heads", heads if there else kv_heads or heads),
         "head_dim": None if size is None or size * heads == hidden else size,
         "max_seq_len": fields.whole("max_position_embeddings", max_seq_len),
         "norm_eps": fields.number("rms_norm_eps", norm_eps),
         "activation": fields.activation(activation, default),
         "tied_embeddings": fields.flag("tie_word_embeddings", tied),
+        **biases,
         "init_std": fields.number("initializer_range", 0.02, zero=True),
     }
 
 
-def write_usual(config: ModelConfig, family: Family, *, activation: str = "hidden_act") -> dict[str, Any]:
-    """The same in the other direction, and rotary positions."""
+def write_usual(
+    config: ModelConfig, family: Family, *, activation: str = "hidden_act", switch: bool = True
+) -> dict[str, Any]:
+    """The same in the other direction, and rotary positions. With the switch, biases that ours lacks are zero there."""
     return {
+        **({"attention_bias": config.qkv_bias or config.output_bias} if switch else {}),
         "architectures": [family.architecture],
         "model_type": family.model_type,
         **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
@@ -101,6 +108,29 @@ def write_windows(config: ModelConfig) -> list[str]:
     return [SLIDING if config.has_window(layer) else FULL for layer in range(config.num_layers)]
 
 
+def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
+    """Arguments of AttentionConfig from Qwen's four fields: a switch, the window, and which layers have it.
+
+    max_window_layers counts the layers at the bottom that have none, whatever its name and older documentation say.
+    """
+    first = fields.value("max_window_layers")
+    first = first if type(first) is int else 28
+    flags = read_windows(fields, layers, [layer >= first for layer in range(layers)])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
+    return windowed(window if fields.flag("use_sliding_window") else None, flags)
+
+
+def write_switched_windows(config: ModelConfig) -> dict[str, Any]:
+    """The same in the other direction."""
+    first = next((layer for layer in range(config.num_layers) if config.has_window(layer)), config.num_layers)
+    return {
+        "use_sliding_window": first < config.num_layers,
+        "sliding_window": config.attention.window if first < config.num_layers else None,
+        "max_window_layers": first,  # transformers before 4.53 looks at nothing else
+        "layer_types": write_windows(config),
+    }
+
+
 def shortest(flags: tuple[bool, ...]) -> tuple[bool, ...]:
     """A pattern over layers without its repetitions.
 
@@ -131,6 +161,8 @@ def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Fa
     Raises:
         ConfigError: the family has no words for something; each setting is named.
     """
+    if (biases := raw.get("attention_bias")) is not None:  # one switch for all four
+        config = replace(config, qkv_bias=biases, output_bias=biases)
     there = read_config(raw)
     raise_all(
         [
@@ -152,8 +184,11 @@ def canonical(config: ModelConfig) -> ModelConfig:
         turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
         rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
     scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
-    attention = replace(kind, **{"window": None, "window_layers": (), "scale": scale and round(scale, 12), **window})
-    kept = replace(config, vocab_multiple=1, dropout=DropoutConfig(), attention=attention, rope=rope)
+    rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
+    kept = replace(
+        config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, **rounded), rope=rope,
+        logit_scale=float(f"{config.logit_scale:.12g}"),
+    )  # fmt: skip
     if config.mla is not None:
         return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
     return replace(kept, head_dim=size)
@@ -164,8 +199,10 @@ def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -
     kind, values = rope_values(rope)
     kept: dict[str, Any] = {
         "scaling": rope.scaling, "theta": rope.theta, "fraction": rope.fraction, "interleaved": rope.interleaved,
-        "sections": rope.sections, "skip": skip, "local_theta": rope.local_theta if windows else None,
+        "sections": rope.sections, "skip": skip,
     }  # fmt: skip
+    if windows and (rope.local_theta != rope.theta or values):
+        kept["local_theta"] = rope.local_theta
     looked_at = ["factor"] if values else []
     if kind in ("dynamic", "llama3", "yarn"):
         looked_at.append("original_max_position")

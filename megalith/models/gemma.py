@@ -1,0 +1,63 @@
+"""Gemma 1 as Hugging Face knows it: scaled embeddings, norms with 1 + weight, a GELU gate, wide heads.
+
+Source: Gemma Team 2024, arXiv:2403.08295.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields({**raw, "hidden_act": _activation(raw)})
+    fields.ignore("hidden_activation")
+    usual = read_usual(fields, max_seq_len=8192, kv_heads=16, head_dim=256, tied=True)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    fields.finish()
+    return ModelConfig(
+        **usual, rope=rope, norm_zero_centred=True,
+        embedding_scale=usual["hidden_size"] ** 0.5,
+    )  # fmt: skip
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Gemma of theirs.
+    """
+    raw = write_usual(config, GEMMA)
+    raw["hidden_activation"] = raw["hidden_act"]  # transformers 4 reads the one, 5 the other
+    return said(raw, config, read_config, GEMMA)
+
+
+def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
+    """The first releases say gelu and mean its approximation by tanh, with which they were trained."""
+    word = raw.get("hidden_activation") or raw.get("hidden_act")
+    return "gelu_pytorch_tanh" if word in ("gelu", None) else word
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config)
+
+
+GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

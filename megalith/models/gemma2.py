@@ -1,0 +1,97 @@
+"""Gemma 2 as Hugging Face knows it: norms before and after, soft caps, a window in every other layer.
+
+Source: Gemma Team 2024, arXiv:2408.00118.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    read_windows,
+    said,
+    usual_rules,
+    whole_heads,
+    windowed,
+    write_usual,
+    write_windows,
+)
+
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+"""Ours -> theirs: the word for Llama's second norm is that of another one here."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(
+        fields, max_seq_len=8192, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation"
+    )  # fmt: skip
+    fields.ignore("hidden_act")  # transformers looks at the other word alone
+    layers = usual["num_layers"]
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    windows = windowed(window, read_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)]))
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
+    cap = fields.number_or_none("attn_logit_softcapping", 50.0)
+    logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)
+    fields.finish()
+    return ModelConfig(
+        **usual, rope=rope, attention=AttentionConfig(scale=scale, softcap=cap, **windows), norm_zero_centred=True,
+        norm_placement="around", embedding_scale=usual["hidden_size"] ** 0.5, logit_softcap=logit_cap,
+    )  # fmt: skip
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Gemma 2 of theirs.
+    """
+    whole_heads(config)
+    raw = {
+        **write_usual(config, GEMMA2, activation="hidden_activation"),
+        "query_pre_attn_scalar": scalar_of(config),
+        "attn_logit_softcapping": config.attention.softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": config.attention.window,
+        "layer_types": write_windows(config),
+    }
+    return said(raw, config, read_config, GEMMA2)
+
+
+def scalar_of(config: ModelConfig) -> int:
+    """query_pre_attn_scalar: scores are divided by its root; transformers wants a whole number."""
+    return config.head_size() if config.attention.scale is None else round(config.attention.scale**-2)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, norms=NORMS)
+
+
+GEMMA2 = Family(
+    architecture="Gemma2ForCausalLM",
+    model_type="gemma2",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

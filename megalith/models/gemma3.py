@@ -1,0 +1,124 @@
+"""Gemma 3 (text) as Hugging Face knows it: normed queries and keys, windows with their own theta.
+
+Source: Gemma Team 2025, arXiv:2503.19786.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.models.fields import Fields
+from megalith.models.gemma2 import NORMS, scalar_of
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope, rope_values
+from megalith.models.usual import (
+    FULL,
+    HEAD,
+    ROTARY_BUFFERS,
+    SLIDING,
+    read_usual,
+    read_windows,
+    said,
+    usual_rules,
+    whole_heads,
+    windowed,
+    write_usual,
+    write_windows,
+)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(
+        fields, max_seq_len=131_072, kv_heads=4, head_dim=256, tied=True, activation="hidden_activation"
+    )  # fmt: skip
+    fields.ignore("hidden_act")  # transformers looks at the other word alone
+    layers = usual["num_layers"]
+    every = fields.whole("sliding_window_pattern", 6)
+    flags = read_windows(fields, layers, [(layer + 1) % every != 0 for layer in range(layers)])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    windows = windowed(window, flags)
+    rope = _read_rope(fields, usual["max_seq_len"], windows=bool(windows))
+    scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
+    if fields.value("attn_logit_softcapping") is not None:
+        fields.problems.append(
+            f"attn_logit_softcapping={raw['attn_logit_softcapping']}: transformers keeps it and does not use it "
+            f"here, for Gemma 3 has none. Set it to null."
+        )
+    logit_cap = fields.number_or_none("final_logit_softcapping")
+    fields.finish()
+    return ModelConfig(
+        **usual, rope=rope, attention=AttentionConfig(qk_norm="head", scale=scale, **windows), norm_zero_centred=True,
+        norm_placement="around", embedding_scale=usual["hidden_size"] ** 0.5, logit_softcap=logit_cap,
+    )  # fmt: skip
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Gemma 3 of theirs.
+    """
+    whole_heads(config)
+    raw = {
+        **write_usual(config, GEMMA3, activation="hidden_activation"),
+        **_write_rope(config.rope),
+        "query_pre_attn_scalar": scalar_of(config),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": config.attention.window or 4096,  # transformers wants one even where no layer has it
+        "layer_types": write_windows(config),
+    }
+    return said(raw, config, read_config, GEMMA3)
+
+
+def _read_rope(fields: Fields, max_position: int, *, windows: bool) -> RopeConfig:
+    """Both kinds of layers; what stretches positions is for those without a window only."""
+    everywhere = read_rope(fields, max_position=max_position, theta=1_000_000.0, layer=FULL)
+    local = read_rope(
+        fields, max_position=max_position, theta_name="rope_local_base_freq", layer=SLIDING, scaled=False
+    )  # fmt: skip
+    if local.scaling != "none":
+        fields.problems.append(
+            f"rope_type={local.scaling!r} for {SLIDING} is not supported: with a window it must be 'default'."
+        )
+    return replace(everywhere, local_theta=local.theta if windows else None)
+
+
+def _write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """As transformers 4 spells it, and as 5 does: a mapping for each kind of layers."""
+    kind, values = rope_values(rope)
+    local = rope.theta if rope.local_theta is None else rope.local_theta
+    return {
+        "rope_theta": rope.theta,
+        "rope_local_base_freq": local,
+        "rope_scaling": {"rope_type": kind, **values} if values else None,
+        "rope_parameters": {
+            FULL: {"rope_type": kind, "rope_theta": rope.theta, **values},
+            SLIDING: {"rope_type": "default", "rope_theta": local},
+        },
+    }
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, norms=NORMS)
+
+
+GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    model_type="gemma3_text",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

@@ -1,0 +1,67 @@
+"""Granite 3 as Hugging Face knows it: Llama with scales of embeddings, scores, residuals and logits.
+
+Source: the release of Granite 3.0, IBM, 2024; the scales: Yang et al. 2022, arXiv:2203.03466.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    mlp_bias = fields.flag("mlp_bias")
+    embedding, residual = fields.number("embedding_multiplier", 1.0), fields.number("residual_multiplier", 1.0)
+    scale, divisor = fields.number("attention_multiplier", 1.0), fields.number("logits_scaling", 1.0)
+    fields.finish()
+    return ModelConfig(
+        **usual, rope=rope, attention=AttentionConfig(scale=scale),
+        mlp_bias=mlp_bias, embedding_scale=embedding, residual_scale=residual, logit_scale=1 / divisor,
+    )  # fmt: skip
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Granite of theirs.
+    """
+    scale = config.attention.scale
+    raw = {
+        **write_usual(config, GRANITE),
+        "mlp_bias": config.mlp_bias,
+        "embedding_multiplier": config.embedding_scale,
+        "residual_multiplier": config.residual_scale,
+        "attention_multiplier": config.head_size() ** -0.5 if scale is None else scale,
+        "logits_scaling": 1 / config.logit_scale,
+    }
+    return said(raw, config, read_config, GRANITE)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config)
+
+
+GRANITE = Family(
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

@@ -1,0 +1,54 @@
+"""Mistral as Hugging Face knows it: Llama with a sliding window in every layer.
+
+Source: Jiang et al. 2023, arXiv:2310.06825.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, windowed, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, switch=False, max_seq_len=131_072, kv_heads=8)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**windowed(window, (True,))))
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Mistral of theirs.
+    """
+    raw = {**write_usual(config, MISTRAL, switch=False), "sliding_window": config.attention.window}
+    return said(raw, config, read_config, MISTRAL)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config)
+
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

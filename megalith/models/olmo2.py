@@ -1,0 +1,55 @@
+"""OLMo 2 as Hugging Face knows it: norms only after attention and MLP, queries and keys normed over all heads.
+
+Source: OLMo Team 2024, arXiv:2501.00656.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+
+NORMS = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+"""Ours -> theirs."""
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, norm_eps=1e-5)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(qk_norm="whole"), norm_placement="after")
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be an OLMo 2 of theirs.
+    """
+    return said(write_usual(config, OLMO2), config, read_config, OLMO2)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, norms=NORMS)
+
+
+OLMO2 = Family(
+    architecture="Olmo2ForCausalLM",
+    model_type="olmo2",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

@@ -1,0 +1,64 @@
+"""Qwen2 and Qwen2.5 as Hugging Face knows them: Llama with biases of queries, keys and values.
+
+Source: Yang et al. 2024, arXiv:2407.10671; arXiv:2412.15115.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_switched_windows,
+    read_usual,
+    said,
+    usual_rules,
+    write_switched_windows,
+    write_usual,
+)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, switch=False, max_seq_len=32_768, kv_heads=32)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    windows = read_switched_windows(fields, usual["num_layers"])
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, qkv_bias=True, attention=AttentionConfig(**windows))
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Qwen2 of theirs.
+    """
+    return said(
+        {**write_usual(config, QWEN2, switch=False), **write_switched_windows(config)}, config, read_config, QWEN2
+    )
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, all_biases=False)
+
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

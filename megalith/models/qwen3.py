@@ -1,0 +1,64 @@
+"""Qwen3 as Hugging Face knows it: Llama whose queries and keys are normed head by head.
+
+Source: Yang et al. 2025, arXiv:2505.09388.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_switched_windows,
+    read_usual,
+    said,
+    usual_rules,
+    write_switched_windows,
+    write_usual,
+)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, max_seq_len=32_768, kv_heads=32, head_dim=128)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    windows = read_switched_windows(fields, usual["num_layers"])
+    fields.finish()
+    attention = AttentionConfig(qk_norm="head", **windows)
+    return ModelConfig(**usual, rope=rope, attention=attention)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Qwen3 of theirs.
+    """
+    raw = {**write_usual(config, QWEN3), **write_switched_windows(config)}
+    return said(raw, config, read_config, QWEN3)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config)
+
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

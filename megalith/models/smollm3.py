@@ -1,0 +1,81 @@
+"""SmolLM3 as Hugging Face knows it: Llama with every fourth layer knowing no positions.
+
+Source: the release of SmolLM3-3B, Hugging Face, 2025; layers without positions: Yang et al. 2025, arXiv:2501.18795.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    read_windows,
+    said,
+    shortest,
+    usual_rules,
+    windowed,
+    write_usual,
+    write_windows,
+)
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, max_seq_len=32_768, kv_heads=4, tied=True)
+    layers = usual["num_layers"]
+    every = fields.whole("no_rope_layer_interval", 4)
+    skip = fields.flags_of_layers("no_rope_layers", layers, {1: False, 0: True})
+    skip = skip or tuple((layer + 1) % every == 0 for layer in range(layers))
+    rope = read_rope(fields, max_position=usual["max_seq_len"], theta=2_000_000.0)
+    rope = replace(rope, skip=shortest(skip) if any(skip) else ())
+    window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
+    windows = windowed(window if switched else None, read_windows(fields, layers, skip))
+    fields.ignore("max_window_layers")
+    mlp_bias = fields.flag("mlp_bias")
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**windows), mlp_bias=mlp_bias)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a SmolLM3 of theirs.
+    """
+    raw = {
+        **write_usual(config, SMOLLM3),
+        "mlp_bias": config.mlp_bias,
+        "no_rope_layers": [int(config.turns(layer)) for layer in range(config.num_layers)],
+        "use_sliding_window": config.attention.window is not None,
+        "sliding_window": config.attention.window,
+        "layer_types": write_windows(config),
+    }
+    return said(raw, config, read_config, SMOLLM3)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config)
+
+
+SMOLLM3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)
