@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
+from megalith.kernels.scores import PLAIN, Scores, causal_mask, masked_attention
+from megalith.kernels.tokens import Tokens
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
@@ -55,6 +57,25 @@ def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: ra
     """
     rows = torch.stack([_hash(queries, key + head) for head in heads])
     return _mix(rows.unsqueeze(-1), _hash(keys, ~key).to(torch.int32)) < _threshold(p)
+
+
+def dropping_attention(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, p: float, key: int, heads: range, scores: Scores = PLAIN,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`attention` of which each weight is 0 with probability p, else divided by 1 - p, in plain operations.
+
+    heads: which of the model's these are. Backward keeps the weights, n values for each pair of tokens of a document.
+    """
+    assert tokens.dropout is not None
+    assert tokens.context is None, "keys of other ranks have numbers that are not here: train/rules.py refuses that"
+    lengths = [queries for queries, _ in tokens.lengths]
+    outs = []
+    for queries, keys, values, numbers in zip(*(x.split(lengths) for x in (q, k, v, tokens.dropout.numbers))):
+        visible = causal_mask(len(queries), len(queries), window=scores.window, device=q.device)
+        factors = (~dropped_weights(p, key, numbers, numbers, heads)).to(torch.promote_types(q.dtype, torch.float32))
+        outs.append(masked_attention(queries, keys, values, visible, scores, sinks, factors=factors.div_(1 - p)))
+    return torch.cat(outs)
 
 
 class DropoutFunction(Function):

@@ -29,21 +29,23 @@ PLAIN = Scores()
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scores: Scores = PLAIN, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scores: Scores = PLAIN, sinks: Tensor | None = None,
+    *, factors: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The definition of attention, in plain operations: q [q, n, d], k [kv, g, d], v [kv, g, d_v] -> [q, n, d_v].
 
     `visible`, bool [q, kv], says which keys a query sees, None that it sees all; the window of `scores` is not looked
     at. `sinks` [n] are scores that take part in softmax and stand for no key (Xiao et al. 2023, arXiv:2309.17453, of
     which those of OpenAI 2025, arXiv:2508.10925, are learnt). Scores and softmax are fp32 or float64. A query that sees
-    no key gives 0.
+    no key gives 0. `factors` [n, q, kv]: what weights are multiplied by after softmax.
     """
     shared, dtype = q.shape[1] // k.shape[1], torch.promote_types(q.dtype, torch.float32)
     k, v = k.repeat_interleave(shared, dim=1), v.repeat_interleave(shared, dim=1)
     s = torch.einsum("qnd,knd->nqk", q.to(dtype), k.to(dtype)) * scores.factor(q.shape[2])
     if scores.softcap is not None:
         s = scores.softcap * torch.tanh(s / scores.softcap)
-    weights = _softmax(s, visible, None if sinks is None else sinks.to(dtype)).to(q.dtype)
+    weights = _softmax(s, visible, None if sinks is None else sinks.to(dtype))
+    weights = (weights if factors is None else weights * factors).to(q.dtype)
     return torch.einsum("nqk,knd->qnd", weights, v)
 
 

@@ -1,6 +1,6 @@
 """Transformer layers: attention and an MLP, each normed somewhere and added to the residual stream."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +14,7 @@ from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked, value_of
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import LatentAttention
 from megalith.nn.mlp import build_mlp
 from megalith.nn.norm import Norm, build_norm
@@ -39,22 +40,27 @@ class Layer(nn.Module):
         again, check = modules_again(recompute), recompute.check
         rebuilding: Rebuilding = checked if check else Rebuilt
         act = rebuilding if "mlp_act" in again else None
+        core = with_dropped_weights(core, config, index, mesh)
         core = RecomputedCore(core, check) if "core_attention" in again else core
 
         def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
             size, invariant = config.hidden_size, region.invariant
             return build_norm(f"{name}.{word}", size, config, invariant=invariant, dtype=dtype, again=again)
 
+        def branch(word: str) -> Branch:
+            own = norm(f"{word}_post_norm", again=None) if after else None
+            return Branch(own, config.residual_scale, dropping(word, index, config.dropout.residual, region))
+
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         self.attention_norm = norm("attention_norm") if before else Unnormed()
         kind = Attention if config.mla is None else LatentAttention
         self.attention = kind(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
-        self.attention_out = Branch(norm("attention_post_norm", again=None) if after else None, config.residual_scale)
+        self.attention_out = branch("attention")
         own = before and config.block != "parallel_one_norm"
         self.mlp_norm = norm("mlp_norm") if own else Unnormed()
         mlp = build_mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
         self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
-        self.mlp_out = Branch(norm("mlp_post_norm", again=None) if after else None, config.residual_scale)
+        self.mlp_out = branch("mlp")
 
 
 class Block(Layer):
@@ -109,17 +115,17 @@ class Unnormed(nn.Module):
 
 
 class Branch(nn.Module):
-    """What attention or MLP gives, on its way to the residual stream: normed and scaled, where the model says so."""
+    """What attention or MLP gives, on its way to the residual stream: normed, scaled and dropped, as the model says."""
 
-    def __init__(self, norm: Norm | None, scale: float) -> None:
+    def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
         self.norm = norm
-        steps: list[Callable[[Tensor, Tokens], Tensor]] = []
+        steps: list[Step] = []
         if norm is not None:
             steps.append(lambda y, tokens: value_of(norm(y)))
         if scale != 1.0:
             steps.append(lambda y, tokens: y * scale)
-        self.steps = tuple(steps)
+        self.steps = (*steps, *dropped)
 
     def forward(self, y: Tensor, tokens: Tokens) -> Tensor:
         """y [t, h] -> [t, h]."""

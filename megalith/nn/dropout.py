@@ -1,11 +1,26 @@
-"""Dropout of activations outside divided work: embeddings, and what is added to the residual stream."""
+"""Dropout of activations outside divided work, and of attention's weights, the same under every layout."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 
-from megalith.kernels.dropout import dropout
+from megalith.config.model import ModelConfig
+from megalith.kernels.dropout import dropout, dropping_attention
+from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens
+from megalith.parallel.context import Attend
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Region
 from megalith.plan.keys import key
+from megalith.plan.shards import split_evenly, split_heads
+
+Step = Callable[[Tensor, Tokens], Tensor]
+"""x [t, h], as the region has tokens -> [t, h]."""
+
+key_of = torch.compiler.assume_constant_result(key)
+"""`key`, which a compiler takes for the number that it is."""
 
 
 class Dropout(nn.Module):
@@ -25,4 +40,43 @@ class Dropout(nn.Module):
         if tokens.dropout is None:
             return x
         seed, numbers = tokens.dropout
-        return dropout(x, self.p, key(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
+        return dropout(x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
+
+
+@dataclass(frozen=True, slots=True)
+class DroppingAttention:
+    """While training, set each of attention's weights to zero with probability p: see `Attend`."""
+
+    core: Attend
+    """Where nothing is trained."""
+
+    layer: int
+    p: float
+
+    first_head: int
+    """Of all query heads, the first that I have."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
+    ) -> Tensor:
+        """In plain operations, whose backward keeps every weight."""
+        if tokens.dropout is None:
+            return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
+        heads = range(self.first_head, self.first_head + q.shape[1])
+        place = key_of(tokens.dropout.seed, "dropout", "weights", self.layer)
+        return dropping_attention(q, k, v, tokens, self.p, place, heads, scores, sinks)
+
+
+def with_dropped_weights(core: Attend, config: ModelConfig, layer: int, mesh: Mesh) -> Attend:
+    """`core` for a layer of the model, numbered over all stages; `core` itself where no weights are dropped."""
+    p = config.dropout.attention
+    if p == 0.0:
+        return core
+    n, tp = config.num_heads, mesh.tp.size
+    heads = split_heads(n, config.num_kv_heads, tp).queries if config.mla is None else split_evenly(n, tp)
+    return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]))
+
+
+def dropping(place: str, layer: int, p: float, region: Region) -> list[Step]:
+    """`Dropout` as the one step it is, and no step where p is 0."""
+    return [Dropout(place, layer, p, region)] if p else []

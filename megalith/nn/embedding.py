@@ -1,6 +1,4 @@
-"""What becomes of the embeddings before the first layer: a scale, and a learnt vector for every place."""
-
-from collections.abc import Callable
+"""What becomes of the embeddings before the first layer: a scale, a learnt vector for every place, dropout."""
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +6,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.kernels.embedding import embedding
 from megalith.kernels.tokens import Tokens
+from megalith.nn.dropout import Step, dropping
 from megalith.parallel.tensor import Declared, Init, Region, declare
 from megalith.plan.shards import whole
 
@@ -37,13 +36,13 @@ class Entrance(nn.Module):
 
     def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype) -> None:
         super().__init__()
-        steps: list[Callable[[Tensor, Tokens], Tensor]] = []
+        steps: list[Step] = []
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
         if config.positions == "learned":
             self.positions = LearnedPositions(config, region, dtype=dtype)
             steps.append(self.positions)
-        self.steps = tuple(steps)
+        self.steps = (*steps, *dropping("embedding", 0, config.dropout.embedding, region))
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
