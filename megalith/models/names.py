@@ -5,8 +5,8 @@ The map is a list of values, so that reading, writing, dry runs and tests all fo
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -70,6 +70,12 @@ class Family:
 
     tied: str
     """The tensor that a model with tied embeddings may have or leave out."""
+
+    prefix: str = ""
+    """What begins the names of most tensors, and is missing in some files."""
+
+    settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
+    """What the names of a folder's tensors decide, because its config.json may promise what is not there."""
 
 
 class Region(NamedTuple):
@@ -152,6 +158,13 @@ def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
         if rule.parameter is not None:
             found.setdefault(rule.parameter, []).append(rule)
     return found
+
+
+def as_stored(rules: Sequence[TensorRule], prefix: str, names: Collection[str]) -> list[TensorRule]:
+    """The rules, without the prefix where none of a folder's names has it."""
+    if not prefix or any(name.startswith(prefix) for name in names):
+        return list(rules)
+    return [replace(one, name=one.name.removeprefix(prefix)) for one in rules]
 
 
 def extent(rules: Sequence[TensorRule]) -> tuple[int, ...]:

@@ -1,0 +1,147 @@
+"""GPT-NeoX and Pythia as Hugging Face knows them: config.json and tensors, each head's q, k and v in one matrix.
+
+Source: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.dropout import DropoutConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields, activation_word
+from megalith.models.names import Family, TensorRule, piece, rule
+from megalith.models.pieces import layer_norm_rules, ungated_rules
+from megalith.models.rope import read_rope, write_rope
+from megalith.models.usual import SIZES, said, whole_heads
+
+HEAD = "embed_out.weight"
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
+    length = fields.whole("max_position_embeddings", 2048)
+    rope = read_rope(
+        fields, max_position=length, theta_name="rotary_emb_base", fraction=0.25, fraction_name="rotary_pct"
+    )
+    hidden = fields.number("hidden_dropout", 0.0, zero=True)
+    dropout = DropoutConfig(
+        embedding=hidden, residual=hidden, attention=fields.number("attention_dropout", 0.0, zero=True)
+    )
+    fields.only("is_decoder", False, True)
+    fields.ignore("classifier_dropout", "gradient_checkpointing")
+    biased = fields.flag("attention_bias", True)
+    found = ModelConfig(
+        **sizes,
+        num_kv_heads=sizes["num_heads"],
+        max_seq_len=length,
+        norm="layer",
+        norm_eps=fields.number("layer_norm_eps", 1e-5),
+        block="parallel" if fields.flag("use_parallel_residual", True) else "sequential",
+        rope=rope,
+        activation=fields.activation("hidden_act", "gelu"),
+        gated=False,
+        qkv_bias=biased,
+        output_bias=biased,
+        mlp_bias=True,
+        dropout=dropout,
+        tied_embeddings=fields.flag("tie_word_embeddings"),
+        init_std=fields.number("initializer_range", 0.02, zero=True),
+    )
+    fields.finish()
+    return found
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a GPT-NeoX of theirs.
+    """
+    whole_heads(config)
+    rope = write_rope(config.rope, fraction=True)
+    raw = {
+        "architectures": [NEOX.architecture],
+        "model_type": NEOX.model_type,
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
+        "max_position_embeddings": config.max_seq_len,
+        "layer_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+        "hidden_act": activation_word(config.activation),
+        "use_parallel_residual": config.block == "parallel",
+        "attention_bias": config.qkv_bias,
+        "attention_dropout": config.dropout.attention,
+        "hidden_dropout": config.dropout.residual,
+        "rotary_emb_base": rope["rope_theta"],
+        "rotary_pct": rope["partial_rotary_factor"],
+        "rope_scaling": rope["rope_scaling"],
+        "rope_parameters": rope["rope_parameters"],
+        "tie_word_embeddings": config.tied_embeddings,
+        "use_cache": True,
+    }
+    return said(raw, config, read_config, NEOX)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of a GPT-NeoX of theirs, in the order of the forward pass."""
+    v, h = config.vocab_size, config.hidden_size
+    found = [rule("gpt_neox.embed_in.weight", "embed.weight", (v, h), shape=(v, h))]
+    for layer in range(config.num_layers):
+        theirs, ours = f"gpt_neox.layers.{layer}", f"layers.{layer}"
+        found += layer_norm_rules(f"{theirs}.input_layernorm", f"{ours}.attention_norm", h)
+        found += _attention_rules(config, f"{theirs}.attention", f"{ours}.attention")
+        found += layer_norm_rules(f"{theirs}.post_attention_layernorm", f"{ours}.mlp_norm", h)
+        found += ungated_rules(config, f"{theirs}.mlp.dense_h_to_4h", f"{theirs}.mlp.dense_4h_to_h", f"{ours}.mlp")
+    found += layer_norm_rules("gpt_neox.final_layer_norm", "norm", h)
+    if not config.tied_embeddings:
+        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return found
+
+
+def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+    """query_key_value [n 3 d, h]: of each head its queries, keys and values."""
+    h, n, d = config.hidden_size, config.num_heads, config.head_size()
+    fused, view, q, kv = f"{theirs}.query_key_value", (n, 3, d), (0, 1), (1, 3)
+    heads, width, h_all = (0, n), (0, d), (0, h)
+    found = [
+        piece(
+            f"{fused}.weight", f"{ours}.q", (heads, width, h_all), shape=(n * 3 * d, h), view=(*view, h),
+            at=(heads, q, width, h_all), dims=(0, 2, 3),
+        ),
+        piece(
+            f"{fused}.weight", f"{ours}.kv", ((0, 2), heads, width, h_all), shape=(n * 3 * d, h), view=(*view, h),
+            at=(heads, kv, width, h_all), dims=(1, 0, 2, 3),
+        ),
+    ]  # fmt: skip
+    if config.qkv_bias:
+        found += [
+            piece(
+                f"{fused}.bias", f"{ours}.q_bias", (heads, width), shape=(n * 3 * d,), view=view,
+                at=(heads, q, width), dims=(0, 2),
+            ),
+            piece(
+                f"{fused}.bias", f"{ours}.kv_bias", ((0, 2), heads, width), shape=(n * 3 * d,), view=view,
+                at=(heads, kv, width), dims=(1, 0, 2),
+            ),
+        ]  # fmt: skip
+    found.append(rule(f"{theirs}.dense.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)))
+    if config.output_bias:
+        found.append(rule(f"{theirs}.dense.bias", f"{ours}.o_bias", (h,), shape=(h,)))
+    return found
+
+
+NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)"),
+    tied=HEAD,
+)

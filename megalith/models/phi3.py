@@ -1,0 +1,112 @@
+"""Phi-3 and Phi-4 as Hugging Face knows them: a Llama with fused projections, and a window in all layers.
+
+Their long-context variants turn each pair of features by a factor of its own (longrope), and are refused.
+Source: Abdin et al. 2024, arXiv:2404.14219.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.dropout import DropoutConfig
+from megalith.config.model import ModelConfig
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule, piece, rule
+from megalith.models.rope import read_rope, write_rope
+from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, read_usual, said, whole_heads, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5)
+    rope = read_rope(fields, max_position=usual["max_seq_len"], fraction=1.0)
+    if rope.scaling != "none":  # transformers takes yarn for another name of longrope, and refuses all others
+        fields.problems.append(
+            f"rotary positions with rope_type={rope.scaling!r} are not supported in a Phi-3: rope_type must be "
+            f"'default'."
+        )
+    window = fields.whole_or_none("sliding_window")
+    dropout = DropoutConfig(
+        embedding=fields.number("embd_pdrop", 0.0, zero=True), residual=fields.number("resid_pdrop", 0.0, zero=True)
+    )
+    fields.only("attention_bias", False)
+    fields.ignore("original_max_position_embeddings")
+    fields.only("full_attn_mod", 1)
+    fields.only("lm_head_bias", False)
+    fields.only("interpolate_factor", 1)
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(window=window), dropout=dropout)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Phi-3 of theirs.
+    """
+    whole_heads(config)
+    raw = {
+        **write_usual(config, PHI3),
+        **write_rope(config.rope, fraction=True),
+        "sliding_window": config.attention.window,
+        "original_max_position_embeddings": config.max_seq_len,
+        "embd_pdrop": config.dropout.embedding,
+        "resid_pdrop": config.dropout.residual,
+    }
+    return said(raw, config, read_config, PHI3)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of a Phi-3 of theirs, in the order of the forward pass."""
+    v, h, f = config.vocab_size, config.hidden_size, config.ffn_hidden_size
+    found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
+    for layer in range(config.num_layers):
+        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
+        norms = {
+            name: rule(f"{theirs}.{NORMS[name]}.weight", f"{ours}.{name}.weight", (h,), shape=(h,)) for name in NORMS
+        }
+        found += [norms["attention_norm"], *_attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention")]
+        found += [
+            norms["mlp_norm"],
+            rule(f"{theirs}.mlp.gate_up_proj.weight", f"{ours}.mlp.gate_up", (2, f, h), shape=(2 * f, h)),
+            rule(f"{theirs}.mlp.down_proj.weight", f"{ours}.mlp.down", (h, f), shape=(h, f)),
+        ]
+    found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
+    if not config.tied_embeddings:
+        found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
+    return found
+
+
+def _attention_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+    """qkv_proj [(n + 2 g) d, h]: all queries, then all keys, then all values."""
+    h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
+    name, view, rest = f"{theirs}.qkv_proj.weight", (n + 2 * g, d, h), ((0, d), (0, h))
+    shape = (view[0] * d, h)
+    both = [
+        piece(
+            name, f"{ours}.kv", ((part, part + 1), (0, g), *rest), shape=shape, view=view,
+            at=((n + part * g, n + (part + 1) * g), *rest), dims=(None, 0, 1, 2),
+        )
+        for part in range(2)
+    ]  # fmt: skip
+    return [
+        piece(name, f"{ours}.q", ((0, n), *rest), shape=shape, view=view, at=((0, n), *rest)),
+        *both,
+        rule(f"{theirs}.o_proj.weight", f"{ours}.o", (h, n, d), shape=(h, n * d)),
+    ]
+
+
+PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)
