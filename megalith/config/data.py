@@ -41,8 +41,9 @@ class DataConfig:
     num_train_samples: int | None = None
     """Build the training order for this many samples. Unset: as many as the run's steps need.
 
-    The number of epochs, and with it the order, follows from this count. A run keeps the order of its first start and
-    can be made longer as far as that has samples; set this higher at the first start to leave room.
+    The number of epochs, and with it the order, follows from this count. A run keeps the order of its first start;
+    made longer than that has samples, it goes on with further epochs, shuffled on their own. Set this at the first
+    start to what the longest run will read to have the one order of that.
     """
     sampler: Sampler = "sequential"
     """How samples are taken from that order. sequential: one after the other, until they are used up. cyclic: shuffled
