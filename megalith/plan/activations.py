@@ -122,7 +122,8 @@ class StageKept:
     """Of the embedding, the last norm and the loss, as far as they are in the stage, and the rotations of positions."""
 
     transient: int
-    """Bytes that appear for a while when the largest recomputed span, or part of a layer, runs again."""
+    """Bytes that appear for a while in backward: the largest part that runs again, and what comes back from the host.
+    """
 
     @property
     def nbytes(self) -> int:
@@ -155,7 +156,25 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
         nothing = [()] * (span.stop - span.start - 1)
         layers += [rows, *nothing]
         host += [offloaded(setting, span, rows), *nothing]
-    return StageKept(tuple(layers), tuple(host), tuple(_ends(setting, num_layers, embedding, loss)), max(transient, 0))
+    transient = max(transient, 0) + most_back(
+        [(total(r), total(away)) for r, away in zip(layers, host, strict=True) if r]
+    )
+    return StageKept(tuple(layers), tuple(host), tuple(_ends(setting, num_layers, embedding, loss)), transient)
+
+
+def most_back(spans: Sequence[tuple[int, int]]) -> int:
+    """Bytes that backward has on the device, at most, beyond what forward left there, because they come back.
+
+    spans: (bytes kept, bytes of these in host memory) of each. While backward is in one span, that and the one before
+    it are back, and those after it are gone.
+
+    >>> most_back([(9, 9), (9, 9), (9, 9), (10, 0)]), most_back([(9, 9), (10, 0), (10, 0)])
+    (9, 0)
+    """
+    later = list(accumulate((kept - away for kept, away in reversed(spans)), initial=0))[-2::-1]
+    before = [0, *(away for _, away in spans)]
+    back = [away + earlier - gone for (_, away), earlier, gone in zip(spans, before, later, strict=False)]
+    return max([0, *back])
 
 
 def whole_layer(setting: Setting) -> list[Row]:

@@ -1,6 +1,7 @@
 """The ledger of activation memory equals what a meter finds on the running model, to the byte."""
 
 import re
+import weakref
 from collections import Counter
 from dataclasses import replace
 from itertools import combinations
@@ -20,8 +21,9 @@ from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.observe.meter import metered
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.offload import Away
 from megalith.plan import activations
-from megalith.plan.activations import Setting, layer_rows, stage_kept, total
+from megalith.plan.activations import Setting, layer_rows, most_back, stage_kept, total
 from megalith.plan.context import plan_slices
 from megalith.plan.savings import savings
 from megalith.testing.ranks import run_ranks
@@ -211,6 +213,52 @@ def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() ->
     assert {row.what for row in kept.host[0]}.isdisjoint({"scale", "scale of mlp_norm", "log-sum"})
     here = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=3)
     assert kept.nbytes + kept.host_bytes == here.nbytes
+
+
+def test_what_is_back_at_once_is_two_spans_less_those_that_are_done() -> None:
+    assert most_back([]) == most_back([(5, 0)]) == most_back([(5, 0), (7, 0)]) == 0
+    assert most_back([(9, 9), (10, 0)]) == 9
+    assert most_back([(9, 8), (9, 8), (9, 8), (10, 0)]) == 8, "the last but one is back before the last is done"
+    assert most_back([(9, 9), (9, 9), (9, 9), (1, 0)]) == 17
+    assert most_back([(9, 8), *[(9, 0)] * 5]) == 0, "the first comes back when most of the others are gone"
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], FULL[1]], ids=str)
+@pytest.mark.parametrize(("num_layers", "away"), [(3, 2), (5, 4), (5, 1), (5, 2)])
+def test_backward_brings_back_what_the_ledger_says(recompute: RecomputeConfig, num_layers: int, away: int) -> None:
+    """Live bytes: what autograd holds on the device, and the copies that are back there."""
+    model, offload = replace(MODEL, num_layers=num_layers), OffloadConfig(layers=away, min_numel=1)
+    setting = Setting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload)
+    decoder = Decoder(model, mesh_of_one(), sp=False, dtype=torch.float32, recompute=recompute, offload=offload)
+    allocate(decoder, torch.device("cpu"))
+    initialise(decoder, seed=1)
+    ids, found, copies = torch.arange(24), [0], list[weakref.ref[Away]]()
+    begin = Away.start_back
+
+    def noted(self: Away) -> None:
+        copies.append(weakref.ref(self))
+        begin(self)
+        back = {id(one): one.back.nbytes for ref in copies if (one := ref()) is not None and one.back is not None}
+        found.append(meter.live + sum(back.values()))
+
+    with metered(decoder) as meter, pytest.MonkeyPatch.context() as patch:
+        loss = decoder.loss(ids, ids, tokens_of_lengths([12, 12]))
+        patch.setattr(Away, "start_back", noted)
+        loss.backward()
+    kept = stage_kept(setting, num_layers=num_layers)
+    gone = total([row for row in kept.ends if row.region in ("", "norm")])  # before the first layer's backward
+    again = stage_kept(replace(setting, offload=OffloadConfig()), num_layers=num_layers).transient
+    back = kept.transient - again
+    if back:
+        assert max(found) == kept.nbytes - gone + back
+    else:
+        assert max(found) <= kept.nbytes - gone
+
+
+def test_a_large_model_gets_two_layers_back_at_once() -> None:
+    away = replace(LLAMA_8B, tp=2, sp=True, offload=OffloadConfig(layers=31))
+    layer = total(layer_rows(away, ()))
+    assert 0.53 * 2**30 <= stage_kept(away, num_layers=32).transient <= layer < 0.54 * 2**30
 
 
 @pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[0], SELECTIVE[-1]], ids=str)
