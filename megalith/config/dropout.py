@@ -1,6 +1,6 @@
 """Dropout: which activations are dropped while training."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +20,19 @@ class DropoutConfig:
     def drops(self) -> bool:
         """Whether anything is dropped."""
         return max(self.embedding, self.residual, self.attention) > 0
+
+
+def dropout_problems(dropout: DropoutConfig, *, cp: int) -> list[str]:
+    """What keeps a run from dropping what it is asked to, as messages for the user."""
+    shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
+    problems = [
+        f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."
+        for name, p in shares.items()
+        if not 0 <= p < 1
+    ]
+    if dropout.attention > 0 and cp > 1:
+        problems.append(
+            f"model.dropout.attention={dropout.attention} with parallel.cp={cp}: weights of keys that are on other "
+            f"ranks are not dropped yet. Set model.dropout.attention=0, or parallel.cp=1."
+        )
+    return problems

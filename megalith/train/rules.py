@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 
 from megalith.config.data import data_problems
+from megalith.config.dropout import dropout_problems
 from megalith.config.optim import optim_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import TrainRun
@@ -42,6 +43,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
     if not counts:
         problems += dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order)
         problems += context_problems(p, run.model, seq_len=t.seq_len)
+        problems += dropout_problems(run.model.dropout, cp=p.cp)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             problems += batch_problems(
@@ -88,7 +90,7 @@ def smallest_stage(run: TrainRun) -> int:
 def model_problems(run: TrainRun) -> list[str]:
     """Broken rules of the network and its layout alone, for commands that read no data."""
     problems = _count_problems(run)
-    rules = (heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES)
+    rules = (*MODEL_RULES, *LAYOUT_RULES)
     if not problems:
         problems = [text for rule in rules if (text := rule(run, run.parallel.tp)) is not None]
     return problems + [text for text in number_problems(run) if text.startswith("model.")]
@@ -301,6 +303,19 @@ def rope_bands_are_apart(run: TrainRun, world: int) -> str | None:
     )
 
 
+def only_gates_have_limits(run: TrainRun, world: int) -> str | None:
+    """Settings of a gate need a gate."""
+    model = run.model
+    given = {"model.activation_clamp": model.activation_clamp, "model.up_offset": model.up_offset or None}
+    idle = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if model.gated or not idle:
+        return None
+    return (
+        f"{' and '.join(idle)} with model.gated=false: these are settings of a gate. "
+        f"Set model.gated=true, or remove them."
+    )
+
+
 def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     """The order of the samples of a whole run is built before its first step."""
     steps, rows = run.train.steps, run.train.global_batch_size
@@ -323,6 +338,10 @@ def number_problems(run: TrainRun) -> list[str]:
         "model.rope.low_freq_factor": (rope.low_freq_factor, 1.0),
         "model.rope.high_freq_factor": (rope.high_freq_factor, 4.0),
         "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
+        "model.activation_clamp": (run.model.activation_clamp, 7.0),
+        "model.logit_scale": (run.model.logit_scale, 1.0), "model.logit_softcap": (run.model.logit_softcap, 30.0),
+        "model.embedding_scale": (run.model.embedding_scale, 1.0),
+        "model.residual_scale": (run.model.residual_scale, 1.0),
     }  # fmt: skip
     least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
@@ -340,11 +359,14 @@ def number_problems(run: TrainRun) -> list[str]:
     ]
 
 
+MODEL_RULES: tuple[Rule, ...] = (
+    heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, only_gates_have_limits,
+)  # fmt: skip
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, *LAYOUT_RULES, sp_divides_tokens,
-    rows_fit_the_model, compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table,
-    evaluation_has_steps, betas_are_shares, samples_can_be_counted,
+    *MODEL_RULES, *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, compile_needs_whole_layers,
+    compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps, betas_are_shares,
+    samples_can_be_counted,
 )  # fmt: skip

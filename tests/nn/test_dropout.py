@@ -1,12 +1,17 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.attention import MLAConfig
+from megalith.config.dropout import DropoutConfig
+from megalith.kernels.attention import attention
 from megalith.kernels.dropout import dropout
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_rows
-from megalith.nn.dropout import Dropout
+from megalith.kernels.scores import Scores
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_rows
+from megalith.nn.dropout import Dropout, DroppingAttention, dropping, with_dropped_weights
 from megalith.parallel.group import Group, alone
 from megalith.parallel.tensor import Region, SplitTokens, WholeTokens
 from megalith.plan.keys import key
@@ -52,3 +57,63 @@ def test_tensor_parallel_ranks_drop_what_one_rank_drops(tp: int, sp: bool) -> No
         assert torch.equal(torch.cat(found), expected)
     else:
         assert all(torch.equal(each, expected) for each in found)
+
+
+def test_no_probability_means_no_step() -> None:
+    region = WholeTokens(alone("tp"))
+    assert dropping("mlp", 0, 0.0, region) == []
+    (step,) = dropping("mlp", 2, 0.5, region)
+    assert torch.equal(step(X, tokens()), made(place="mlp")(X, tokens()))
+
+
+@pytest.mark.slow
+def test_a_compiler_takes_the_key_for_a_number() -> None:
+    compiled = torch.compile(made(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X, tokens()), made()(X, tokens()))
+
+
+# --- attention's weights
+
+DOCUMENTS = tokens_of_lengths([5, 4])
+TRAINED = replace(DOCUMENTS, dropout=DropoutKey(5, torch.arange(300, 309)))
+
+
+def queries(heads: int, *, seed: int) -> Tensor:
+    return torch.randn(9, heads, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+Q, K, V = queries(6, seed=0), queries(3, seed=1), queries(3, seed=2)
+
+
+def test_weights_are_dropped_after_softmax_and_the_rest_divided() -> None:
+    scores, sinks, found = Scores(softcap=2.0), torch.ones(6).double(), set()
+    for token in range(9):  # values that show what weight each query gives to this token
+        v = torch.zeros_like(V)
+        v[token] = 1.0
+        dropped = DroppingAttention(attention, 2, 0.4, 0)(Q, K, v, TRAINED, scores=scores, sinks=sinks)
+        weights = attention(Q, K, v, DOCUMENTS, scores=scores, sinks=sinks)
+        found |= set((dropped / weights)[weights != 0].mul(1e6).round().int().tolist())
+    assert found == {0, round(1e6 / 0.6)}
+
+
+def test_ranks_drop_the_weights_of_their_own_heads() -> None:
+    whole = DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, TRAINED)
+    part = DroppingAttention(attention, 2, 0.4, 2)(Q[:, 2:], K[:, 1:], V[:, 1:], TRAINED)
+    torch.testing.assert_close(part, whole[:, 2:])
+    other_layer = DroppingAttention(attention, 3, 0.4, 0)(Q, K, V, TRAINED)
+    assert not torch.equal(other_layer, whole)
+
+
+def test_where_nothing_is_trained_the_fast_attention_runs() -> None:
+    assert torch.equal(DroppingAttention(attention, 2, 0.4, 0)(Q, K, V, DOCUMENTS), attention(Q, K, V, DOCUMENTS))
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_only_with_a_probability_is_attention_another_and_it_knows_its_first_head(
+    latent: bool, layers: SimpleNamespace
+) -> None:
+    config = layers.config(num_kv_heads=6, mla=MLAConfig(kv_rank=4) if latent else None)
+    assert with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1)) is attention
+    config = replace(config, dropout=DropoutConfig(attention=0.1))
+    found = with_dropped_weights(attention, config, 2, layers.paper(config, 2, 1))
+    assert found == DroppingAttention(attention, 2, 0.1, first_head=3)
