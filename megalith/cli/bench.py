@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -72,12 +73,14 @@ def main(argv: list[str]) -> int:
 def _check(command: OverlapCommand) -> None:
     if command.steps < 1:
         raise ConfigError(f"--steps={command.steps} must be at least 1. Use 5.")
-    if command.latency_ms < 0:
-        raise ConfigError(f"--latency-ms={command.latency_ms} must not be negative. Use 0 for the link as it is.")
-    if command.gigabytes_per_second is not None and not command.gigabytes_per_second > 0:
+    if not (command.latency_ms >= 0 and isfinite(command.latency_ms)):
         raise ConfigError(
-            f"--gigabytes-per-second={command.gigabytes_per_second} must be above 0. Leave it out for the link as it "
-            f"is."
+            f"--latency-ms={command.latency_ms} must be a finite number and not negative. Use 0 for the link as it is."
+        )
+    speed = command.gigabytes_per_second
+    if speed is not None and not (speed > 0 and isfinite(speed)):
+        raise ConfigError(
+            f"--gigabytes-per-second={speed} must be a finite number above 0. Leave it out for the link as it is."
         )
 
 

@@ -143,13 +143,20 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
 
 def _offload_price(workload: Workload, layers: str, device: Device) -> str:
     """Free as long as the way to host memory takes no longer than forward, and the way back no longer than backward."""
-    work, words = work_seconds(workload, device), "activations go to host memory and back"
+    words = "activations go to host memory and back"
+    seconds = host_seconds(
+        plan_workload(apply_overrides(workload.run, {"offload.layers": layers}), workload.world), device
+    )
+    return words if seconds is None else f"{words}: {seconds[0]:.2g} s each way for {seconds[1]:.2g} s of forward"
+
+
+def host_seconds(workload: Workload, device: Device) -> tuple[float, float] | None:
+    """Of one microbatch on a rank of the first stage: the way to host memory, and forward; None where nobody knows."""
+    work = work_seconds(workload, device)
     if work is None or not device.host_gbs:
-        return words
-    away = plan_workload(apply_overrides(workload.run, {"offload.layers": layers}), workload.world)
-    kept = sum(chunk_kept(away, stage, 0, accelerator=True).host for stage in away.chunks(0))
-    there, forward = kept / (device.host_gbs * 1e9), work / 3 / workload.num_microbatches
-    return f"{words}: {there:.2g} s each way for {forward:.2g} s of forward"
+        return None
+    kept = sum(chunk_kept(workload, stage, 0, accelerator=True).host for stage in workload.chunks(0))
+    return kept / (device.host_gbs * 1e9), work / 3 / workload.num_microbatches
 
 
 def _selective(modules: str) -> dict[str, str]:
@@ -185,7 +192,23 @@ def notes(workload: Workload, device: Device) -> list[str]:
         )
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))
-    return found
+    return [*found, *_offload_notes(workload, device)]
+
+
+def _offload_notes(workload: Workload, device: Device) -> list[str]:
+    """Whether the way to host memory hides behind forward."""
+    layers, seconds = workload.run.offload.layers, host_seconds(workload, device)
+    if not layers or seconds is None:
+        return []
+    there, forward = seconds
+    told = f"offload.layers={layers}: the way to host memory takes {there:.2g} s for each microbatch"
+    if there <= forward:
+        return [f"{told}, which hides behind {forward:.2g} s of forward: it costs next to nothing."]
+    fits = int(layers * forward / there)
+    less = f"Set offload.layers to {fits} or less to hide all of it, or use" if fits else "Use"
+    return [
+        f"{told}, forward only {forward:.2g} s: the device waits for the rest. {less} recompute.granularity instead."
+    ]
 
 
 def _padding_note(workload: Workload) -> str:

@@ -33,8 +33,21 @@ def test_one_rank_communicates_nothing(capsys: pytest.CaptureFixture[str]) -> No
     [
         (["overlapp", "tiny_cpu"], "Did you mean overlap?"),
         (["overlap", "tiny_cpu", "--steps", "0"], "--steps=0 must be at least 1"),
-        (["overlap", "tiny_cpu", "--latency-ms", "-1"], "--latency-ms=-1.0 must not be negative"),
-        (["overlap", "tiny_cpu", "--gigabytes-per-second", "0"], "--gigabytes-per-second=0.0 must be above 0"),
+        (["overlap", "tiny_cpu", "--latency-ms", "-1"], "--latency-ms=-1.0 must be a finite number and not negative"),
+        (["overlap", "tiny_cpu", "--latency-ms", "nan"], "--latency-ms=nan must be a finite number and not negative"),
+        (["overlap", "tiny_cpu", "--latency-ms", "inf"], "--latency-ms=inf must be a finite number and not negative"),
+        (
+            ["overlap", "tiny_cpu", "--gigabytes-per-second", "0"],
+            "--gigabytes-per-second=0.0 must be a finite number above 0",
+        ),
+        (
+            ["overlap", "tiny_cpu", "--gigabytes-per-second", "nan"],
+            "--gigabytes-per-second=nan must be a finite number",
+        ),
+        (
+            ["overlap", "tiny_cpu", "--gigabytes-per-second", "inf"],
+            "--gigabytes-per-second=inf must be a finite number",
+        ),
         (["overlap", "tiny_cpu", "--parallel.tp", "3"], "parallel.tp"),
     ],
 )

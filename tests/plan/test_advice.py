@@ -6,7 +6,7 @@ import pytest
 
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
-from megalith.plan.advice import changes, mlp_share, notes, remedy, tried, verdict
+from megalith.plan.advice import changes, host_seconds, mlp_share, notes, remedy, tried, verdict
 from megalith.plan.devices import DEVICES, GIB, Device
 from megalith.plan.memory import memory_ledger, worst
 from megalith.plan.times import layer_share
@@ -84,6 +84,20 @@ def test_offloading_is_priced_by_the_link_to_the_host() -> None:
         if "offload.layers" in c.overrides
     ]  # fmt: skip
     assert unknown.price == "activations go to host memory and back"
+
+
+def test_a_run_that_offloads_is_told_whether_it_pays() -> None:
+    (slow,) = notes(workload("llama3_8b", 16, offload__layers="31"), H100)
+    assert slow == (
+        "offload.layers=31: the way to host memory takes 0.32 s for each microbatch, forward only 0.18 s: the device "
+        "waits for the rest. Set offload.layers to 17 or less to hide all of it, or use recompute.granularity instead."
+    )
+    (free,) = notes(workload("llama3_8b", 16, offload__layers="17"), H100)
+    assert "takes 0.18 s for each microbatch, which hides behind 0.18 s of forward: it costs next to nothing." in free
+    (never,) = notes(workload("llama3_8b", 16, offload__layers="17"), replace(H100, host_gbs=1.0))
+    assert never.endswith("the device waits for the rest. Use recompute.granularity instead.")
+    assert notes(workload("llama3_8b", 16, offload__layers="31"), replace(H100, tflops=None)) == []
+    assert host_seconds(workload("llama3_8b", 16), H100) == pytest.approx((0.0, 0.1775), rel=1e-2)
 
 
 def test_shares_of_the_work() -> None:
