@@ -24,12 +24,35 @@ from megalith.checkpoint.safetensors import (
 )
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.models.gemma import GEMMA
+from megalith.models.gemma2 import GEMMA2
+from megalith.models.gemma3 import GEMMA3
+from megalith.models.gpt2 import GPT2
+from megalith.models.granite import GRANITE
 from megalith.models.llama import LLAMA
-from megalith.models.names import Family, TensorRule, by_parameter, by_tensor, extent, in_our_order, region_of
+from megalith.models.mistral import MISTRAL
+from megalith.models.names import (
+    Family,
+    TensorRule,
+    as_stored,
+    by_parameter,
+    by_tensor,
+    extent,
+    in_our_order,
+    region_of,
+)
+from megalith.models.neox import NEOX
+from megalith.models.olmo2 import OLMO2
+from megalith.models.phi3 import PHI3
+from megalith.models.qwen2 import QWEN2
+from megalith.models.qwen3 import QWEN3
+from megalith.models.smollm3 import SMOLLM3
+from megalith.models.starcoder2 import STARCODER2
 from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
-    LLAMA,
+    LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX, DEEPSEEK_V3, DEEPSEEK_V2,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
@@ -77,12 +100,13 @@ class HuggingFaceFolder:
         self.raw = read_json(path / CONFIG)
         self.family = find_family(self.raw, path)
         try:
-            self.model_config: ModelConfig = self.family.read_config(self.raw)
+            promised = self.family.read_config(self.raw)
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        self.rules = self.family.rules(self.model_config)
-        self._rules = by_parameter(self.rules)
         self._tensors = _stored(path)
+        self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
+        self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
+        self._rules = by_parameter(self.rules)
         self._check_names()
         self._check_shapes()
         self._check_tied()
@@ -94,7 +118,8 @@ class HuggingFaceFolder:
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Of one tensor, by their name."""
-        return DTYPES[self._tensors[name].dtype]
+        stored = name if name in self._tensors else name.removeprefix(self.family.prefix)
+        return DTYPES[self._tensors[stored].dtype]
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """A box of one of our parameters, on the host."""

@@ -1,0 +1,149 @@
+"""Every family's tiny models: what transformers is told to build, and the same weights in a model of ours.
+
+A family is one entry of CASES or several; the first of them is the one that every test takes. Sizes are odd, heads
+share keys, windows are smaller than a row, norms and biases are random, so that every mistake of layout shows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.boxes import Entry
+from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.hf import HuggingFaceFolder
+from megalith.models.names import by_parameter, in_our_order
+from megalith.parallel.mesh import mesh_of_one
+
+
+@dataclass(frozen=True)
+class Case:
+    """A config of theirs: its class, and what differs from SIZES."""
+
+    kind: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    std: float = 0.2
+    """Of all weights: large enough to matter."""
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "max_position_embeddings": 96, "rms_norm_eps": 1e-5, "tie_word_embeddings": False,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 24,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1_000.0, "factor": 3.0}
+# A bias of the keys alone shifts all scores of a query alike and has no gradient; fast rotations change that.
+FAST = {"rope_type": "default", "rope_theta": 3.0}
+TWO_THETAS = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+HALF_WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+SCALES = {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3, "logits_scaling": 6.0,
+}  # fmt: skip
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+
+CASES: dict[str, Case] = {
+    "llama": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
+    "llama, tied": Case("LlamaConfig", {"tie_word_embeddings": True, "vocab_size": 64}),
+    "llama, biases": Case("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "rope_parameters": FAST}),
+    "llama, head_dim": Case("LlamaConfig", {"head_dim": 10, "num_key_value_heads": 3}),
+    "llama, one key/value head": Case("LlamaConfig", {"num_key_value_heads": 1, "hidden_size": 36}),
+    "llama, every head its own": Case("LlamaConfig", {"num_key_value_heads": 6, "rope_parameters": LINEAR}),
+    "llama, dynamic": Case("LlamaConfig", {"rope_parameters": DYNAMIC, "max_position_embeddings": 8}),
+    "mistral": Case("MistralConfig", {"sliding_window": 4, "head_dim": 6}),
+    "mistral, no window": Case("MistralConfig", {"sliding_window": None, "hidden_act": "gelu"}),
+    "qwen2": Case("Qwen2Config", {"rope_parameters": FAST, **HALF_WINDOWED}),
+    "qwen2, yarn": Case("Qwen2Config", {"rope_parameters": YARN, "tie_word_embeddings": True}),
+    "qwen3": Case("Qwen3Config", {"head_dim": 10, "rope_parameters": YARN}),
+    "qwen3, biases": Case("Qwen3Config", {"head_dim": 4, "attention_bias": True, **HALF_WINDOWED}),
+    "gemma": Case("GemmaConfig", {"head_dim": 10, "num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "gemma2": Case(
+        "Gemma2Config",
+        {"head_dim": 6, "sliding_window": 4, "query_pre_attn_scalar": 10, "tie_word_embeddings": True, **CAPS},
+    ),
+    "gemma3": Case(
+        "Gemma3TextConfig",
+        {
+            "head_dim": 6, "sliding_window": 4, "query_pre_attn_scalar": 10, "tie_word_embeddings": True,
+            "rope_parameters": TWO_THETAS, "layer_types": [WINDOW, WHOLE], "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3, five of six": Case(
+        "Gemma3TextConfig", {"head_dim": 4, "sliding_window": 3, "num_hidden_layers": 7, "attention_bias": True}
+    ),
+    "olmo2": Case("Olmo2Config"),
+    "smollm3": Case("SmolLM3Config", {"no_rope_layers": [1, 0]}),
+    "smollm3, every fourth": Case(
+        "SmolLM3Config", {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True}
+    ),
+    "granite": Case("GraniteConfig", SCALES),
+}  # fmt: skip
+
+FIRST = [name for name, case in CASES.items() if name == next(n for n, c in CASES.items() if c.kind == case.kind)]
+"""One of every family."""
+
+
+def their_model(case: Case, *, std: float | None = None) -> Any:  # of a class that is imported lazily
+    """A model of theirs, its weights, norms and biases random; norms around what they start from."""
+    import transformers
+
+    known = getattr(transformers, case.kind)()
+    sizes = {name: value for name, value in SIZES.items() if hasattr(known, name)}
+    config = getattr(transformers, case.kind)(**sizes | dict(case.fields))
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            start = float(parameter.flatten()[0]) if parameter.ndim == 1 and len(parameter.unique()) == 1 else 0.0
+            parameter.normal_(start, case.std if std is None else std, generator=generator)
+    return model
+
+
+def our_model(folder: HuggingFaceFolder) -> Decoder:
+    """The same weights in a model of ours."""
+    model = Decoder(folder.model_config, mesh_of_one())
+    allocate(model, torch.device("cpu"))
+    folder.fill([Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)])
+    return model
+
+
+def saved(case: Case, path: Path, *, std: float | None = None) -> tuple[Any, HuggingFaceFolder]:
+    """A model of theirs, and the folder that it is saved in."""
+    theirs = their_model(case, std=std)
+    theirs.save_pretrained(path)
+    return theirs, HuggingFaceFolder(path)
+
+
+def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ids [3, 11] and labels that are the ids one further on, some left out."""
+    text = torch.randint(0, vocab_size, (3, 12), generator=torch.Generator().manual_seed(5))
+    labels = text[:, 1:].clone()
+    labels[1, 2:6] = -100
+    return text[:, :-1], labels
+
+
+def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
+    """Gradients under their names, in their shapes."""
+    rules, found = by_parameter(folder.rules), dict[str, Tensor]()
+    for declared, module, name in declared_parameters(model):
+        gradient = getattr(module, name).grad.view(declared.shard.shape)
+        for rule in rules[declared.shard.name]:
+            box = tuple(slice(start, stop) for start, stop in rule.box)
+            theirs = found.setdefault(rule.name, torch.zeros(rule.shape))
+            place = theirs.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
+            in_our_order(rule, place).copy_(gradient[box])
+    return found
