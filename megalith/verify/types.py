@@ -39,7 +39,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
 from megalith.kernels.rebuilt import Input
-from megalith.kernels.tokens import Join, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.tokens import DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
 from megalith.parallel import recompute as recomputation
@@ -335,8 +335,8 @@ def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE) -> Bat
         tokens = tokens_of_slices(slices, slicing, device="meta")
     else:
         tokens = tokens_of_lengths(lengths, device="meta")
-    ids, labels = (torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(2))
-    return Batch(ids, labels, tokens)
+    ids, labels, numbers = (torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3))
+    return Batch(ids, labels, replace(tokens, dropout=DropoutKey(0, numbers)))
 
 
 def mesh_axes(grid: Grid) -> dict[str, MeshAxis]:
@@ -549,7 +549,7 @@ def declare_inputs(batch: Batch) -> None:
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
     near, everyone = ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
-    for value in (batch.ids, batch.labels, *tensors, *near):
+    for value in (batch.ids, batch.labels, *tensors, *(batch.tokens.dropout or ()), *near):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
     for value in everyone:

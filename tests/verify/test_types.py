@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -29,6 +30,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tokens import Tokens
 from megalith.models.decoder import Decoder
+from megalith.nn import dropout as dropout_layers
 from megalith.nn.block import Block
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
@@ -347,6 +349,14 @@ def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_trac
 
     with replaced(GatedMLP, "forward", reads_a_number), pytest.raises(RuntimeError, match="meta tensors"):
         type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,))
+
+
+def test_dropout_is_checked_where_the_model_has_it() -> None:
+    model = replace(MODEL, dropout=DropoutConfig(embedding=0.1, residual=0.1, attention=0.1))
+    assert type_check(model, ParallelConfig(tp=2, sp=True), world=2, ranks=(1,)).problems == ()
+    with replaced(dropout_layers, "dropout", lambda x, *given: x.relu() + x.sum().item()):
+        with pytest.raises(RuntimeError, match="meta tensors"):
+            type_check(model, ParallelConfig(tp=2), world=2, ranks=(0,))
 
 
 def test_a_layout_that_cannot_be_is_refused_with_the_values_that_would_work() -> None:
