@@ -1,10 +1,12 @@
-"""What theory says about a schedule: the bubble and the activations, as formulas instead of a simulation.
+"""What theory says about a schedule and about activations: formulas instead of a simulation and a ledger.
 
-For stages that all take equally long and messages that take no time. The simulation gives the same numbers exactly,
-where these hold; with anything else, ask `plan/simulate`.
+The bubble is for stages that all take equally long and messages that take no time. The simulation gives the same
+numbers exactly, where these hold; with anything else, ask `plan/simulate`. The activations are those of the published
+GPT layer, to compare with other programs; what our layers keep is in `plan/activations`.
 """
 
 from fractions import Fraction
+from typing import Literal, NamedTuple
 
 from megalith.config.pipeline import ScheduleName
 from megalith.plan.schedule import interleaved_warmup
@@ -67,3 +69,76 @@ def most_held(
     if num_microbatches < 2 * num_ranks:
         return None
     return 2 * num_ranks + (1 if name == "dualpipe-v" else 0)
+
+
+# --- activations of a GPT
+
+
+class GptLayer(NamedTuple):
+    """A layer with GELU, f = 4 h, n · d = h, dropout in three places, 16-bit activations, and scores that are kept."""
+
+    length: int
+    """s: tokens of a sequence."""
+
+    sequences: int
+    """b: of a microbatch."""
+
+    hidden_size: int
+    num_heads: int
+
+    @property
+    def features(self) -> int:
+        """s · b · h."""
+        return self.length * self.sequences * self.hidden_size
+
+    @property
+    def scores(self) -> int:
+        """n · s² · b: kept as softmax's result and as dropout's, at 2 bytes each, and as a mask of 1 byte."""
+        return self.num_heads * self.length**2 * self.sequences
+
+
+def gpt_layer_bytes(
+    layer: GptLayer, *, tp: int = 1, sp: bool = False, again: Literal["nothing", "core_attention", "everything"]
+) -> Fraction:
+    """What one layer keeps for backward on one rank, where `again` is computed again, in bytes.
+
+    In units of s·b·h: attention 11 (input 2, q and k 4, v 2, the projection's input 2, a mask 1), the MLP 19 (inputs 2
+    and 8, GELU's 8, a mask 1), two norms 4. Of these 34, 10 are between the parts that tp divides; sp divides them too.
+    Source: Korthikanti et al. 2022, arXiv:2205.05198, equations 1 to 6, table 2.
+
+    >>> layer = GptLayer(length=2048, sequences=1, hidden_size=12288, num_heads=96)
+    >>> gpt_layer_bytes(layer, again="nothing") / layer.features  # 34 + 5 n s / h
+    Fraction(114, 1)
+    """
+    if again == "everything":
+        return Fraction(2 * layer.features, tp if sp else 1)
+    between, inside = 10 * layer.features, 24 * layer.features
+    scores = 5 * layer.scores if again == "nothing" else 0
+    return Fraction(between, tp if sp else 1) + Fraction(inside + scores, tp)
+
+
+def gpt_first_stage_bytes(
+    layer: GptLayer, num_layers: int, *, vocab_size: int, tp: int = 1, num_ranks: int = 1, num_chunks: int = 1,
+    again: Literal["nothing", "core_attention", "everything"],
+) -> Fraction:  # fmt: skip
+    """What the first of `num_ranks` pipeline ranks keeps at most, under sp and 1F1B, or interleaved with chunks.
+
+    It holds as many microbatches as there are ranks, so all layers count once; interleaved 1 + (p-1)/(p·v) times. The
+    embedding has a mask of s·b·h / tp for each of these; alone it also keeps what the last norm and the head read, and
+    fp32 logits: 4·s·b·h/tp · (1 + v/h). Source: Korthikanti et al. 2022, arXiv:2205.05198, section 4.3.
+    """
+    more = 1 + Fraction(num_ranks - 1, num_ranks * num_chunks) if num_chunks > 1 else Fraction(1)
+    kept = num_layers * gpt_layer_bytes(layer, tp=tp, sp=True, again=again) * more
+    kept += Fraction(layer.features * num_ranks, tp)
+    if num_ranks == 1:
+        kept += Fraction(4 * layer.length * layer.sequences * (layer.hidden_size + vocab_size), tp)
+    return kept
+
+
+def gpt_attention_again(layer: GptLayer) -> Fraction:
+    """What the paper counts for running core attention again, as a part of a step's 72·s·b·h²·(1 + s/(6 h)) a layer.
+
+    It counts attention's own part of all three passes, s/(6 h), once more; the second forward pass by itself, 4·s²·b·h
+    operations, is a third of that. The head is left out. Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
+    """
+    return Fraction(layer.length, 6 * layer.hidden_size + layer.length)

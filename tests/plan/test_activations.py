@@ -4,6 +4,7 @@ import re
 import weakref
 from collections import Counter
 from dataclasses import replace
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Literal
@@ -24,6 +25,7 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.offload import Away
 from megalith.plan import activations
 from megalith.plan.activations import Setting, layer_rows, most_back, stage_kept, total
+from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.savings import savings
 from megalith.testing.ranks import run_ranks
@@ -198,12 +200,21 @@ def test_the_kernels_constants_are_the_ledgers() -> None:
 
 
 def test_selective_attention_saves_the_papers_share_of_a_gpt_layer() -> None:
-    """Korthikanti et al. 2022, section 5: where scores are kept whole they are most of a layer's memory."""
-    wide = replace(MODEL, num_kv_heads=4)
-    setting = Setting(model=wide, dtype="bf16", lengths=(512,))
-    saved = total(layer_rows(setting, ())) - total(layer_rows(setting, ("core_attention",)))
-    pairs = sum(64 * (64 * tile + 64) for tile in range(8))
-    assert saved == 2 * 4 * pairs
+    """Of the paper's 5·n·s² bytes those of softmax's result, 2, up to the diagonal, in tiles; nothing else changes.
+
+    The layer has the paper's shape, n · d = h and f = 4 h, without its dropout, whose masks are 2 of the 34·s·h bytes
+    and 3 of the 5·n·s², and with a gate, 8·s·h more.
+    """
+    wide = replace(MODEL, num_kv_heads=4, ffn_hidden_size=96)
+    assert wide.num_heads * wide.head_size() == wide.hidden_size and wide.ffn_hidden_size == 4 * wide.hidden_size
+    paper = GptLayer(length=512, sequences=1, hidden_size=24, num_heads=4)
+    whole, left = gpt_layer_bytes(paper, again="nothing"), gpt_layer_bytes(paper, again="core_attention")
+    setting, tiles = Setting(model=wide, dtype="bf16", lengths=(512,)), 8
+    ours, ours_left = total(layer_rows(setting, ())), total(layer_rows(setting, ("core_attention",)))
+    assert ours - ours_left == (whole - left) * Fraction(2, 5) * Fraction(tiles + 1, 2 * tiles)
+    scales = 2 * 512 * 4
+    assert ours_left == left * Fraction(34 - 2 + 8, 34) + scales
+    assert (whole - left) / whole == Fraction(5 * 4 * 512, 34 * 24 + 5 * 4 * 512)
 
 
 def test_offloaded_rows_are_those_of_the_first_layers_that_are_large_enough() -> None:

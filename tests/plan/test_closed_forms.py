@@ -1,11 +1,19 @@
-"""Tests of megalith/plan/closed_forms.py: the formulas are exactly what the simulation finds."""
+"""Tests of megalith/plan/closed_forms.py: formulas are exactly what the simulation finds, or give published figures."""
 
 from fractions import Fraction
 
 import pytest
 
 from megalith.config.pipeline import ScheduleName
-from megalith.plan.closed_forms import bubble_fraction, idle_time, most_held
+from megalith.plan.closed_forms import (
+    GptLayer,
+    bubble_fraction,
+    gpt_attention_again,
+    gpt_first_stage_bytes,
+    gpt_layer_bytes,
+    idle_time,
+    most_held,
+)
 from megalith.plan.live import peak_held
 from megalith.plan.schedule import build_schedule
 from megalith.plan.simulate import Number, even_costs, simulate
@@ -69,3 +77,57 @@ def test_where_there_is_no_formula_none_is_given() -> None:
     assert idle_time("zb-h1", num_ranks=4, num_microbatches=3) is None
     assert bubble_fraction("dualpipe-v", num_ranks=4, num_chunks=2, num_microbatches=7) is None
     assert most_held("zb-v", 0, num_ranks=4, num_chunks=2, num_microbatches=7) is None
+
+
+GIB = 2**30
+LARGE = {
+    "22B": GptLayer(length=2048, sequences=4, hidden_size=6144, num_heads=64),
+    "175B": GptLayer(length=2048, sequences=1, hidden_size=12288, num_heads=96),
+    "530B": GptLayer(length=2048, sequences=1, hidden_size=20480, num_heads=128),
+    "1T": GptLayer(length=2048, sequences=1, hidden_size=25600, num_heads=160),
+}
+"""The four models of Korthikanti et al. 2022, table 3."""
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_only", "sp_selective"),
+    [("22B", 1.234, 0.199), ("175B", 0.539, 0.0996), ("530B", 0.820, 0.166), ("1T", 1.025, 0.2075)],
+)
+def test_a_gpt_layer_keeps_the_published_bytes_at_tp_8(name: str, tp_only: float, sp_selective: float) -> None:
+    layer = LARGE[name]
+    assert gpt_layer_bytes(layer, tp=8, again="nothing") / GIB == pytest.approx(tp_only, abs=6e-4)
+    assert gpt_layer_bytes(layer, tp=8, sp=True, again="core_attention") / GIB == pytest.approx(sp_selective, abs=3e-4)
+
+
+@pytest.mark.parametrize(("name", "scores", "saved", "more"), [("175B", 80, 0.70, 0.027), ("530B", 64, 0.65, 0.016)])
+def test_selective_recomputation_saves_the_published_part(name: str, scores: int, saved: float, more: float) -> None:
+    layer = LARGE[name]
+    whole, left = (gpt_layer_bytes(layer, again=again) for again in ("nothing", "core_attention"))
+    assert whole == layer.features * (34 + scores) and left == layer.features * 34
+    assert 1 - left / whole == pytest.approx(saved, abs=5e-3)
+    assert gpt_attention_again(layer) == pytest.approx(more, abs=5e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_every_setting_has_its_published_formula(tp: int) -> None:
+    layer = GptLayer(length=96, sequences=3, hidden_size=64, num_heads=4)
+    scores = Fraction(5 * 4 * 96, 64)
+    sbh = layer.features
+    assert gpt_layer_bytes(layer, tp=tp, again="nothing") == sbh * (10 + Fraction(24, tp) + scores / tp)
+    assert gpt_layer_bytes(layer, tp=tp, sp=True, again="nothing") == sbh * (34 + scores) / tp
+    assert gpt_layer_bytes(layer, tp=tp, again="core_attention") == sbh * (10 + Fraction(24, tp))
+    assert gpt_layer_bytes(layer, tp=tp, sp=True, again="core_attention") == Fraction(34 * sbh, tp)
+    assert gpt_layer_bytes(layer, tp=tp, again="everything") == 2 * sbh
+    assert gpt_layer_bytes(layer, tp=tp, sp=True, again="everything") == Fraction(2 * sbh, tp)
+
+
+def test_the_first_stage_keeps_all_layers_once_and_interleaved_more() -> None:
+    layer, sizes = LARGE["175B"], {"vocab_size": 51200, "tp": 8}
+    sbh, each = layer.features, gpt_layer_bytes(LARGE["175B"], tp=8, sp=True, again="core_attention")
+    flat = gpt_first_stage_bytes(layer, 96, num_ranks=8, again="core_attention", **sizes)
+    assert flat == 96 * each + sbh
+    interleaved = gpt_first_stage_bytes(layer, 96, num_ranks=8, num_chunks=3, again="core_attention", **sizes)
+    assert interleaved - flat == 96 * each * Fraction(7, 24)
+    alone = gpt_first_stage_bytes(layer, 96, again="core_attention", **sizes)
+    norm_and_head, logits = Fraction(2 * 2 * sbh, 8), Fraction(4 * 2048 * 51200, 8)
+    assert alone == 96 * each + Fraction(sbh, 8) + norm_and_head + logits
