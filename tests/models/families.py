@@ -56,6 +56,12 @@ SCALES = {
 }  # fmt: skip
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 
+SHARP, RATIO = {"mscale": 1.0, "mscale_all_dim": 1.0}, {"mscale": 0.7, "mscale_all_dim": 0.4}
+LATENT = {
+    "first_k_dense_replace": 2, "kv_lora_rank": 7, "qk_nope_head_dim": 5, "qk_rope_head_dim": 4, "v_head_dim": 3,
+    "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 25, "n_routed_experts": 4,
+}  # fmt: skip
+
 CASES: dict[str, Case] = {
     "llama": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama, tied": Case("LlamaConfig", {"tie_word_embeddings": True, "vocab_size": 64}),
@@ -91,6 +97,29 @@ CASES: dict[str, Case] = {
         "SmolLM3Config", {"num_hidden_layers": 5, "use_sliding_window": True, "sliding_window": 4, "mlp_bias": True}
     ),
     "granite": Case("GraniteConfig", SCALES),
+    "phi3": Case("Phi3Config", {"sliding_window": 4, "rope_parameters": {**FAST, "partial_rotary_factor": 0.5}}),
+    "phi3, tied": Case("Phi3Config", {"tie_word_embeddings": True}),
+    "starcoder2": Case("Starcoder2Config", {"sliding_window": 4, "rope_parameters": FAST}),
+    "starcoder2, no biases": Case(
+        "Starcoder2Config", {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": True}
+    ),
+    "gpt2": Case("GPT2Config", {"n_inner": 20, "tie_word_embeddings": True}),
+    "gpt2, untied": Case("GPT2Config", {"n_head": 3, "activation_function": "relu"}),
+    "gpt_neox": Case("GPTNeoXConfig", {"num_attention_heads": 3}),
+    "gpt_neox, one after the other": Case(
+        "GPTNeoXConfig", {"use_parallel_residual": False, "attention_bias": False, "rotary_pct": 0.5}
+    ),
+    "deepseek_v3": Case("DeepseekV3Config", {"q_lora_rank": 9, "rope_parameters": {**YARN, **SHARP}, **LATENT}),
+    "deepseek_v3, a ratio": Case(
+        "DeepseekV3Config", {"q_lora_rank": 9, "rope_parameters": {**YARN, **RATIO}, **LATENT}
+    ),
+    "deepseek_v3, one scale": Case(
+        "DeepseekV3Config", {"q_lora_rank": 9, "rope_parameters": {**YARN, **RATIO, "mscale_all_dim": 0}, **LATENT}
+    ),
+    "deepseek_v3, queries from x": Case(
+        "DeepseekV3Config", {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True, **LATENT}
+    ),
+    "deepseek_v2": Case("DeepseekV2Config", {"q_lora_rank": None, **LATENT, "qk_nope_head_dim": 6, "kv_lora_rank": 8}),
 }  # fmt: skip
 
 FIRST = [name for name, case in CASES.items() if name == next(n for n, c in CASES.items() if c.kind == case.kind)]

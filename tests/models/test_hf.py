@@ -182,7 +182,7 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(tmp_path: P
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "the architecture GPT2LMHeadModel is not supported. Use one of Llama"),
+        ({"architectures": ["XLNetLMHeadModel"]}, "architecture XLNetLMHeadModel is not supported. Use one of Llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification is not supported"),
         (
             {"architectures": None, "model_type": "bert"},
@@ -320,8 +320,8 @@ def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespa
 def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:
-    with pytest.raises(ConfigError, match="hidden_size=10"):
-        tiny.folder(tmp_path / "x", tiny.config(hidden_size=10, head_dim=4))
+    with pytest.raises(ConfigError, match="model.up_offset=0.5"):
+        tiny.folder(tmp_path / "x", tiny.config(up_offset=0.5))
     assert os.listdir(tmp_path) == []
 
 

@@ -63,7 +63,8 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(name: str, t
     our_loss = ours.loss(ids.flatten(), labels.flatten(), tokens)
     our_loss.backward()
 
-    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    head = folder.family.tied  # which some families call otherwise in their files
+    expected = {name.replace("lm_head.weight", head): part.grad for name, part in theirs.named_parameters()}
     gradients = compare(our_gradients(ours, folder), expected)
     errors = relative_error(our_scores, scores.flatten(0, 1)), relative_error(our_loss, loss), gradients.error
     print(f"{name}: scores {errors[0]:.1e}, loss {errors[1]:.1e}, gradients {errors[2]:.1e} ({gradients.worst})")
@@ -84,7 +85,7 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
         transformers.AutoModelForCausalLM.from_pretrained(path, dtype="auto", attn_implementation="eager")
         for path in (tmp_path / "theirs", tmp_path / "ours")
     )
-    assert type(read) is type(theirs) and len(list((tmp_path / "ours").glob("*.safetensors"))) > 3
+    assert type(read) is type(theirs) and len(list((tmp_path / "ours").glob("*.safetensors"))) >= 3
     assert_close(dict(read.named_parameters()), dict(theirs.named_parameters()), EXACT)
     ids, _ = batch(theirs.config.vocab_size)
     assert_equals("scores", read(ids).logits, theirs(ids).logits, EXACT)
@@ -137,7 +138,7 @@ def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(name: str, 
     read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager")
     assert relative_error(read(ids).logits, theirs(ids).logits) <= SCORES
     odd = replace(folder.model_config, up_offset=0.5)
-    with pytest.raises(ConfigError, match=r"model.up_offset=0.5: \w+ForCausalLM has no word for it; it would be 0.0"):
+    with pytest.raises(ConfigError, match=r"model.up_offset=0.5: \w+ has no word for it; it would be 0.0"):
         write_folder(tmp_path / "x", odd, folder, family=folder.family)
 
 
