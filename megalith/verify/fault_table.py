@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -66,7 +67,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2 if "offload" in needs else pp * pipeline.vpp,
         num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
-        tied_embeddings="tied" in needs,
+        tied_embeddings="tied" in needs, dropout=DropoutConfig(residual=0.2 if "dropout" in needs else 0.0),
     )  # fmt: skip
     replicas = 2 if "replicas" in needs else 1
     return model, ParallelConfig(

@@ -54,7 +54,7 @@ Change = Callable[[Decoder, Mesh], None]
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
-    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload",
+    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
 ]  # fmt: skip
 
 
@@ -73,7 +73,7 @@ class Fault:
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
     tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
     two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
-    backward runs again (`recompute`) or whose activations wait in host memory (`offload`)."""
+    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -277,6 +277,13 @@ def _late_chunk_first(self: Slices, rank: int) -> Numbers:
 ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
 
 
+def _rows_from_zero(batch: loader.Batch, rows: Sequence[int], *, seed: int) -> loader.Batch:
+    return ORIGINAL_WITH_DROPOUT(batch, range(len(rows)), seed=seed)
+
+
+ORIGINAL_WITH_DROPOUT = loader.with_dropout
+
+
 # --- faults in the pipeline
 
 
@@ -380,6 +387,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
         "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
+    ),
+    Fault(
+        "dropout_per_rank", "Every rank numbers its rows from zero, so that all drop the same of different tokens.",
+        "numbers", ("dp", "dropout"), lambda: replaced(loader, "with_dropout", _rows_from_zero),
     ),
     Fault(
         "tied_sum_left_out", "The two stages that share the vocabulary table do not add up its gradients.",

@@ -27,6 +27,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "ring_gradients_kept": (False, "wrong gradients"),
     "cp_positions_local": (False, "wrong loss"),
     "cp_chunks_swapped": (False, "wrong loss"),
+    "dropout_per_rank": (False, "wrong loss"),
     "tied_sum_left_out": (False, "wrong gradients"),
     "microbatches_swapped": (False, "wrong loss"),
     "chunks_swapped": (False, "wrong loss"),
@@ -106,6 +107,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
+    assert model.dropout.drops() == ("dropout" in fault.needs)
 
 
 def difference(what: str, *, holds: bool) -> Difference:
