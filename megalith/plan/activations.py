@@ -244,7 +244,7 @@ def _core_rows(setting: Setting, again: bool) -> list[Row]:
     part, d, e, t = setting.part, setting.model.head_size(), setting.element, setting.tokens
     q, k = part.heads * d * t, part.kv_heads * d * t
     if again:
-        return [Row("attention.core", what, numel, numel * e) for what, numel in (("q", q), ("k", k), ("v", k))]
+        return [Row("attention", what, numel, numel * e) for what, numel in (("q", q), ("k", k), ("v", k))]
     if setting.cp > 1:
         return _context_rows(setting)
     return _alone_rows(setting, part.heads, part.kv_heads, separate=False)

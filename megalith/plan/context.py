@@ -229,15 +229,30 @@ def _borders(queries: Numbers) -> list[int]:
 
 
 def _tiles(visible: Numbers, borders: Sequence[int]) -> list[Tile]:
-    """Cut the queries into tiles; where a run of tokens ends if the tile is at least half full, since what the next
-    run sees is something else."""
+    """Cut the queries into tiles; where a run of tokens ends, too, if the tile is at least half full or the next run
+    sees something else."""
     cuts = [0]
-    for border in borders[1:]:
+    for border, after in pairwise([*borders[1:], borders[-1]]):
         while border - cuts[-1] > TILE_ROWS:
             cuts.append(cuts[-1] + TILE_ROWS)
-        if border - cuts[-1] >= TILE_ROWS // 2 or border == borders[-1]:
+        if border - cuts[-1] >= TILE_ROWS // 2 or border == after or _unlike(visible, cuts[-1], border, after):
             cuts.append(border)
     return [tile for start, stop in pairwise(cuts) if (tile := _tile(visible, start, stop)) is not None]
+
+
+def _unlike(visible: Numbers, start: int, border: int, stop: int) -> bool:
+    """Whether two runs of queries see keys so far apart that one tile for both would have a tile's scores too many.
+
+    Documents that are read on from a cache do: a few queries each, and many keys.
+    """
+    stop = min(stop, start + TILE_ROWS)
+    spent = _num_scores(visible, start, border) + _num_scores(visible, border, stop)
+    return _num_scores(visible, start, stop) > spent + TILE_ROWS**2
+
+
+def _num_scores(visible: Numbers, start: int, stop: int) -> int:
+    """Of some queries and all keys from the first to the last that they see; both ascend with the queries."""
+    return (stop - start) * int(visible[stop - 1, 1] - visible[start, 0])
 
 
 def _tile(visible: Numbers, start: int, stop: int) -> Tile | None:

@@ -124,6 +124,14 @@ def test_queries_of_documents_are_the_last_of_their_keys(
     assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
 
 
+def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() -> None:
+    lengths = tuple((1, 400 + 7 * n) for n in range(64))
+    tiles = spans_of_lengths(lengths).tiles
+    assert sum((tile.stop - tile.start) * (tile.last - tile.first) for tile in tiles) < 5 * sum(k for _, k in lengths)
+    short = spans_of_lengths(((20, 20),) * 9 + ((3, 3),)).tiles
+    assert [tile.stop - tile.start for tile in short] == [64, 64, 55], "short documents still fill tiles"
+
+
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
 @pytest.mark.parametrize("by", ["row", "document"])
 @pytest.mark.parametrize("batch", RAGGED)
