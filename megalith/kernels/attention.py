@@ -73,8 +73,9 @@ def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor
     """The fastest way that knows these scores; a window that reaches over whole documents is none.
 
     - spans: windows, caps and sinks, on every device: torch's kernel knows no caps and no sinks, and windows only as a
-      mask over all pairs. On CPUs also long documents whose values have another width than keys, since torch has no
-      fused kernel for those and keeps all scores.
+      mask over all pairs; its flex_attention, which knows all three on GPUs, has not been measured here. On CPUs also
+      long documents whose values have another width than keys, since torch has no fused kernel for those and keeps all
+      scores.
     - tiles: on CPUs, documents without a cache that are neither very short nor very long.
     - torch: everything else, and every document without the above on other devices.
     """
