@@ -78,11 +78,11 @@ def reference_gated(gate_up: Tensor, gate: Gate) -> Tensor:
     return (REFERENCES[gate.activation](g) * (up + gate.up_offset)).to(gate_up.dtype)
 
 
-# --- each activation and its backward, in any floating dtype
+# --- each activation and its backward
 
 
 class Formula(NamedTuple):
-    """An activation for tensors of any shape."""
+    """An activation for tensors of any shape and floating dtype, which computes in fp32 at least and rounds once."""
 
     value: Callable[[Tensor], Tensor]
     """x -> y."""
@@ -92,11 +92,13 @@ class Formula(NamedTuple):
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return torch.sigmoid(QUICK * x).mul_(x)
+    return torch.sigmoid(QUICK * x.to(_wide(x))).mul_(x).to(x.dtype)
 
 
 def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    return torch.ops.aten.silu_backward(dy, QUICK * x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
+    wide = _wide(x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
+    dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK * x.to(wide))
+    return dx.to(x.dtype)
 
 
 def _squared_relu_backward(dy: Tensor, x: Tensor) -> Tensor:
@@ -136,14 +138,14 @@ class ActivationFunction(Function):
         """[t, f] -> [t, f]."""
         ctx.save_for_backward(x)
         ctx.activation = activation
-        return FORMULAS[activation].value(x.to(_wide(x))).to(x.dtype)
+        return FORMULAS[activation].value(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None]:
         """dy [t, f] -> dx [t, f]."""
         (x,) = ctx.saved_tensors
-        return FORMULAS[ctx.activation].backward(dy.to(_wide(x)), x.to(_wide(x))).to(x.dtype), None
+        return FORMULAS[ctx.activation].backward(dy, x), None
 
 
 class GatedFunction(Function):
@@ -162,7 +164,8 @@ class GatedFunction(Function):
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None, None]:
         """dy [t, f] -> [t, 2 f]."""
-        return (_loop_backward if ctx.loops else _backward)(dy, *ctx.saved_tensors, ctx.gate), None, None
+        (gate_up,) = ctx.saved_tensors
+        return (_loop_backward if ctx.loops else _backward)(dy, gate_up, ctx.gate), None, None
 
 
 def _wide(x: Tensor) -> torch.dtype:
