@@ -17,7 +17,7 @@ import torch.distributed._functional_collectives  # gives the operations below t
 from torch import Tensor
 
 from megalith.observe.flight import Entry
-from megalith.parallel.group import Group, finished, my_range, note
+from megalith.parallel.group import Group, all_gathered, finished, my_range, note
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
@@ -40,7 +40,7 @@ def _gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
     x = x.movedim(dim, 0).contiguous()
     if len(set(sizes)) == 1:
         entry = note(group, "all_gather", x)
-        out = _wait(_ops.all_gather_into_tensor(x, group.size, group.name), entry)
+        out = _wait(all_gathered(x, group), entry)
     else:  # gloo cannot gather uneven parts: send my part to everyone
         out = _exchange(x.repeat(group.size, *[1] * (x.dim() - 1)), group, [sizes[group.rank]] * group.size, sizes)
     return out.movedim(0, dim)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalith.observe.flight import Entry
-from megalith.parallel.group import Group, finished, note
+from megalith.parallel.group import Group, all_gathered, finished, note
 
 _ops = torch.ops._c10d_functional
 
@@ -42,7 +42,7 @@ def start_sum(x: Tensor, group: Group) -> Started:
 def start_gather(x: Tensor, group: Group) -> Started:
     """Start joining the ranks' equal parts [t, ...]: [ranks * t, ...]."""
     entry = note(group, "all_gather", x)
-    return Started(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name), entry)
+    return Started(all_gathered(x.contiguous(), group), entry)
 
 
 def start_scatter(x: Tensor, group: Group) -> Started:

@@ -32,10 +32,10 @@ COLLECTIVES = {
 
 MESSAGES = ("isend", "irecv")
 FUNCTIONAL = {
-    "all_reduce": "all_reduce", "all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor",
-    "all_to_all": "all_to_all_single",
+    "all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
 }  # fmt: skip
-"""The same in torch.ops._c10d_functional, which differentiable collectives use."""
+"""Operators of torch.ops._c10d_functional, which differentiable collectives use, and their kinds."""
 
 SOURCES = ("input", "input_tensor")
 TARGETS = ("output", "output_tensor")
@@ -167,10 +167,10 @@ def _detours(link: SlowLink) -> Iterator[AbstractContextManager[None]]:
         yield replaced(dist, name, slow)
         yield replaced(distributed_c10d, name, slow)
     functional: Any = torch.ops._c10d_functional  # its operations are attributes that no stub lists
-    ops = {name: getattr(functional, name) for name in (*FUNCTIONAL.values(), "wait_tensor")}
+    ops = {name: getattr(functional, name) for name in (*FUNCTIONAL, "wait_tensor")}
     on_the_way: dict[int, tuple[Arrival, Tensor]] = {}  # by the address of the stand-in
-    for kind, name in FUNCTIONAL.items():
-        yield replaced(functional, name, _slow_functional(link, kind, ops, on_the_way))
+    for name in FUNCTIONAL:
+        yield replaced(functional, name, _slow_functional(link, name, ops, on_the_way))
     yield replaced(functional, "wait_tensor", functools.partial(_slow_wait, ops["wait_tensor"], on_the_way))
 
 
@@ -213,18 +213,19 @@ def _slow(link: SlowLink, kind: str, original: Callable[..., Any]) -> Callable[.
 
 
 def _slow_functional(
-    link: SlowLink, kind: str, ops: dict[str, Any], on_the_way: dict[int, tuple[Arrival, Tensor]]
+    link: SlowLink, name: str, ops: dict[str, Any], on_the_way: dict[int, tuple[Arrival, Tensor]]
 ) -> Callable[..., Tensor]:
     """A functional collective over the link: its result may be read after `wait_tensor`."""
 
-    def slow(x: Tensor, *args: Any) -> Tensor:
-        real: Tensor = ops[FUNCTIONAL[kind]](x, *args)
+    def slow(x: Tensor, *args: Any, **out: Tensor) -> Tensor:
+        real: Tensor = ops[name](x, *args, **out)
         if x.is_meta:
             return real
         group = _resolve_process_group(args[-1])
         given = torch.full_like(real, _garbage(real)) if link.poison else real
         finish = functools.partial(ops["wait_tensor"], real)
-        arrival = link.carry(kind, group, _description(group), _wire_bytes(kind, x, real, group.size()), finish)
+        kind, place = FUNCTIONAL[name], _description(group)
+        arrival = link.carry(kind, group, place, _wire_bytes(kind, x, real, group.size()), finish)
         if link.poison:
             arrival.deliver = functools.partial(given.copy_, real)
         on_the_way[given.data_ptr()] = (arrival, real)

@@ -1,13 +1,16 @@
 """In-place collectives give every rank of a group the same answer, and cost nothing for a group of one."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.observe.flight import Flight, message_lane, reverse_lane
 from megalith.parallel.group import (
     Group,
+    all_gathered,
     all_reduce_,
     all_reduce_max_,
     alone,
@@ -105,3 +108,23 @@ def test_a_group_says_which_of_its_ranks_it_is() -> None:
 def test_parts_of_uneven_sizes_lie_one_after_the_other() -> None:
     sizes = [3, 0, 2, 1]
     assert [my_range(sizes, rank) for rank in range(4)] == [(0, 3), (3, 3), (3, 5), (5, 6)]
+
+
+def gathered_by(rank: int, world: int) -> list[str]:
+    group, seen = everyone(rank, world, "tp"), []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    x = torch.full((2, 3), float(rank))
+    with Names():
+        whole = torch.ops._c10d_functional.wait_tensor(all_gathered(x, group))
+    assert whole[::2, 0].tolist() == list(map(float, range(world)))
+    return [name for name in seen if "gather" in name]
+
+
+def test_gloo_gathers_into_a_tensor_that_python_made() -> None:
+    """The operator that makes it by itself breaks the heap in torch 2.13, once in about 20,000 gathers."""
+    assert run_ranks(gathered_by, 2)[0] == ["_c10d_functional.all_gather_into_tensor_out.default"]
