@@ -5,10 +5,10 @@ Source: Abdin et al. 2024, arXiv:2404.14219.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megalith.config.attention import AttentionConfig
-from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
@@ -23,7 +23,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
     """
     fields = Fields(raw)
-    usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5)
+    usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5, switch=False)
     rope = read_rope(fields, max_position=usual["max_seq_len"], fraction=1.0)
     if rope.scaling != "none":  # transformers takes yarn for another name of longrope, and refuses all others
         fields.problems.append(
@@ -31,16 +31,15 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"'default'."
         )
     window = fields.whole_or_none("sliding_window")
-    dropout = DropoutConfig(
-        embedding=fields.number("embd_pdrop", 0.0, zero=True), residual=fields.number("resid_pdrop", 0.0, zero=True)
-    )
+    embedding, residual = fields.number("embd_pdrop", 0.0, zero=True), fields.number("resid_pdrop", 0.0, zero=True)
+    usual["dropout"] = replace(usual["dropout"], embedding=embedding, residual=residual)
     fields.only("attention_bias", False)
     fields.ignore("original_max_position_embeddings")
     fields.only("full_attn_mod", 1)
     fields.only("lm_head_bias", False)
     fields.only("interpolate_factor", 1)
     fields.finish()
-    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(window=window), dropout=dropout)
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(window=window))
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     """
     whole_heads(config)
     raw = {
-        **write_usual(config, PHI3),
+        **write_usual(config, PHI3, switch=False),
         **write_rope(config.rope, fraction=True),
         "sliding_window": config.attention.window,
         "original_max_position_embeddings": config.max_seq_len,

@@ -43,7 +43,6 @@ def read_usual(
     default = "silu" if activation == "hidden_act" else "gelu_pytorch_tanh"
     there = "num_key_value_heads" in fields.raw  # null means as many as heads, missing what the family says
     biases = {name: fields.flag("attention_bias") for name in ("qkv_bias", "output_bias") if switch}
-    fields.only("attention_dropout", 0)
     return {
         **sizes,
         "num_kv_heads": fields.whole("num_key_value_heads", heads if there else kv_heads or heads),
@@ -53,6 +52,7 @@ def read_usual(
         "activation": fields.activation(activation, default),
         "tied_embeddings": fields.flag("tie_word_embeddings", tied),
         **biases,
+        "dropout": DropoutConfig(attention=fields.number("attention_dropout", 0.0, zero=True)),
         "init_std": fields.number("initializer_range", 0.02, zero=True),
     }
 
@@ -73,7 +73,7 @@ def write_usual(
         "initializer_range": config.init_std,
         activation: activation_word(config.activation),
         "tie_word_embeddings": config.tied_embeddings,
-        "attention_dropout": 0.0,
+        "attention_dropout": config.dropout.attention,
         **write_rope(config.rope),
         "use_cache": True,
     }
