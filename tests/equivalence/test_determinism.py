@@ -86,10 +86,33 @@ def test_evaluating_after_every_step_changes_no_bit_of_training(tmp_path: Path, 
     assert len(set(evaluated)) == 3 and not any(row["eval_loss"] for row in never["rows"])
 
 
-@pytest.mark.parametrize("recompute", [{"recompute.granularity": "full"}, {"recompute.granularity": "selective"}])
-def test_recomputing_changes_no_bit(tmp_path: Path, recompute: dict[str, str]) -> None:
-    first, again = trained(tmp_path, LAYOUTS["tp2 sp"], LAYOUTS["tp2 sp"] | recompute)
-    assert first == again
+FULL = {"recompute.granularity": "full"}
+PARTS = {"recompute.granularity": "selective", "recompute.modules": "[norm, mlp_act]"}
+ATTENTION = {"recompute.granularity": "selective"}
+AWAY = {"offload.layers": "1", "offload.min_numel": "1"}
+FOUR = {"model.num_layers": "4", "checkpoint.every": "0"}
+KEEPING: dict[str, dict[str, str]] = {
+    "alone": FOUR,
+    "tp2 sp": FOUR | LAYOUTS["tp2 sp"],
+    "pp2": FOUR | LAYOUTS["pp2"],
+    "pp2 vpp2": LAYOUTS["pp2"] | {"model.num_layers": "8", "parallel.pipeline.vpp": "2"},
+    "pp2, weights last": FOUR | LAYOUTS["pp2"] | {"parallel.pipeline.schedule": "zb-h1"},
+    "cp2, ring": FOUR | LAYOUTS["cp2"],
+    "dp2 zero 1": FOUR | LAYOUTS["dp2 zero 1"],
+}
+SAMPLE = {"tp2 sp", "pp2 vpp2"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in SAMPLE else [pytest.mark.slow]) for name in KEEPING]
+)
+def test_what_is_kept_where_or_computed_again_changes_no_bit(tmp_path: Path, name: str) -> None:
+    layout = KEEPING[name]
+    ways: list[dict[str, str]] = [FULL, PARTS, ATTENTION, AWAY, FULL | AWAY, PARTS | AWAY]
+    world = 1 if name == "alone" else 2
+    kept, *found = trained(tmp_path, layout, *(layout | way for way in ways), world=world)
+    for way, other in zip(ways, found, strict=True):
+        assert other == kept, way
 
 
 def test_the_size_of_buckets_changes_no_bit_at_dp_2(tmp_path: Path) -> None:

@@ -10,13 +10,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.data.loader import Loader, Masks
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.parallel import recompute as recompute_module
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.offload import Away, HostMemory, OffloadedPass
 from megalith.plan.activations import Setting, stage_kept
+from megalith.plan.workload import plan_workload
+from megalith.testing.inject import replaced
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import Trainer, build_trainer
+from megalith.train.step import train_step
+from megalith.verify.ranks import RaggedRows
 
 RUN = tiny_run({"model.num_layers": "4"})
 KEEP, SELECTIVE = RecomputeConfig(), RecomputeConfig(granularity="selective", modules=("core_attention", "norm"))
@@ -97,6 +103,55 @@ def test_each_layer_comes_back_while_the_one_after_it_is_in_backward(monkeypatch
     assert fetches == ["fetch 2", "fetch 1", "fetch 0"]
     assert events[0] == "fetch 2", "nothing comes back before backward asks for it"
     assert events[-1] == "copy" and events.count("copy") == 3 * (events.index("fetch 1") - 1)
+
+
+def _reloads(rank: int, world: int, settings: dict[str, str]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(pass through a chunk, layer) in the order in which copies start back in a step; and as backward goes."""
+    run = tiny_run({"model.num_layers": "8", "train.micro_batch_size": "3", "offload.min_numel": "1"} | settings)
+    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, run.model, world), rank=rank), torch.device("cpu"))
+    loader = Loader(
+        RaggedRows(12, run.model.vocab_size, 24, masked=(0, 1)), Masks(), trainer.mesh.dp, global_batch_size=12,
+        micro_batch_size=3, consumed=0, steps=1, device=torch.device("cpu"),
+    )  # fmt: skip
+    begun, back = list[OffloadedPass](), list[tuple[int, int]]()
+    start = Away.start_back
+
+    def begin(*args: Any, **others: Any) -> OffloadedPass:
+        begun.append(OffloadedPass(*args, **others))
+        return begun[-1]
+
+    def noted(self: Away) -> None:
+        if self.back is None:
+            back.extend(
+                (number, span)
+                for number, one in enumerate(begun)
+                for span, sent in one.spans.items()
+                if any(reference() is self for reference in sent)
+            )
+        start(self)
+
+    with replaced(recompute_module, "OffloadedPass", begin), replaced(Away, "start_back", noted):
+        train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
+    actions = plan_workload(run, world).schedule.ranks[rank]
+    forwards = [(op.chunk, op.microbatch) for op in actions if op.kind == "F"]
+    passes = [forwards.index((op.chunk, op.microbatch)) for op in actions if op.kind in ("B", "I")]
+    assert len(begun) == len(forwards)
+    layers = range(run.offload.layers)
+    return list(dict.fromkeys(back)), [(number, layer) for number in passes for layer in reversed(layers)]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"offload.layers": "3"},
+        {"offload.layers": "1", "parallel.pipeline.vpp": "2"},
+        {"offload.layers": "3", "parallel.pipeline.schedule": "zb-h1"},
+    ],
+    ids=["one chunk", "two chunks", "weights last"],
+)
+def test_in_a_pipeline_copies_come_back_in_the_order_of_backward(settings: dict[str, str]) -> None:
+    for found, expected in run_ranks(_reloads, 2, {"parallel.pp": "2"} | settings):
+        assert len(expected) >= 4 and found == expected
 
 
 def test_buffers_are_used_again_from_the_second_step_on() -> None:
