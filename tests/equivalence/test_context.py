@@ -15,7 +15,7 @@ from megalith.kernels import span_attention
 from megalith.parallel import context
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import build_mesh, model_grid
-from megalith.parallel.rings import Started
+from megalith.parallel.rings import Started, start_passing
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -38,7 +38,7 @@ def _at_once(x: Tensor, group: Group) -> Started:
     return Started(START(x, group).wait())
 
 
-START = context.start_passing
+START = start_passing
 
 
 def _exposed(rank: int, world: int, count: int, at_once: bool = False) -> tuple[float, float, float]:
