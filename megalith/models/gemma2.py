@@ -47,6 +47,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     layers = usual["num_layers"]
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    fields.only("sliding_window_size", window)  # the first releases say it twice
     windows = windowed(window, read_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)]))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap = fields.number_or_none("attn_logit_softcapping", 50.0)

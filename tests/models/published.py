@@ -1,0 +1,35 @@
+"""What tests of families share: parameters counted, and a published config.json there and back."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalith.checkpoint.boxes import tiling_problem
+from megalith.config.model import ModelConfig
+from megalith.models.names import Family, by_parameter, extent
+from megalith.models.release import parameters
+
+
+def num_declared(config: ModelConfig) -> int:
+    """Weights of the whole model as its layers declare them, without padded rows."""
+    return sum(shard.numel for shard in parameters(replace(config, vocab_multiple=1)))
+
+
+def check_published(family: Family, raw: Mapping[str, Any], count: int, *, reworded: tuple[str, ...] = ()) -> None:
+    """Fail unless a config.json as published has `count` parameters and survives, `reworded` fields aside."""
+    config = family.read_config(raw)
+    assert num_declared(config) == count
+    again = family.write_config(config)
+    same = (again.keys() & raw.keys()) - {*reworded, "use_cache"}
+    assert {name: again[name] for name in same} == {name: raw[name] for name in same}
+    assert family.read_config(again) == config
+
+
+def check_rules(family: Family, config: ModelConfig) -> None:
+    """Fail unless the rules cover every element of every parameter once."""
+    found = by_parameter(family.rules(config))
+    declared = {shard.name: shard.shape for shard in parameters(replace(config, vocab_multiple=1))}
+    assert found.keys() == declared.keys()
+    for name, shape in declared.items():
+        assert extent(found[name]) == shape
+        assert tiling_problem(shape, [rule.box for rule in found[name]]) is None

@@ -1,0 +1,76 @@
+"""Reading config.json field by field."""
+
+from typing import Any
+
+import pytest
+
+from megalith.errors import ConfigError
+from megalith.models.fields import ACTIVATIONS, Fields, activation_word
+
+
+def problems(fields: Fields) -> str:
+    """What it would say."""
+    with pytest.raises(ConfigError) as refused:
+        fields.finish()
+    return str(refused.value)
+
+
+def test_values_of_the_right_kind_are_given_as_they_are() -> None:
+    fields = Fields({"a": 3, "b": 2, "c": True, "d": "gelu_new", "e": None, "f": [1, 0, 0], "_note": "x", "off": False})
+    assert (fields.whole("a"), fields.number("b", 1.0), fields.flag("c"), fields.activation("d")) == (
+        3, 2.0, True, "gelu_tanh",
+    )  # fmt: skip
+    assert fields.whole_or_none("e") is None and fields.number_or_none("e", 5.0) is None
+    assert fields.flags_of_layers("f", 2, {1: True, 0: False}) == (True, False)
+    fields.finish()
+
+
+def test_missing_fields_have_their_defaults() -> None:
+    fields = Fields({})
+    assert (fields.whole("a", 7), fields.number("a", 0.5), fields.flag("a", True)) == (7, 0.5, True)
+    assert (fields.number_or_none("a", 50.0), fields.whole_or_none("a"), fields.value("a")) == (50.0, None, None)
+    assert fields.choice("a", {"x": 1, "y": 2}, "y") == 2 and fields.flags_of_layers("a", 3, {}) is None
+    fields.finish()
+
+
+@pytest.mark.parametrize(
+    ("value", "ask", "message"),
+    [
+        (0, lambda f: f.whole("a"), "a=0: expected a whole number above 0."),
+        (None, lambda f: f.whole("a"), "a=None: expected a whole number above 0."),
+        (True, lambda f: f.whole("a", 3), "a=True: expected a whole number above 0."),
+        (0, lambda f: f.number("a", 1.0), "a=0: expected a number above 0."),
+        (-1, lambda f: f.number("a", 1.0, zero=True), "a=-1: expected a number of at least 0."),
+        ("9", lambda f: f.number_or_none("a"), "a='9': expected a number above 0."),
+        ("yes", lambda f: f.flag("a"), "a='yes': expected true or false."),
+        (["x"], lambda f: f.choice("a", {"x": 1, "y": 2}, "x"), "a=['x'] is not supported: it must be one of 'x', 'y'"),
+        (2, lambda f: f.only("a", 1), "a=2 is not supported: it must be 1."),
+        ([1], lambda f: f.flags_of_layers("a", 2, {1: True, 0: False}), "a=[1]: expected 1 or 0 for each of 2 layers."),
+        (5, lambda f: f.value("b"), "a=5 is not known, so it may change what the model computes. Remove it"),
+    ],
+)
+def test_everything_else_is_refused(value: Any, ask: Any, message: str) -> None:
+    fields = Fields({"a": value})
+    ask(fields)
+    assert message in problems(fields)
+
+
+def test_all_problems_are_said_at_once_and_each_once() -> None:
+    fields = Fields({"a": -1, "odd": 1})
+    for _ in range(2):
+        fields.whole("a")
+    fields.whole("b")
+    text = problems(fields)
+    assert text.startswith("3 settings") and text.count("a=-1") == 1 and "b is missing, expected a whole" in text
+
+
+def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> None:
+    fields = Fields({"torch_dtype": "bfloat16", "eos_token_id": [1], "auto_map": {}, "mine": 3, "pruned_heads": {}})
+    fields.ignore("mine")
+    fields.finish()
+
+
+def test_every_activation_has_a_word_that_means_it() -> None:
+    assert {activation_word(ours): ours for ours in ACTIVATIONS.values()} == {
+        word: ours for word, ours in ACTIVATIONS.items() if word not in ("swish", "gelu_new")
+    }

@@ -1,0 +1,49 @@
+"""SmolLM3's config.json and tensors."""
+
+from typing import Any
+
+import pytest
+
+from megalith.errors import ConfigError
+from megalith.models.smollm3 import SMOLLM3, read_config, write_config
+from tests.models.published import check_published, check_rules
+
+RAW: dict[str, Any] = {
+    "architectures": ["SmolLM3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "eos_token_id": 128012,
+    "hidden_act": "silu", "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 11008,
+    "layer_types": ["full_attention"] * 36, "max_position_embeddings": 65536, "max_window_layers": 28,
+    "mlp_bias": False, "model_type": "smollm3", "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9,
+    "num_attention_heads": 16, "num_hidden_layers": 36, "num_key_value_heads": 4, "pad_token_id": 128004,
+    "pretraining_tp": 2, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 5000000.0, "sliding_window": None,
+    "transformers_version": "4.54.0.dev0", "use_cache": False, "use_sliding_window": False, "vocab_size": 128256,
+}  # fmt: skip
+
+
+def test_the_published_model_is_read_and_has_as_many_parameters_as_stated() -> None:
+    check_published(SMOLLM3, RAW, 3_075_098_624)
+
+
+def test_a_one_means_that_a_layer_does_turn() -> None:
+    config = read_config(RAW)
+    assert [config.turns(layer) for layer in range(5)] == [True, True, True, False, True]
+    assert config.rope.skip == (False, False, False, True)
+    without = {name: value for name, value in RAW.items() if name != "no_rope_layers"}
+    assert read_config(without) == config, "every fourth, unless it is said otherwise"
+    assert read_config(RAW | {"no_rope_layers": [1] * 36}).rope.skip == ()
+
+
+def test_windows_are_for_layers_without_positions() -> None:
+    raw = {name: value for name, value in RAW.items() if name != "layer_types"}
+    config = read_config(raw | {"use_sliding_window": True, "sliding_window": 128})
+    assert [config.has_window(layer) for layer in range(4)] == [False, False, False, True]
+    assert read_config(write_config(config)) == config
+
+
+@pytest.mark.parametrize("layers", [[1, 0], [2] * 36, "all"])
+def test_a_list_that_does_not_say_it_for_every_layer_is_refused(layers: Any) -> None:
+    with pytest.raises(ConfigError, match=r"no_rope_layers=.*: expected 1 or 0 for each of 36 layers"):
+        read_config(RAW | {"no_rope_layers": layers})
+
+
+def test_the_rules_cover_every_parameter() -> None:
+    check_rules(SMOLLM3, read_config(RAW | {"num_hidden_layers": 2}))

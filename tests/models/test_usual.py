@@ -1,0 +1,113 @@
+"""What most families share."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.dropout import DropoutConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.errors import ConfigError
+from megalith.models.fields import Fields
+from megalith.models.llama import LLAMA, read_config, write_config
+from megalith.models.usual import canonical, read_usual, said, shortest, usual_rules, windowed
+
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "head size": ({"head_dim": 2}, {"head_dim": None}),
+    "padding": ({"vocab_multiple": 8}, {"vocab_multiple": 64}),
+    "dropout": ({"dropout": DropoutConfig(residual=0.1)}, {}),
+    "a factor that nothing asks for": ({"rope": RopeConfig(factor=3.0)}, {}),
+    "layers that all turn": ({"rope": RopeConfig(skip=(False, False))}, {}),
+    "a theta of no layer": ({"rope": RopeConfig(local_theta=9.0)}, {}),
+    "a window of no layer": ({"attention": AttentionConfig(window=3, window_layers=(False,))}, {}),
+    "windows everywhere": (
+        {"attention": AttentionConfig(window=3)}, {"attention": AttentionConfig(window=3, window_layers=(True, True))},
+    ),
+    "the usual scale": ({"attention": AttentionConfig(scale=2**-0.5)}, {}),
+}  # fmt: skip
+OTHER: dict[str, dict[str, Any]] = {
+    "scale": {"attention": AttentionConfig(scale=0.5)},
+    "window": {"attention": AttentionConfig(window=3)},
+    "sinks": {"attention": AttentionConfig(sinks=True)},
+    "skip": {"rope": RopeConfig(skip=(False, True))},
+    "theta": {"rope": RopeConfig(theta=3.0)},
+    "interleaved": {"rope": RopeConfig(interleaved=True)},
+    "norm": {"norm": "layer"},
+    "logits": {"logit_scale": 0.5},
+    "latent": {"mla": MLAConfig(kv_rank=3)},
+}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_two_ways_to_say_one_model_are_the_same(case: str, tiny: SimpleNamespace) -> None:
+    first, second = (tiny.config(**changes) for changes in SAME[case])
+    assert first != second and canonical(first) == canonical(second)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_changes_the_mathematics_stays_different_and_is_not_written(case: str, tiny: SimpleNamespace) -> None:
+    assert canonical(tiny.config(**OTHER[case])) != canonical(tiny.config())
+    if case != "theta":
+        with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no word for it; it would be .* there. Use a Mega"):
+            write_config(tiny.config(**OTHER[case]))
+
+
+def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace) -> None:
+    config = tiny.config(gated=False, logit_softcap=3.0, positions="none")
+    with pytest.raises(ConfigError, match="3 settings") as refused:
+        write_config(config)
+    for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
+        assert text in str(refused.value)
+
+
+def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
+    raw = write_config(tiny.config(qkv_bias=True))
+    assert raw["attention_bias"] is True
+    assert said(raw, tiny.config(output_bias=True), read_config, LLAMA) is raw
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ((True, False, True, False, True), (True, False)),
+        ((True, True, True), (True,)),
+        ((False, True, True), (False, True, True)),
+        ((True,), (True,)),
+    ],
+)
+def test_patterns_are_as_short_as_they_can_be(flags: tuple[bool, ...], pattern: tuple[bool, ...]) -> None:
+    assert shortest(flags) == pattern
+
+
+def test_a_window_that_no_layer_has_is_none() -> None:
+    assert windowed(3, (False,)) == windowed(None, (True,)) == {}
+    assert windowed(3, (True, True)) == {"window": 3, "window_layers": ()}
+
+
+def test_a_null_of_key_value_heads_means_as_many_as_heads_and_nothing_what_the_family_says() -> None:
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "intermediate_size": 5,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    assert read_usual(Fields(sizes), kv_heads=2)["num_kv_heads"] == 2
+    assert read_usual(Fields(sizes | {"num_key_value_heads": None}), kv_heads=2)["num_kv_heads"] == 4
+    assert read_usual(Fields(sizes))["num_kv_heads"] == 4
+
+
+def test_norms_stand_around_what_they_norm() -> None:
+    config = ModelConfig(
+        vocab_size=9, hidden_size=8, num_layers=1, num_heads=4, num_kv_heads=2, ffn_hidden_size=5,
+        norm_placement="around",
+    )  # fmt: skip
+    words = {"attention_norm": "a", "attention_post_norm": "b", "mlp_norm": "c", "mlp_post_norm": "d"}
+    names = [rule.name.removeprefix("model.layers.0.") for rule in usual_rules(config, norms=words)]
+    assert [name for name in names if name[1:] == ".weight"] == ["a.weight", "b.weight", "c.weight", "d.weight"]
+    assert names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
+    assert names[-1] == "lm_head.weight"
+    assert usual_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
