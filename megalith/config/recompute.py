@@ -10,8 +10,12 @@ RecomputedModule = Literal["core_attention", "norm", "mlp", "mlp_act"]
 class RecomputeConfig:
     """What backward computes again. Source: Korthikanti et al. 2022, arXiv:2205.05198, section 5."""
 
-    granularity: Literal["none", "full", "selective"] = "none"
-    """full: whole layers, keeping only their inputs; selective: some modules of every layer."""
+    granularity: Literal["none", "full", "selective", "auto"] = "none"
+    """full: whole layers, keeping only their inputs; selective: some modules of every layer; auto: the cheapest of
+    these with which the run fits `device`."""
+
+    device: str | None = None
+    """auto: a100, h100, h200, b200, or the GiB of one device."""
 
     method: Literal["uniform", "block"] = "uniform"
     """full: `uniform` recomputes all layers, num_layers at a time; `block` only the first num_layers of each stage."""

@@ -67,17 +67,26 @@ def device_named(text: str, *, world: int, host_memory: int) -> Device:
     Raises:
         ConfigError: it is none of them.
     """
-    if text.lower() in DEVICES:
-        return DEVICES[text.lower()]
     if text.lower() == "cpu":
         return Device(name="cpu", memory=host_memory // world, accelerator=False, node=world)
-    try:
-        gib = float(text.lower().removesuffix("gib").strip())
-    except ValueError:
-        gib = 0.0
-    if 0 < gib < float("inf"):
-        return Device(name=f"{gib:g} GiB", memory=int(gib * GIB))
+    if (device := accelerator_named(text)) is not None:
+        return device
     advice = did_you_mean(text, [*DEVICES, "cpu"]) or ""
     raise ConfigError(
         f"--device={text} is no device known here.{advice} Use one of {', '.join(DEVICES)}, cpu, or a number of GiB."
     )
+
+
+def accelerator_named(text: str) -> Device | None:
+    """A device of the table, or one of so many GiB; None where it is neither.
+
+    >>> accelerator_named("80 GiB").memory == 80 * GIB, accelerator_named("h1000")
+    (True, None)
+    """
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()]
+    try:
+        gib = float(text.lower().removesuffix("gib").strip())
+    except ValueError:
+        return None
+    return Device(name=f"{gib:g} GiB", memory=int(gib * GIB)) if 0 < gib < float("inf") else None

@@ -3,10 +3,22 @@
 from typing import NamedTuple
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
+from megalith.config.suggest import did_you_mean
+from megalith.errors import PlanError
+from megalith.plan.devices import DEVICES, accelerator_named
 
 
 def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
-    """The parts of every layer that backward computes again on their own."""
+    """The parts of every layer that backward computes again on their own.
+
+    Raises:
+        PlanError: nobody has chosen them yet.
+    """
+    if recompute.granularity == "auto":
+        raise PlanError(
+            f"recompute.granularity={recompute.granularity} has to be replaced by a choice before a model is planned "
+            f"or built. Use chosen_recompute of megalith/plan/automatic.py, as `megalith train` does."
+        )
     return recompute.modules if recompute.granularity == "selective" else ()
 
 
@@ -48,6 +60,7 @@ def recompute_problems(
     """Every broken rule of the two, as texts; stage_layers: of the smallest stage, or model chunk of one."""
     return [
         *_setting_problems(recompute, compiled=compiled),
+        *_device_problems(recompute),
         *_sharding_problems(recompute, tp=tp, sp=sp),
         *_offload_problems(offload, compiled=compiled, stage_layers=stage_layers),
     ]
@@ -86,6 +99,24 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
             f"Set recompute.granularity to full or none, or train.compile to false."
         )
     return problems
+
+
+def _device_problems(recompute: RecomputeConfig) -> list[str]:
+    given, known = recompute.device, f"one of {', '.join(DEVICES)}, or to the GiB of one device"
+    if recompute.granularity != "auto":
+        return [] if given is None else [
+            f"recompute.device={given} is for recompute.granularity=auto, but that is {recompute.granularity}. Set "
+            f"recompute.granularity to auto, or remove recompute.device."
+        ]  # fmt: skip
+    if given is None:
+        return [
+            f"recompute.granularity=auto chooses by a device's memory, but recompute.device={given}. Set "
+            f"recompute.device to {known}."
+        ]
+    if accelerator_named(given) is None:
+        advice = did_you_mean(given, list(DEVICES)) or ""
+        return [f"recompute.device={given} is no device known here.{advice} Set recompute.device to {known}."]
+    return []
 
 
 def _sharding_problems(recompute: RecomputeConfig, *, tp: int, sp: bool) -> list[str]:

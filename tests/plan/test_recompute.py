@@ -71,6 +71,14 @@ def problems(
         (problems(RecomputeConfig(granularity="full", shard_inputs=True)), "but parallel.tp=1. Set parallel.tp to 2"),
         (problems(RecomputeConfig(granularity="full", shard_inputs=True), tp=2, sp=True), "recompute.shard_inputs=true "
          "is redundant: with parallel.sp=true each of the parallel.tp=2 ranks keeps only its tokens already"),
+        (problems(RecomputeConfig(granularity="auto")), "recompute.granularity=auto chooses by a device's memory, but "
+         "recompute.device=None. Set recompute.device to one of a100, h100, h200, b200, or to the GiB of one device."),
+        (problems(RecomputeConfig(granularity="auto", device="h10")), "recompute.device=h10 is no device known here. "
+         "Did you mean h100? Set recompute.device to one of a100, "),
+        (problems(RecomputeConfig(granularity="full", device="h100")), "recompute.device=h100 is for "
+         "recompute.granularity=auto, but that is full. Set recompute.granularity to auto, or remove"),
+        (problems(RecomputeConfig(granularity="auto", device="80", modules=("mlp",))), "belongs to "
+         "recompute.granularity=selective, but that is auto"),
         (problems(RecomputeConfig(), OffloadConfig(layers=4)), "offload.layers=4 must be at least 0 and less than the "
          "4 layers of a stage, whose last one backward needs at once. Set offload.layers to 3 or less"),
         (problems(RecomputeConfig(), OffloadConfig(layers=-1)), "offload.layers=-1 must be at least 0"),
@@ -94,7 +102,8 @@ def test_all_conflicts_come_together() -> None:
 
 @pytest.mark.parametrize(
     "recompute",
-    [RecomputeConfig(), full(1), full(99), full(99, "block"), RecomputeConfig(granularity="selective"),
+    [RecomputeConfig(), RecomputeConfig(granularity="auto", device="80 GiB"),
+     full(1), full(99), full(99, "block"), RecomputeConfig(granularity="selective"),
      RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp", "mlp_act"))],
 )  # fmt: skip
 def test_what_works_is_not_refused(recompute: RecomputeConfig) -> None:

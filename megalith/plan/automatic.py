@@ -1,0 +1,79 @@
+"""`recompute.granularity=auto`: the cheapest recomputation with which the ledger fits a device."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megalith.config.recompute import RecomputeConfig
+from megalith.config.train import TrainRun
+from megalith.errors import PlanError
+from megalith.plan.advice import verdict
+from megalith.plan.context import kind_of_layer
+from megalith.plan.devices import GIB, accelerator_named
+from megalith.plan.memory import memory_ledger, setting_of, worst
+from megalith.plan.recompute import recompute_problems
+from megalith.plan.savings import savings
+from megalith.plan.workload import Workload, plan_workload
+
+
+def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
+    """The run with a choice in place of `auto`: the least more work that fits; any other run as it is.
+
+    The same on every rank, since only settings count. All rules of the run hold. A device filled to the brim counts
+    only where nothing else fits.
+
+    Raises:
+        PlanError: it does not fit even with all layers computed again.
+    """
+    if run.recompute.granularity != "auto":
+        return run
+    device = accelerator_named(run.recompute.device or "")
+    assert device is not None and device.memory is not None, "a rule refuses it"
+    least: tuple[int, TrainRun] | None = None
+    for choice in choices(run, world):
+        candidate = replace(run, recompute=choice)
+        nbytes = worst(memory_ledger(plan_workload(candidate, world), device)).memory.total
+        if verdict(nbytes, device) == "fits":
+            return candidate
+        least = (nbytes, candidate) if least is None or nbytes < least[0] else least
+    assert least is not None, "keeping everything is always a choice"
+    nbytes, candidate = least
+    if verdict(nbytes, device) == "does not fit":
+        raise PlanError(
+            f"recompute.granularity=auto: the worst rank holds {nbytes / GIB:.1f} GiB at best, which recompute.device="
+            f"{run.recompute.device} with {device.memory / GIB:.1f} GiB has not. Use `megalith plan estimate` with "
+            f"recompute.granularity=full to see which other settings would help."
+        )
+    return candidate
+
+
+def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
+    """What may be computed again in this run, by how much work it adds; with equal work what was named first."""
+    plain = replace(run, recompute=RecomputeConfig())
+    workload = plan_workload(plain, world)
+    num_layers = max(len(stage.layers) for stage in workload.stages)
+    p = run.parallel
+    allowed = [
+        choice
+        for choice in _all_choices(num_layers, check=run.recompute.check)
+        if not recompute_problems(
+            choice, run.offload, tp=p.tp, sp=p.sp, compiled=run.train.compile, stage_layers=num_layers
+        )
+    ]
+    return sorted(allowed, key=lambda choice: _more_work(workload, choice, num_layers))
+
+
+def _all_choices(num_layers: int, *, check: bool) -> Iterator[RecomputeConfig]:
+    """Nothing; parts that cost next to nothing; the MLP; some layers whole, in quarters; all."""
+    yield RecomputeConfig()
+    some = RecomputeConfig(check=check)
+    for modules in (("norm",), ("norm", "mlp_act"), ("norm", "mlp")):
+        yield replace(some, granularity="selective", modules=modules)
+    for count in sorted({-(-num_layers * quarters // 4) for quarters in (1, 2, 3)} - {num_layers}):
+        yield replace(some, granularity="full", method="block", num_layers=count)
+    yield replace(some, granularity="full")
+
+
+def _more_work(workload: Workload, choice: RecomputeConfig, num_layers: int) -> float:
+    kind = kind_of_layer(workload.run.parallel.context, 0)
+    setting = replace(setting_of(workload, 0, kind=kind, accelerator=True), recompute=choice)
+    return sum(saving.extra for saving in savings(setting, num_layers=num_layers))
