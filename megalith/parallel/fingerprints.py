@@ -53,37 +53,44 @@ class Fingerprints:
         ends = (self.rank, peer) if sends else (peer, self.rank)
         keys = [f"{group}/{ends[0]} to {ends[1]}/{entry.number}/{end}" for end in ends]
         mine, theirs = keys if sends else reversed(keys)
+        arrivals = f"{group}/{ends[0]} to {ends[1]}/{entry.number}"
         self.store.set(mine, json.dumps(fingerprint(entry)))
-        if not self.store.check([theirs]):
+        if self.store.add(arrivals, 1) == 1:  # counted after it was written: whoever is second finds both
             return
         found = {self.rank: fingerprint(entry), peer: json.loads(self.store.get(theirs))}
-        for key in keys:
+        for key in (*keys, arrivals):
             self.store.delete_key(key)
         if any(found[self.rank][name] != found[peer][name] for name in ("shape", "dtype")):
             self._refuse(found, f"message {entry.number} between them")
 
     def _wait_for_all(self, entry: Entry) -> None:
         keys = [_key(entry, rank) for rank in entry.ranks]
+        told_of = False
+        suspected: dict[int, str] | None = None
         while not wait_for(self.store, keys, PATIENCE_SECONDS):  # a rank that is only slow is left to the timeout
             absent = [rank for rank, key in zip(entry.ranks, keys, strict=True) if not self.store.check([key])]
             waits = {"text": entry.describe(), "lane": entry.lane, "number": entry.number, "absent": absent}
             self.store.set(f"waits/{self.rank}", json.dumps(waits))
-            if (circle := self._circle([self.rank])) is not None:
-                told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in circle.items())
+            told_of, before, suspected = True, suspected, self._circle([self.rank])
+            # Seen twice: what ranks write while they are looked at may look like a circle once.
+            if suspected is not None and suspected == before:
+                told = "\n".join(f"  rank {self.where(rank)}: {text}" for rank, text in suspected.items())
                 raise CollectiveError(
                     f"ranks wait for each other, each in another collective:\n{told}\nEvery rank must be made to "
                     f"enter the collectives of its groups in the same order: look at what made these differ."
                 )
+        if told_of:  # overwritten: whoever is about to read it would wait for a key that was deleted
+            self.store.set(f"waits/{self.rank}", json.dumps(None))
 
     def _circle(self, path: Sequence[int]) -> dict[int, str] | None:
         """Ranks that wait for one another, from this one back to it, and in what; `path` is the way so far.
 
-        What a rank wrote may be old. It still waits for those who have not come, which the store knows.
+        What a rank wrote may be a little old. It still waits for those who have not come, which the store knows.
         """
         key = f"waits/{path[-1]}"
-        if not self.store.check([key]):
+        waits = json.loads(self.store.get(key)) if self.store.check([key]) else None
+        if waits is None:
             return None
-        waits = json.loads(self.store.get(key))
         for rank in waits["absent"]:
             if self.store.check([f"{waits['lane']}/{waits['number']}/{rank}"]):
                 continue

@@ -1,19 +1,23 @@
 """With fingerprints a mismatch between ranks is an error on all of them within seconds, and never a hang."""
 
 import re
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
+from torch._C._distributed_c10d import FileStore, HashStore, Store
 
 from megalith.errors import CollectiveError
-from megalith.observe.flight import Flight
+from megalith.observe.flight import Entry, Flight, message_lane
+from megalith.parallel import fingerprints
 from megalith.parallel.autograd import all_to_all, enter, gather, leave, reduce_scatter
 from megalith.parallel.fingerprints import Fingerprints
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_, barrier, gather_objects, note_message
@@ -158,3 +162,72 @@ def test_the_second_end_of_a_message_finds_that_it_does_not_fit(tmp_path: Path) 
         assert "are about to do different things as message 1 between them:" in text
         assert "send 1 over dp of float32 [2, 3]" in text
         assert "receive 1 over dp of float32 [2, 4]" in text
+
+
+def _entry(number: int) -> Entry:
+    return Entry("all_reduce", ("dp",), (0, 1), "lane", number, (2,), "float32", ("x.py", 1))
+
+
+def _unequally_slow(rank: int, store: Store) -> None:
+    """Rank 1 waits once for rank 0, which waits for rank 1 four collectives later."""
+    mine = Fingerprints(store, rank)
+    for number in range(6):
+        if (rank, number) in ((0, 1), (1, 5)):
+            time.sleep(0.4)
+        mine.compare(_entry(number))
+
+
+def test_a_wait_that_has_ended_is_no_part_of_a_circle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprints, "PATIENCE_SECONDS", 0.1)
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(_unequally_slow, rank, store) for rank in (0, 1)]:
+            done.result(timeout=20)
+
+
+class Together:
+    """A store on which both ends of a message have written before either looks, and one of them looks more slowly."""
+
+    def __init__(self, store: Store, both: threading.Barrier, pause: float) -> None:
+        self.store, self.both, self.pause = store, both, pause
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(key, value)
+        self.both.wait(timeout=10)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self.store.check(keys)
+        time.sleep(self.pause)
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        found = self.store.add(key, amount)
+        time.sleep(self.pause)
+        return found
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def delete_key(self, key: str) -> bool:
+        return self.store.delete_key(key)
+
+
+def _end_of_a_message(rank: int, store: Store, both: threading.Barrier, rows: int) -> None:
+    lane, op = message_lane("pp", 1 - rank, sends=rank == 0), "receive" if rank else "send"
+    entry = Entry(op, ("pp",), (0, 1), lane, 0, (rows,), "float32", ("x.py", 1), peer=1 - rank)
+    Fingerprints(Together(store, both, 0.02 + 0.1 * rank), rank).compare(entry)  # type: ignore[arg-type]  # what is used
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_two_ends_of_a_message_that_arrive_together_are_compared_once(fits: bool) -> None:
+    store, both = HashStore(), threading.Barrier(2)
+    store.set_timeout(timedelta(seconds=0.5))
+    with ThreadPoolExecutor(2) as threads:
+        rows = (2, 2 if fits else 3)
+        ends = [threads.submit(_end_of_a_message, rank, store, both, rows[rank]) for rank in (0, 1)]
+        problems = [problem for end in ends if (problem := end.exception(timeout=10)) is not None]
+    assert len(problems) == (0 if fits else 1)
+    for problem in problems:
+        assert isinstance(problem, CollectiveError)
+    assert store.num_keys() <= 1, "what was compared is forgotten (one key is the store's own)"
