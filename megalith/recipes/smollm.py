@@ -1,11 +1,13 @@
-"""SmolLM: a deep and narrow model for phones and laptops. Source: the model card of SmolLM-135M, Hugging Face, 2024."""
+"""SmolLM: models for phones and laptops. Source: the cards of SmolLM-135M (2024) and SmolLM3-3B (2025)."""
 
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import PrecisionConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
+from megalith.recipes.published import pretraining
 
 
 def smollm_135m() -> TrainRun:
@@ -34,3 +36,27 @@ def smollm_135m() -> TrainRun:
         ),
         precision=PrecisionConfig(params="bf16"),
     )
+
+
+def smollm3_3b() -> TrainRun:
+    """SmolLM3 3B: every fourth layer knows no positions.
+
+    2.4 million tokens a step, 11T in all, the last tenth of them with a falling learning rate. The model is the one
+    that reads 65,536 tokens in the end; its theta was 50,000 while rows had 4096.
+    """
+    model = ModelConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        num_layers=36,
+        num_heads=16,
+        num_kv_heads=4,
+        ffn_hidden_size=11_008,
+        max_seq_len=65_536,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=5_000_000.0, skip=(False, False, False, True)),
+        tied_embeddings=True,
+    )
+    schedule = ScheduleConfig(
+        lr=2e-4, style="wsd", warmup_steps=2000, wsd_decay_steps=472_000, wsd_decay_style="linear"
+    )  # fmt: skip
+    return pretraining("smollm3_3b", model, schedule, global_batch_size=576, steps=4_720_000)

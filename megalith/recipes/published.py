@@ -1,0 +1,39 @@
+"""What runs of published models have in common: their own sizes, made-up tokens until text is given, bf16, checkpoints.
+
+A learning rate is that of the authors where they told it, and ours where a recipe says so.
+"""
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.optim import PrecisionConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import LoopConfig, TrainRun
+
+ALONE = ParallelConfig()
+
+
+def pretraining(
+    name: str, model: ModelConfig, schedule: ScheduleConfig, *, seq_len: int = 4096, global_batch_size: int = 512,
+    steps: int = 100_000, parallel: ParallelConfig = ALONE,
+) -> TrainRun:  # fmt: skip
+    """Training of a published model from its first weights; `--data.mock false --data.path PREFIX` and a tokenizer
+    make it real. The number of steps is ours, unless a recipe says otherwise."""
+    return TrainRun(
+        name=name,
+        model=model,
+        data=DataConfig(mock=True),
+        tokenizer=TokenizerConfig(kind="null", vocab_size=model.vocab_size),
+        train=LoopConfig(steps=steps, global_batch_size=global_batch_size, seq_len=seq_len),
+        schedule=schedule,
+        parallel=parallel,
+        precision=PrecisionConfig(params="bf16"),
+        checkpoint=CheckpointConfig(every=1000),
+    )
+
+
+def warmed_cosine(lr: float) -> ScheduleConfig:
+    """2000 steps of warm-up, and a cosine to a tenth."""
+    return ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=2000)

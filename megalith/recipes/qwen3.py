@@ -1,0 +1,48 @@
+"""Qwen3 in two of its published sizes. Source: Yang et al. 2025, arXiv:2505.09388."""
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.rope import RopeConfig
+from megalith.config.train import TrainRun
+from megalith.recipes.published import pretraining, warmed_cosine
+
+
+def qwen3_0_6b() -> TrainRun:
+    """Qwen3 0.6B: heads of 128 features, whose queries and keys are normed, and a tied head.
+
+    The learning rate is ours: the authors say only that scaling laws gave theirs.
+    """
+    model = ModelConfig(
+        vocab_size=151_936,
+        hidden_size=1024,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=3072,
+        max_seq_len=40_960,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        attention=AttentionConfig(qk_norm="head"),
+        tied_embeddings=True,
+    )
+    return pretraining("qwen3_0_6b", model, warmed_cosine(6e-4))
+
+
+def qwen3_8b() -> TrainRun:
+    """Qwen3 8B, split over 2 GPUs; the learning rate is ours."""
+    model = ModelConfig(
+        vocab_size=151_936,
+        hidden_size=4096,
+        num_layers=36,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=12_288,
+        max_seq_len=40_960,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        attention=AttentionConfig(qk_norm="head"),
+    )
+    return pretraining("qwen3_8b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True))
