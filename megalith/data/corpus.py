@@ -5,18 +5,19 @@ import glob
 import gzip
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import zstandard
 
+from megalith.data.parquet import read_rows, row_ranges
 from megalith.errors import DataError
 
 Format = Literal["auto", "jsonl", "text"]
 JSONL_ENDINGS = (".jsonl", ".json", ".ndjson")
-_UNREADABLE = (".parquet", ".arrow", ".bin", ".idx")
+_UNREADABLE = (".arrow", ".bin", ".idx")
 _BLOCK_BYTES = 1 << 20  # a worker's piece of work: about a second of tokenizing, a millisecond to send
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -28,14 +29,14 @@ class Source:
     """One input file."""
 
     path: str
-    jsonl: bool
+    kind: Literal["jsonl", "text", "parquet"]
     nbytes: int
     mtime_ns: int
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place between two documents: files read whole, then lines and unpacked bytes of the next."""
+    """A place between two documents: files read whole, then lines (or rows) and unpacked bytes of the next."""
 
     sources: int = 0
     lines: int = 0
@@ -44,13 +45,14 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Some neighbouring documents: lines of one JSONL file, or whole text files."""
+    """Some neighbouring documents: lines of one JSONL file, rows of one Parquet file, or whole text files."""
 
     paths: tuple[str, ...]
-    lines: bytes | None  # None: the documents are the files themselves, and the worker reads them
+    lines: bytes | None  # None: the worker reads rows, or files that are documents themselves
     first_line: int
     end: Position
     nbytes_done: int  # of all inputs as they lie on disk, for the progress bar
+    rows: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,8 @@ def _source(path: str, form: Format) -> Source:
         raise DataError(f"input {path}: {ending} files hold no plain text. Use JSONL or text files.")
     status = Path(path).stat()
     jsonl = ending in JSONL_ENDINGS if form == "auto" else form == "jsonl"
-    return Source(path, jsonl, status.st_size, status.st_mtime_ns)
+    kind: Literal["jsonl", "text", "parquet"] = "parquet" if ending == ".parquet" else "jsonl" if jsonl else "text"
+    return Source(path, kind, status.st_size, status.st_mtime_ns)
 
 
 def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int = _BLOCK_BYTES) -> Iterator[Block]:
@@ -117,8 +120,11 @@ def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int 
     done = sum(source.nbytes for source in sources[: start.sources])
     number = start.sources
     while number < len(sources):
-        if sources[number].jsonl:
+        if sources[number].kind == "jsonl":
             yield from _line_blocks(sources[number], number, start, done, block_bytes)
+            count = 1
+        elif sources[number].kind == "parquet":
+            yield from _row_blocks(sources[number], number, start, done, block_bytes)
             count = 1
         else:
             count = _text_files_together(sources[number:], block_bytes)
@@ -134,7 +140,7 @@ def _text_files_together(sources: Sequence[Source], block_bytes: int) -> int:
     """How many text files make one block: at least one."""
     nbytes = 0
     for count, source in enumerate(sources):
-        if source.jsonl or (nbytes >= block_bytes and count):
+        if source.kind != "text" or (nbytes >= block_bytes and count):
             return count
         nbytes += source.nbytes
     return len(sources)
@@ -154,6 +160,12 @@ def _line_blocks(source: Source, number: int, start: Position, done: int, block_
                 yield Block((source.path,), lines, first, end, done + min(raw.tell(), source.nbytes))
         except (OSError, EOFError, zstandard.ZstdError) as error:
             raise _unpack_error(source.path, error) from error
+
+
+def _row_blocks(source: Source, number: int, start: Position, done: int, block_bytes: int) -> Iterator[Block]:
+    for rows in row_ranges(source.path, start.lines, nbytes=block_bytes):
+        end, nbytes_done = Position(number, rows.stop, 0), done + min(rows.nbytes_done, source.nbytes)
+        yield Block((source.path,), None, rows.start + 1, end, nbytes_done, (rows.start, rows.stop))
 
 
 def open_unpacked(raw: BinaryIO, path: str) -> BinaryIO:
@@ -215,6 +227,10 @@ def _unpack_error(path: str, error: Exception) -> DataError:
 
 def block_documents(block: Block, keys: Sequence[str]) -> Iterator[Document | Rejected]:
     """The documents of a block, in order; in place of one that cannot be used, the reason."""
+    if block.rows is not None:
+        for number, row in enumerate(read_rows(block.paths[0], *block.rows, keys), block.first_line):
+            yield _entry_document(row, f"{block.paths[0]}:{number}", keys)
+        return
     if block.lines is None:
         for path in block.paths:
             yield _text_document(path, len(keys))
@@ -251,6 +267,16 @@ def _line_document(line: bytes, where: str, keys: Sequence[str]) -> Document | R
         return Rejected(where, "not JSON", shown)
     if not isinstance(entry, dict):
         return Rejected(where, "not JSON", f"an object is expected, not {type(entry).__name__}: {shown}")
+    found = _entry_document(entry, where, keys)
+    if b"\\u" in line and isinstance(found, Document):
+        halves = [key for key, texts in zip(keys, found.texts, strict=True) if not all(map(_encodable, texts))]
+        if halves:
+            return Rejected(where, "not UTF-8", f"half a surrogate pair in {halves[0]!r}: {shown}")
+    return found
+
+
+def _entry_document(entry: Mapping[str, Any], where: str, keys: Sequence[str]) -> Document | Rejected:
+    """The texts under the keys: each a text, or a list of texts."""
     texts = []
     for key in keys:
         if key not in entry:
@@ -259,8 +285,6 @@ def _line_document(line: bytes, where: str, keys: Sequence[str]) -> Document | R
         sentences = (value,) if isinstance(value, str) else value
         if not isinstance(sentences, list | tuple) or not all(isinstance(text, str) for text in sentences):
             return Rejected(where, "not text", f"{key!r} is {type(value).__name__}, not a text or a list of texts")
-        if b"\\u" in line and not all(_encodable(text) for text in sentences):
-            return Rejected(where, "not UTF-8", f"half a surrogate pair in {key!r}: {shown}")
         texts.append(tuple(sentences))
     return Document(where, tuple(texts))
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a Hugging Face tokenizer.json, or digits for made-up data."""
+"""Text to token ids and back: bytes, a tokenizer read from files, or digits for made-up data."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megalith.data.huggingface import HuggingFaceTokenizer
+from megalith.data.sentencepiece import SentencePieceTokenizer
+from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
 
 
@@ -166,10 +168,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.kind == "null":
         assert config.vocab_size is not None
         return NullTokenizer(config.vocab_size)
-    if config.kind == "huggingface":
-        assert config.path is not None
-        return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
-    return ByteTokenizer()
+    if config.path is None:
+        return ByteTokenizer()
+    if config.kind == "sentencepiece":
+        return SentencePieceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
+    if config.kind == "tiktoken":
+        return TiktokenTokenizer(
+            config.path, pattern=config.pattern, special_tokens=config.special_tokens,
+            num_special=config.num_special_tokens, vocab_size=config.vocab_size, eod=config.eod,
+            add_special_tokens=config.add_special_tokens,
+        )  # fmt: skip
+    return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
 
 
 def ends_texts_itself(tokenizer: Tokenizer) -> bool:

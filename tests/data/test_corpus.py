@@ -132,15 +132,15 @@ def test_files_folders_and_globs_name_each_file_once(tmp_path: Path) -> None:
     inputs = [str(tmp_path / "sub"), str(tmp_path / "**" / "*.txt"), str(tmp_path / "b.txt")]
     found = [str(Path(source.path).relative_to(tmp_path)) for source in find_sources(inputs)]
     assert found == ["sub/a.txt", "b.txt"]
-    assert [source.jsonl for source in find_sources(inputs, "jsonl")] == [True, True]
+    assert [source.kind for source in find_sources(inputs, "jsonl")] == ["jsonl", "jsonl"]
 
 
 def test_inputs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "corpus.jsonl", b"")
     with pytest.raises(DataError, match=r"corpsu\.jsonl: no file there\. Use a file, .*such as \['corpus\.jsonl'\]"):
         find_sources([str(tmp_path / "corpsu.jsonl")])
-    with pytest.raises(DataError, match=r"\.parquet files hold no plain text\. Use JSONL or text files"):
-        find_sources([write(tmp_path / "x.parquet", b"")])
+    with pytest.raises(DataError, match=r"\.arrow files hold no plain text\. Use JSONL or text files"):
+        find_sources([write(tmp_path / "x.arrow", b"")])
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.gz", "a.jsonl.zst", "a.txt.zst"])

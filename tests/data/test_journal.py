@@ -10,7 +10,7 @@ from megalith.data.indexed import IndexedDataset
 from megalith.data.journal import EncodedKey, Journal, Totals
 from megalith.errors import DataError
 
-SOURCES = [Source("a", True, 100, 1), Source("b", True, 100, 2)]
+SOURCES = [Source("a", "jsonl", 100, 1), Source("b", "jsonl", 100, 2)]
 
 
 def journal(folder: Path, *, settings: str = "same", sources: list[Source] | None = None) -> Journal:
@@ -68,7 +68,7 @@ def test_bytes_of_an_interrupted_append_do_not_count(tmp_path: Path, monkeypatch
 
 def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) -> None:
     interrupted(tmp_path)
-    others = [Source("a", True, 101, 1), SOURCES[1]]
+    others = [Source("a", "jsonl", 101, 1), SOURCES[1]]
     for work, options, text in (
         (journal(tmp_path), {"resume": False}, r"holds an unfinished run\. Pass --resume to go on"),
         (journal(tmp_path, settings="x"), {"resume": True}, r"other settings or files \(tokenizer differ\)"),
@@ -83,7 +83,7 @@ def test_unfinished_work_is_kept_when_the_next_run_does_not_fit(tmp_path: Path) 
 
 def test_files_not_read_yet_may_change(tmp_path: Path) -> None:
     interrupted(tmp_path)
-    with journal(tmp_path, sources=[SOURCES[0], Source("b", True, 55, 9)]) as work:
+    with journal(tmp_path, sources=[SOURCES[0], Source("b", "jsonl", 55, 9)]) as work:
         work.start(resume=True, overwrite=False)
         assert work.position == Position(1)
 

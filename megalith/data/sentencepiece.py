@@ -1,0 +1,124 @@
+"""SentencePiece models: the tokenizer.model of Llama 2, Mistral or Gemma. The one file that imports the library."""
+
+import hashlib
+import importlib
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.errors import DataError
+
+MODEL = "tokenizer.model"
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model. `eod` is the piece named, else the model's own end of a sentence."""
+
+    def __init__(self, path: str, *, eod: str | None = None, add_special_tokens: bool = True) -> None:
+        """`path`: the model, or a folder with tokenizer.model. `add_special_tokens`: begin texts with its first token.
+
+        Raises:
+            DataError: there is no such model, it cannot be read, or it has no piece `eod`.
+        """
+        file = find_model_file(path)
+        self.path = path
+        self._eod_text, self._add_special_tokens = eod, add_special_tokens
+        self._model = _read(file)
+        self.vocab_size: int = self._model.get_piece_size()
+        self.bos = _known(self._model.bos_id())
+        self._eod = _known(self._model.eos_id()) if eod is None else self._piece(eod)
+        contents = file.read_bytes() + f"eod={self._eod} special={add_special_tokens}".encode()
+        self.fingerprint = f"sentencepiece-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self._eod_text, self._add_special_tokens)
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            DataError: the model has none.
+        """
+        if self._eod is None:
+            raise DataError(
+                f"tokenizer.path={self.path}: the model has no end-of-sentence piece. "
+                f"Set tokenizer.eod to one of its pieces, such as {self._model.id_to_piece(self.vocab_size - 1)!r}."
+            )
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        first = [self.bos] if self._add_special_tokens and self.bos is not None else []
+        return [first + ids for ids in self._model.encode(list(texts), out_type=int)]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The ids of all texts one after another, and how many each has."""
+        batch = self.encode_batch(texts)
+        lengths = np.array([len(ids) for ids in batch], np.int32)
+        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, control pieces left out."""
+        text: str = self._model.decode([int(token) for token in ids if not self._model.is_control(int(token))])
+        return text
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """UTF-8 bytes of the text that the ids stand for."""
+        return len(self.decode(ids).encode())
+
+    def _piece(self, text: str) -> int:
+        number: int = self._model.piece_to_id(text)
+        if self._model.id_to_piece(number) != text:
+            named = [self._model.id_to_piece(token) for token in range(min(8, self.vocab_size))]
+            raise DataError(
+                f"tokenizer.eod={text!r} is not a piece of {self.path}. Set it to one of its pieces, such as {named}."
+            )
+        return number
+
+
+def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> SentencePieceTokenizer:
+    return SentencePieceTokenizer(path, eod=eod, add_special_tokens=add_special_tokens)
+
+
+def _known(number: int) -> int | None:
+    """Models say -1 for a piece that they lack."""
+    return number if number >= 0 else None
+
+
+def find_model_file(path: str) -> Path:
+    """The model itself, or the tokenizer.model of a folder.
+
+    Raises:
+        DataError: there is none.
+    """
+    file = Path(path) / MODEL if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise DataError(
+            f"tokenizer.path={path}: there is no {MODEL}. Set it to a SentencePiece model, or to a folder that has one."
+        )
+    return file
+
+
+def _read(file: Path) -> Any:  # a SentencePieceProcessor, which ships no types
+    try:
+        library = importlib.import_module("sentencepiece")
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer.kind=sentencepiece needs the sentencepiece package to read {file}. "
+            f'Install it with pip install "megalith[sentencepiece]".'
+        ) from error
+    try:
+        return library.SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError) as error:
+        raise DataError(
+            f"tokenizer.path={file}: not a SentencePiece model ({str(error)[:80]}). Use the model's own file."
+        ) from error

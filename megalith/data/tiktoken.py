@@ -1,0 +1,195 @@
+"""Byte-pair vocabularies of the tiktoken library: of Llama 3, or a list in JSON. The one file that imports it."""
+
+import base64
+import binascii
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalith.config.tokenizer import SplitPattern
+from megalith.errors import DataError
+
+PATTERNS: dict[SplitPattern, str] = {
+    "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "v2": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""How text is cut before bytes are paired: v1 and v2 as Mistral's and NVIDIA's models, cl100k as GPT-4 and Llama 3."""
+
+USUAL_SPECIALS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+"""First special tokens of a vocabulary in JSON, where none are named."""
+
+END_NAMES = ("</s>", "<|end_of_text|>", "<|endoftext|>")
+FIRST_NAMES = ("<s>", "<|begin_of_text|>")
+
+
+class TiktokenTokenizer:
+    """A byte-pair vocabulary, and special tokens: before it in a JSON vocabulary, behind it in a .tiktoken file."""
+
+    def __init__(
+        self, path: str, *, pattern: SplitPattern = "v2", special_tokens: Sequence[str] = (), num_special: int = 1000,
+        vocab_size: int | None = None, eod: str | None = None, add_special_tokens: bool = True,
+    ) -> None:  # fmt: skip
+        """`num_special`: ids that a JSON vocabulary keeps for special tokens; those without a name get one.
+        `vocab_size`: of a JSON vocabulary, all ids together; unset: all that it has.
+
+        Raises:
+            DataError: the file is no vocabulary, or there is no special token `eod`.
+        """
+        self.path = path
+        self._options = {
+            "pattern": pattern, "special_tokens": tuple(special_tokens), "num_special": num_special,
+            "vocab_size": vocab_size, "eod": eod, "add_special_tokens": add_special_tokens,
+        }  # fmt: skip
+        file = Path(path)
+        contents = _contents(file)
+        if contents.lstrip()[:1] == b"[":
+            specials = _named(special_tokens or USUAL_SPECIALS, num_special)
+            ranks = _ranks_of_json(file, contents)
+            kept = len(ranks) if vocab_size is None else vocab_size - num_special
+            self._shift = num_special
+            ranks = {token: rank for token, rank in ranks.items() if rank < kept}
+            self._specials = {text: number for number, text in enumerate(specials)}
+        else:
+            ranks, self._shift = _ranks_of_lines(file, contents), 0
+            self._specials = {text: len(ranks) + number for number, text in enumerate(special_tokens)}
+        self._ids_of_specials = frozenset(self._specials.values())
+        self.vocab_size = len(ranks) + (num_special if self._shift else len(special_tokens))
+        self._encoding = _library(file).Encoding(
+            file.name, pat_str=PATTERNS[pattern], mergeable_ranks=ranks, special_tokens={}
+        )
+        self.bos = self._first(FIRST_NAMES)
+        self._eod = self._first(END_NAMES) if eod is None else self._special(eod)
+        told = contents + repr(sorted(self._options.items())).encode()
+        self.fingerprint = f"tiktoken-{hashlib.blake2b(told, digest_size=16).hexdigest()}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self._options)
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document.
+
+        Raises:
+            DataError: no special token is known to.
+        """
+        if self._eod is None:
+            raise DataError(
+                f"tokenizer.path={self.path}: none of its special tokens is known to end a document. "
+                f"Set tokenizer.special_tokens to their texts in order, and tokenizer.eod to one of them."
+            )
+        return self._eod
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of one text; special tokens written in it are text like any other."""
+        ids: list[int] = self._encoding.encode_ordinary(text)
+        first = [self.bos] if self._options["add_special_tokens"] and self.bos is not None else []
+        return first + ([token + self._shift for token in ids] if self._shift else ids)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of several texts."""
+        return [self.encode(text) for text in texts]
+
+    def encode_joined(self, texts: Sequence[str]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """The ids of all texts one after another, and how many each has."""
+        batch = self.encode_batch(texts)
+        lengths = np.array([len(ids) for ids in batch], np.int32)
+        return np.fromiter(chain.from_iterable(batch), np.int64, int(lengths.sum(dtype=np.int64))), lengths
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens left out."""
+        return self._bytes(ids).decode(errors="replace")
+
+    def num_bytes(self, ids: Sequence[int]) -> int:
+        """UTF-8 bytes of the text that the ids stand for."""
+        return len(self._bytes(ids))
+
+    def _bytes(self, ids: Sequence[int]) -> bytes:
+        ordinary = [int(token) - self._shift for token in ids if int(token) not in self._ids_of_specials]
+        joined: bytes = self._encoding.decode_bytes(ordinary)
+        return joined
+
+    def _first(self, names: Sequence[str]) -> int | None:
+        return next((self._specials[name] for name in names if name in self._specials), None)
+
+    def _special(self, text: str) -> int:
+        if text not in self._specials:
+            raise DataError(
+                f"tokenizer.eod={text!r} is not a special token of {self.path}. Set it to one of "
+                f"{list(self._specials)[:8]}, or name it in tokenizer.special_tokens."
+            )
+        return self._specials[text]
+
+
+def _reopen(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
+    return TiktokenTokenizer(path, **options)
+
+
+def _named(names: Sequence[str], count: int) -> list[str]:
+    """Texts of `count` special tokens, of which the first have names."""
+    return [names[number] if number < len(names) else f"<SPECIAL_{number}>" for number in range(count)]
+
+
+def _contents(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"tokenizer.path={file}: cannot be read ({error.strerror}). Set it to a .tiktoken file or JSON vocabulary."
+        ) from error
+
+
+def _ranks_of_lines(file: Path, contents: bytes) -> dict[bytes, int]:
+    """A line for each token: base64, a space, its rank."""
+    try:
+        pairs = [line.split() for line in contents.splitlines() if line]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error) as error:
+        raise _no_vocabulary(file, error) from error
+    return _checked(file, ranks)
+
+
+def _ranks_of_json(file: Path, contents: bytes) -> dict[bytes, int]:
+    """A list of {rank, token_bytes: base64, token_str}."""
+    try:
+        entries = json.loads(contents)
+        ranks = {base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"]) for entry in entries}
+    except (ValueError, KeyError, TypeError, binascii.Error) as error:
+        raise _no_vocabulary(file, error) from error
+    return _checked(file, ranks)
+
+
+def _checked(file: Path, ranks: dict[bytes, int]) -> dict[bytes, int]:
+    """Ranks must be 0, 1, 2 …, and every byte must be a token, or some text could not be written."""
+    lost = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if lost or sorted(ranks.values()) != list(range(len(ranks))):
+        found = f"no token for byte {lost[0]}" if lost else "ranks with gaps"
+        raise _no_vocabulary(file, ValueError(found))
+    return ranks
+
+
+def _no_vocabulary(file: Path, error: Exception) -> DataError:
+    return DataError(
+        f"tokenizer.path={file}: not a byte-pair vocabulary ({error}). Use lines of base64 and rank (.tiktoken), or a "
+        f"JSON list of rank and token_bytes."
+    )
+
+
+def _library(file: Path) -> Any:  # the tiktoken module
+    try:
+        return importlib.import_module("tiktoken")
+    except ImportError as error:
+        raise DataError(
+            f"tokenizer.kind=tiktoken needs the tiktoken package to read {file}. "
+            f'Install it with pip install "megalith[tiktoken]".'
+        ) from error

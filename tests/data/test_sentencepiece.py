@@ -1,0 +1,67 @@
+"""SentencePiece models: the library's own ids, first tokens, ends, and errors that name the file."""
+
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.data.sentencepiece import SentencePieceTokenizer
+from megalith.data.tokenizer import StreamDecoder, build_tokenizer
+from megalith.errors import DataError
+
+library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+TEXT = "the quick brown fox jumps over the lazy dog"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-pair model of 300 pieces, as Llama 2's is made."""
+    made = tmp_path_factory.mktemp("model")
+    (made / "text").write_text("\n".join(TEXT[n:] for n in range(40)) * 4)
+    library.SentencePieceTrainer.train(
+        input=str(made / "text"), model_prefix=str(made / "tokenizer"), vocab_size=300, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return made
+
+
+def test_ids_are_the_librarys_behind_the_first_token(folder: Path) -> None:
+    tokenizer = SentencePieceTokenizer(str(folder))
+    theirs = library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    assert tokenizer.encode(TEXT) == [theirs.bos_id(), *theirs.encode(TEXT)]
+    assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eod) == (300, theirs.bos_id(), theirs.eos_id())
+    plain = SentencePieceTokenizer(str(folder / "tokenizer.model"), add_special_tokens=False)
+    assert plain.encode(TEXT) == theirs.encode(TEXT) and plain.fingerprint != tokenizer.fingerprint
+
+
+def test_every_text_comes_back_and_special_tokens_stand_for_none(folder: Path) -> None:
+    tokenizer = SentencePieceTokenizer(str(folder))
+    for text in (TEXT, "naïve ☕ 漢字", "a b"):
+        ids = [*tokenizer.encode(text), tokenizer.eod]
+        assert tokenizer.decode(ids) == text and tokenizer.num_bytes(ids) == len(text.encode())
+    ids, lengths = tokenizer.encode_joined(["fox", "", "the dog"])
+    assert lengths.tolist() == [len(tokenizer.encode(text)) for text in ("fox", "", "the dog")]
+    assert ids[lengths[0] + lengths[1] :].tolist() == tokenizer.encode("the dog")
+    decoder = StreamDecoder(tokenizer)
+    assert "".join(map(decoder.push, tokenizer.encode("漢 fox"))) + decoder.finish() == "漢 fox"
+
+
+def test_it_travels_to_other_processes_and_is_built_from_a_config(folder: Path) -> None:
+    tokenizer = build_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(folder), eod="<s>"))
+    again = pickle.loads(pickle.dumps(tokenizer))  # lint: allow pickle-load: what we pickled a moment ago
+    assert again.encode(TEXT) == tokenizer.encode(TEXT) and again.eod == tokenizer.eod == tokenizer.bos
+
+
+def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match=r"there is no tokenizer\.model\. Set it to a SentencePiece model"):
+        SentencePieceTokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
+    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model \(.*\)\. Use the model's own file"):
+        SentencePieceTokenizer(str(tmp_path))
+    with pytest.raises(DataError, match=r"eod='<end>' is not a piece of .* such as \['<unk>', '<s>', '</s>'"):
+        SentencePieceTokenizer(str(folder), eod="<end>")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(DataError, match=r'Install it with pip install "megalith\[sentencepiece\]"'):
+        SentencePieceTokenizer(str(folder))
