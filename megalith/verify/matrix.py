@@ -14,8 +14,11 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, layout_case
+from megalith.verify.variants import VARIANTS
 
-Area = Literal["tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes"]
+Area = Literal[
+    "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,9 +364,24 @@ def _all_axes() -> Iterator[Layout]:
     yield from _entries("all axes", layouts)
 
 
+def _variants() -> Iterator[Layout]:
+    """Every kind of layer under every axis."""
+    kinds: tuple[ContextKind, ...] = ("ring", "a2a", "gather")
+    for number, (variant, model) in enumerate(VARIANTS.items()):
+        kind = kinds[number % len(kinds)]
+        layouts = {
+            "tp4 sp": ParallelConfig(tp=4, sp=True),
+            "tp2 pp2": staged(2, tp=2),
+            f"cp2 {kind}": ParallelConfig(cp=2, context=ContextConfig(kind=kind)),
+            "tp2 cp2 dp2 sp, zero 2": ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2),
+        }
+        entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
+        yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
+
+
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
-    *_all_axes(),
+    *_all_axes(), *_variants(),
 )  # fmt: skip
 """Every layout that is proved."""
 

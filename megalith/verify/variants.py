@@ -1,0 +1,57 @@
+"""Tiny models of every kind of layer, for the matrix of layouts: sizes as in verify/matrix.py, all weights at work."""
+
+from dataclasses import replace
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.dropout import DropoutConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+
+PLAIN = ModelConfig(
+    vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=4, num_heads=6, num_kv_heads=2, head_dim=6,
+    ffn_hidden_size=20, max_seq_len=48,
+)  # fmt: skip
+"""What the others change."""
+
+NORMED_AROUND = replace(
+    PLAIN, norm_zero_centred=True, norm_placement="around", activation="gelu_tanh", tied_embeddings=True,
+    embedding_scale=24**0.5, logit_softcap=3.0,
+    rope=RopeConfig(local_theta=100.0, scaling="linear", factor=2.0),
+    attention=AttentionConfig(qk_norm="head", softcap=2.0, window=5, window_layers=(True, False), scale=0.3),
+)  # fmt: skip
+"""As Gemma 2 and 3: norms before and after, caps, windows in every other layer, positions of two kinds."""
+
+NORMED_AFTER = replace(PLAIN, norm_placement="after", attention=AttentionConfig(qk_norm="whole"))
+"""As OLMo 2: norms only after, queries and keys normed over all heads."""
+
+PARALLEL = replace(
+    PLAIN, block="parallel", norm="layer", gated=False, activation="gelu", qkv_bias=True, output_bias=True,
+    mlp_bias=True, rope=RopeConfig(fraction=0.34),
+)  # fmt: skip
+"""As GPT-NeoX: attention and MLP side by side, LayerNorm, a third of the features turned, biases."""
+
+ONE_NORM = replace(PARALLEL, block="parallel_one_norm", activation="squared_relu", residual_scale=0.5, logit_scale=0.7)
+"""As Falcon, with one norm for both."""
+
+LEARNED = replace(
+    PARALLEL, block="sequential", positions="learned", activation="gelu_tanh", tied_embeddings=True, rope=RopeConfig(),
+    dropout=DropoutConfig(embedding=0.1, residual=0.2),
+)  # fmt: skip
+"""As GPT-2: a learnt vector for every place, and dropout."""
+
+SINKS = replace(
+    PLAIN, qkv_bias=True, output_bias=True, mlp_bias=True, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0,
+    rope=RopeConfig(scaling="yarn", factor=4.0, original_max_position=16, whole_pairs=False, interleaved=True),
+    attention=AttentionConfig(sinks=True, window=4, window_layers=(True, False)),
+)  # fmt: skip
+"""As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbours turn."""
+
+GATED = replace(
+    PLAIN, attention=AttentionConfig(gated=True, qk_norm="l2"), rope=RopeConfig(skip=(False, True))
+)  # fmt: skip
+"""Attention with a gate, L2 norms, and every other layer without positions."""
+
+VARIANTS = {
+    "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
+    "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
+}  # fmt: skip
