@@ -1,4 +1,7 @@
-"""OLMo 2 in its published sizes, with their rows, batches and learning rates. Source: arXiv:2501.00656, section 2."""
+"""OLMo 2 in three of its published sizes. Source: OLMo Team 2024, arXiv:2501.00656.
+
+Rows, batches, learning rates and a warm-up over 8.4 billion tokens are those of the configs released with the weights.
+"""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
@@ -11,7 +14,7 @@ from megalith.recipes.published import pretraining, warmed_cosine
 def olmo2_1b() -> TrainRun:
     """OLMo 2 1B: 2 million tokens a step."""
     model = _model(hidden=2048, layers=16, heads=16, ffn=8192)
-    return pretraining("olmo2_1b", model, warmed_cosine(4e-4), global_batch_size=512)
+    return pretraining("olmo2_1b", model, warmed_cosine(4e-4, warmup=4000), global_batch_size=512)
 
 
 def olmo2_7b() -> TrainRun:
@@ -25,7 +28,7 @@ def olmo2_13b() -> TrainRun:
     """OLMo 2 13B, split over 4 GPUs: 8 million tokens a step."""
     model = _model(hidden=5120, layers=40, heads=40, ffn=13_824)
     parallel = ParallelConfig(tp=4, sp=True)
-    return pretraining("olmo2_13b", model, warmed_cosine(9e-4), global_batch_size=2048, parallel=parallel)
+    return pretraining("olmo2_13b", model, warmed_cosine(3e-4, warmup=1000), global_batch_size=2048, parallel=parallel)
 
 
 def _model(*, hidden: int, layers: int, heads: int, ffn: int) -> ModelConfig:

@@ -34,6 +34,6 @@ def pretraining(
     )
 
 
-def warmed_cosine(lr: float) -> ScheduleConfig:
-    """2000 steps of warm-up, and a cosine to a tenth."""
-    return ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=2000)
+def warmed_cosine(lr: float, *, warmup: int = 2000) -> ScheduleConfig:
+    """So many steps of warm-up, and a cosine to a tenth."""
+    return ScheduleConfig(lr=lr, min_lr=lr / 10, warmup_steps=warmup)
