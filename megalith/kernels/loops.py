@@ -5,8 +5,10 @@ Each loop handles fp32 and bf16; it computes in fp32 and rounds where the torch 
 half a second, so it is imported when a loop is first needed.
 """
 
+import hashlib
 from collections.abc import Callable
 from functools import cache
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import llvmlite.binding
@@ -49,8 +51,24 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
 
 def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     signature = types.void(types.CPointer(_ELEMENTS[dtype]))  # the type of a tensor's elements, told by the block's
-    compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(globals()[loop])  # numba's own
+    compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(_twin(globals()[loop], dtype))
     return int(compiled.address)
+
+
+def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:
+    """The same function under a name of its own for each dtype and kind of processor.
+
+    numba numbers the variants of a function in a file that it does not lock, and does not look whether the code it
+    finds under a number is the one it asked for: processes that compile two variants at the same time, also on two
+    machines that share a home, would give both the same number, and one would then run the other's code. Under a name
+    of its own a function has one variant.
+    """
+    processor = llvmlite.binding.get_host_cpu_name() + llvmlite.binding.get_host_cpu_features().flatten()
+    twin = FunctionType(loop.__code__, loop.__globals__, loop.__name__)
+    twin.__module__, twin.__doc__ = loop.__module__, loop.__doc__
+    element = str(dtype).removeprefix("torch.")
+    twin.__qualname__ = f"{loop.__name__}_{element}_{hashlib.sha256(processor.encode()).hexdigest()[:8]}"
+    return twin
 
 
 # What loops are written with.

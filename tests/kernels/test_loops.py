@@ -1,6 +1,9 @@
 """What the compiled loops are written with: rounding, exp and maxima that mean what torch's mean."""
 
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,3 +112,67 @@ def test_a_read_only_installation_compiles_without_keeping_the_result(monkeypatc
     monkeypatch.setattr(loops, "_compile", refuse_to_keep)
     assert address.__wrapped__("swiglu", torch.float32) != 0
     assert kept == [True, False]
+
+
+TWO_AT_ONCE = """
+import sys, time
+from pathlib import Path
+import torch
+from numba.core.caching import IndexDataCacheFile
+from megalith.kernels import loops
+from megalith.kernels.swiglu import swiglu
+
+folder, mine = Path(sys.argv[1]), sys.argv[2]
+save_index, save_data = IndexDataCacheFile._save_index, IndexDataCacheFile._save_data
+
+def tell(what):
+    (folder / what).touch()
+
+def wait_for(what):
+    deadline = time.monotonic() + 60
+    while not (folder / what).exists():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+def index_in_turn(self, overloads):
+    if mine == "bfloat16":
+        tell("both have read the index")
+        wait_for("float32 has its number")
+        save_index(self, overloads)
+    else:
+        wait_for("both have read the index")
+        save_index(self, overloads)
+        tell("float32 has its number")
+
+def data_in_turn(self, name, data):
+    if mine == "float32":
+        wait_for("bfloat16 has its code")
+    save_data(self, name, data)
+    tell(f"{mine} has its code")
+
+IndexDataCacheFile._save_index, IndexDataCacheFile._save_data = index_in_turn, data_in_turn
+loops.address("swiglu", getattr(torch, mine))
+wait_for("float32 has its code")
+loops.address.cache_clear()
+x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)).to(getattr(torch, mine))[:2048]
+torch.testing.assert_close(swiglu(x), swiglu(x, kernel="reference"))
+"""
+"""One of two processes that compile a loop for the first time, in the order in which they harm each other most."""
+
+
+def test_two_processes_that_compile_two_dtypes_at_once_both_keep_their_own_code(tmp_path: Path) -> None:
+    told, kept = tmp_path / "told", tmp_path / "kept"
+    told.mkdir()
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(kept), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", TWO_AT_ONCE, str(told)]
+    both = [
+        subprocess.Popen([*command, dtype], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for dtype in ("float32", "bfloat16")
+    ]
+    try:
+        told_by = [process.communicate(timeout=120)[1] for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], told_by
+    assert len(list(kept.rglob("*.nbc"))) == 2
