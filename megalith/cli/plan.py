@@ -1,5 +1,6 @@
 """`megalith plan`: `explain` shows where the work of a layout goes; `estimate` whether it fits, and what it sends."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.advice import Change, changes, notes, remedy, verdict
+from megalith.plan.automatic import chosen_recompute, chosen_words
 from megalith.plan.devices import Device, device_named
 from megalith.plan.explain import explain
 from megalith.plan.layout import fewest_ranks
@@ -88,7 +90,10 @@ def checked_workload(recipe: str, overrides: dict[str, Any], world: int | None) 
     if ranks < 1:
         raise ConfigError(f"--world={ranks} must be at least 1. Use the number of ranks of the real job.")
     check_run(run, ranks)
-    return plan_workload(run, ranks)
+    chosen = chosen_recompute(run, ranks)
+    if chosen is not run:
+        print(chosen_words(chosen.recompute), file=sys.stderr)
+    return plan_workload(chosen, ranks)
 
 
 def explain_layout(argv: list[str]) -> int:

@@ -1,6 +1,7 @@
 """`megalith train`: train a recipe, resume it, on one process or on many."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
+from megalith.plan.automatic import chosen_recompute, chosen_words
 
 if TYPE_CHECKING:
     from megalith.train.loop import Outcome
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
         from megalith.parallel.launch import run_workers
 
         return run_workers(["train", *argv], command.nproc)
-    return _train(run, command.run or _own_folder(command.recipe))
+    return _train(with_recompute_chosen(run), command.run or _own_folder(command.recipe))
 
 
 def _own_folder(recipe: str) -> str | None:
@@ -68,7 +70,23 @@ def must_start_workers(run: TrainRun, nproc: int) -> bool:
     if in_worker(os.environ):
         return False
     check_run(run, nproc)
+    chosen_recompute(run, nproc)
     return nproc > 1
+
+
+def with_recompute_chosen(run: TrainRun) -> TrainRun:
+    """The run of this rank with a choice in place of recompute.granularity=auto; the first rank says which."""
+    if run.recompute.granularity != "auto":
+        return run
+    from megalith.parallel.worker import Worker
+    from megalith.train.rules import check_run
+
+    worker = Worker.from_environment(os.environ)
+    check_run(run, worker.world)
+    chosen = chosen_recompute(run, worker.world)
+    if worker.rank == 0:
+        print(chosen_words(chosen.recompute), file=sys.stderr, flush=True)
+    return chosen
 
 
 def _train(run: TrainRun, name: str | None) -> int:

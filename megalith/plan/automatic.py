@@ -46,6 +46,20 @@ def chosen_recompute(run: TrainRun, world: int) -> TrainRun:
     return candidate
 
 
+def chosen_words(choice: RecomputeConfig) -> str:
+    """What was chosen, for people.
+
+    >>> chosen_words(RecomputeConfig(granularity="full", method="block", num_layers=8))
+    'recompute.granularity=auto chose full, block, num_layers 8'
+    """
+    told = {
+        "none": "none: everything fits",
+        "selective": f"selective, modules [{', '.join(choice.modules)}]",
+        "full": f"full, {choice.method}, num_layers {choice.num_layers}",
+    }
+    return f"recompute.granularity=auto chose {told[choice.granularity]}"
+
+
 def choices(run: TrainRun, world: int) -> list[RecomputeConfig]:
     """What may be computed again in this run, by how much work it adds; with equal work what was named first."""
     plain = replace(run, recompute=RecomputeConfig())

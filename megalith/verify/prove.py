@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
+from megalith.plan.automatic import chosen_recompute
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
 from megalith.verify.faults import FAULTS
@@ -29,6 +30,7 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
     rows = rule_rows(run_problems(run, world))
     if not all(row.holds for row in rows):  # the other parts need a layout that can be built
         return rows
+    run = chosen_recompute(run, world)
     rows += type_rows(
         type_check_in_child(run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload)
     )

@@ -68,6 +68,18 @@ def test_estimate_says_that_a_run_fits(capsys: pytest.CaptureFixture[str]) -> No
         assert name in told
 
 
+def test_estimate_chooses_what_to_compute_again_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    automatic = ["--parallel.zero", "1", "--recompute.granularity", "auto", "--recompute.device"]
+    assert main(["plan", "estimate", "llama3_8b", "--world", "16", *automatic, "50", "--json"]) == 0
+    found = capsys.readouterr()
+    assert found.err == "recompute.granularity=auto chose selective, modules [norm, mlp_act]\n"
+    assert json.loads(found.out)["device"]["name"] == "h100"
+    assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "12"]) == 2
+    assert "recompute.device=12 with 12.0 GiB has not" in capsys.readouterr().err
+    assert main(["plan", "explain", "llama3_8b", "--world", "16", *automatic, "h10"]) == 2
+    assert "recompute.device=h10 is no device known here. Did you mean h100?" in capsys.readouterr().err
+
+
 def test_the_sizes_that_the_documentation_names_are_true(capsys: pytest.CaptureFixture[str]) -> None:
     page = (DOCS / "howto" / "plan.md").read_text()
     plain = ["--recompute.granularity", "none", "--recompute.modules", "core_attention"]

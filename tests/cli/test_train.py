@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from megalith.cli.main import main
+from megalith.config.recompute import RecomputeConfig
 from megalith.observe.metrics import read_metrics
+from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
 
 PATIENCE_SECONDS = 120.0
@@ -56,6 +58,19 @@ def test_it_trains_and_says_where_everything_is(tmp_path: Path, capsys: pytest.C
     assert told.endswith(
         f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith generate {tmp_path}/run\n"
     )
+
+
+def test_what_is_computed_again_is_chosen_once_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    automatic = {"train.steps": "2", "recompute.granularity": "auto", "recompute.device": "80 GiB"}
+    file = tiny_yaml(tmp_path / "tiny.yaml", automatic)
+    assert main(["train", str(file), "--run", str(tmp_path / "run")]) == 0
+    assert "recompute.granularity=auto chose none: everything fits" in capsys.readouterr().err
+    assert resolve(str(tmp_path / "run")).recompute == RecomputeConfig()
+    assert main(["train", str(file), "--run", str(tmp_path / "other"), "--recompute.device", "0.5"]) == 2
+    assert "which recompute.device=0.5 with 0.5 GiB has not" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_plots_are_named_where_they_are_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,3 +72,16 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(monkey
     monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
     failed = prove_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
+
+
+def test_what_a_run_leaves_open_to_compute_again_is_proved_as_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases: list[LayoutCase] = []
+
+    def noted(case: LayoutCase) -> str:
+        cases.append(case)
+        return "not run"
+
+    monkeypatch.setattr(prove, "proved", noted)
+    monkeypatch.setattr(prove, "type_check_in_child", type_check)
+    prove_run(tiny_run({"recompute.granularity": "auto", "recompute.device": "80"}), 2)
+    assert {case.run.recompute.granularity for case in cases} == {"none"}
