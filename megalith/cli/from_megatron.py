@@ -13,7 +13,7 @@ from megalith.config.megatron.launch import Launch, read_script, split_command
 from megalith.config.megatron.translate import Translation, named_tokenizer, translate
 from megalith.config.show import shown_value
 from megalith.config.tree import dump_yaml, to_dict
-from megalith.data.huggingface import HuggingFaceTokenizer
+from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.train.rules import run_problems
 
@@ -159,12 +159,12 @@ def _variable(word: str) -> tuple[str, str]:
 
 def _tokenizer_vocab(words: Sequence[str]) -> int | None:
     """The number of ids of the tokenizer that the arguments name; None when its files are not here."""
-    path = named_tokenizer(words)
-    if path is None:
+    config = named_tokenizer(words)
+    if config is None:
         return None
     try:
-        return HuggingFaceTokenizer(path).vocab_size
-    except DataError:
+        return build_tokenizer(config).vocab_size
+    except (ConfigError, DataError):
         return None
 
 

@@ -4,6 +4,8 @@ import math
 import re
 
 from megalith.config.data import DEFAULT_SPLIT
+from megalith.config.fields import Plain
+from megalith.config.megatron.arguments import Arguments
 from megalith.config.megatron.draft import Draft
 
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -80,6 +82,38 @@ def _sampler(draft: Draft) -> None:
         draft.put("--dataloader-type", "data.sampler", "cyclic_per_rank" if kind == "cyclic" else "sequential")
 
 
+KINDS = {
+    "HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece", "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
+}  # fmt: skip
+"""Megatron's tokenizers that are read from files, and ours."""
+
+TIKTOKEN_VOCABULARY = 131_072
+"""Ids of a TikTokenizer without --vocab-size."""
+
+
+def tokenizer_settings(arguments: Arguments) -> dict[str, tuple[str, Plain]]:
+    """Fields of our tokenizer read from files, each with the flag that it comes from; none for the others."""
+    kind = KINDS.get(str(arguments.value("--tokenizer-type")))
+    if kind is None:
+        return {}
+    found: dict[str, tuple[str, Plain]] = {
+        "kind": ("--tokenizer-type", kind), "path": ("--tokenizer-model", arguments.value("--tokenizer-model")),
+    }  # fmt: skip
+    if arguments.value("--tokenizer-hf-no-include-special-tokens"):
+        found["add_special_tokens"] = ("--tokenizer-hf-no-include-special-tokens", False)
+    if kind == "sentencepiece" and arguments.value("--tokenizer-type") != "Llama2Tokenizer":
+        found["add_special_tokens"] = ("--tokenizer-type", False)
+    if kind == "tiktoken":
+        flags = {
+            "pattern": "--tiktoken-pattern", "num_special_tokens": "--tiktoken-num-special-tokens",
+            "special_tokens": "--tiktoken-special-tokens",
+        }  # fmt: skip
+        found |= {name: (flag, arguments.value(flag)) for name, flag in flags.items() if arguments.given(flag)}
+        found["vocab_size"] = ("--vocab-size", arguments.value("--vocab-size") or TIKTOKEN_VOCABULARY)
+    return found
+
+
 def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
     kind, size = draft.arguments.value("--tokenizer-type"), draft.arguments.value("--vocab-size")
     if kind == "NullTokenizer":
@@ -89,25 +123,25 @@ def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
             draft.put("--vocab-size", "model.vocab_size", size)
             text = "the last of these ids ends documents; Megatron before 0.18 adds one more id for that"
             draft.say("explained", "--vocab-size", text)
-    elif kind == "HuggingFaceTokenizer":
-        _hugging_face(draft, tokenizer_vocab)
+    elif kind in KINDS:
+        _from_files(draft, tokenizer_vocab)
     else:
         text = (
-            "only Hugging Face tokenizers and the null one are read yet. Save the same tokenizer as a Hugging Face "
-            "folder (tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
+            f"only {', '.join(KINDS)} and NullTokenizer are read. Save the same tokenizer as a Hugging Face folder "
+            f"(tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
         )
         draft.say("not mapped", "--tokenizer-type", text, "model")
 
 
-def _hugging_face(draft: Draft, tokenizer_vocab: int | None) -> None:
-    draft.put("--tokenizer-type", "tokenizer.kind", "huggingface")
-    draft.need("--tokenizer-model", "the tokenizer's folder or its name on the hub")
-    draft.copy("--tokenizer-model")
-    if draft.arguments.value("--tokenizer-hf-no-include-special-tokens"):
-        draft.put("--tokenizer-hf-no-include-special-tokens", "tokenizer.add_special_tokens", False)
+def _from_files(draft: Draft, tokenizer_vocab: int | None) -> None:
+    draft.need("--tokenizer-model", "the tokenizer's file or folder, or its name on the hub")
+    for name, (flag, value) in tokenizer_settings(draft.arguments).items():
+        draft.put(flag, f"tokenizer.{name}", value)
     size = draft.arguments.value("--vocab-size")
     if size is not None:
         draft.put("--vocab-size", "model.vocab_size", size)
+    elif draft.settings.get("tokenizer.kind") == "tiktoken":
+        draft.put("--vocab-size", "model.vocab_size", TIKTOKEN_VOCABULARY, "left out: as in Megatron")
     elif tokenizer_vocab is not None:
         draft.put("--tokenizer-model", "model.vocab_size", tokenizer_vocab, "counted in its files")
     else:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments, read_arguments
-from megalith.config.megatron.data import translate_data
+from megalith.config.megatron.data import tokenizer_settings, translate_data
 from megalith.config.megatron.draft import Draft, Entry, judge_unmapped, mention_the_rest
 from megalith.config.megatron.layout import data_parallel_ranks, ranks_of, translate_layout
 from megalith.config.megatron.memory import translate_memory
@@ -13,6 +13,7 @@ from megalith.config.megatron.model import translate_model
 from megalith.config.megatron.optimizer import translate_optimizer
 from megalith.config.megatron.schedule import translate_schedule
 from megalith.config.megatron.steps import translate_folders, translate_steps
+from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict
 
@@ -71,13 +72,13 @@ def translate(
     )
 
 
-def named_tokenizer(words: Sequence[str]) -> str | None:
-    """The Hugging Face tokenizer whose size the translation needs: named by the arguments, and its size is not."""
+def named_tokenizer(words: Sequence[str]) -> TokenizerConfig | None:
+    """The tokenizer whose size the translation needs: named by the arguments, and its size is not."""
     arguments: Arguments = read_arguments(words)
-    if arguments.value("--tokenizer-type") != "HuggingFaceTokenizer" or arguments.given("--vocab-size"):
+    settings = {name: value for name, (_, value) in tokenizer_settings(arguments).items()}
+    if not isinstance(settings.get("path"), str) or arguments.given("--vocab-size"):
         return None
-    path = arguments.value("--tokenizer-model")
-    return path if isinstance(path, str) else None
+    return from_dict(TokenizerConfig, settings)
 
 
 def _nested(settings: dict[str, Plain]) -> dict[str, Plain]:

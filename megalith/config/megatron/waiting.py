@@ -174,11 +174,10 @@ LATER = (
     ),
     Group(
         verdict="not mapped", effect="none",
-        reason="the tokenizer is read from a Hugging Face folder: see --tokenizer-type",
+        reason="the tokenizer is read from its own files: see --tokenizer-type",
         flags="""
             --disable-tokenizer-sentencepiece-ignore-extra-whitespaces! --legacy-tokenizer! --merge-file
-            --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tiktoken-num-special-tokens --tiktoken-pattern
-            --tiktoken-special-tokens --tokenizer-metadata --tokenizer-sentencepiece-legacy!
+            --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tokenizer-metadata --tokenizer-sentencepiece-legacy!
             --tokenizer-special-tokens --trust-remote-code! --vocab-file
         """,
     ),

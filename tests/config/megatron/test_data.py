@@ -95,7 +95,23 @@ def test_a_hugging_face_tokenizer_is_measured_or_its_size_given(tiny: Translate)
     assert "Pass --vocab-size" in unknown.problems[0]
 
 
-@pytest.mark.parametrize("added", ["--tokenizer-type TikTokenizer", "--vocab-file v --merge-file w"])
+def test_other_libraries_read_their_own_files(tiny: Translate) -> None:
+    llama = tiny("--tokenizer-type Llama2Tokenizer --tokenizer-model m", without=HUB, tokenizer_vocab=32000).run
+    assert llama is not None and llama.model.vocab_size == 32000
+    assert (llama.tokenizer.kind, llama.tokenizer.path, llama.tokenizer.add_special_tokens) == (
+        "sentencepiece",
+        "m",
+        True,
+    )
+    plain = tiny("--tokenizer-type SentencePieceTokenizer --tokenizer-model m", without=HUB, tokenizer_vocab=9).run
+    assert plain is not None and not plain.tokenizer.add_special_tokens
+    added = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-special-tokens <a> <b>"
+    tiktoken = tiny(added, without=HUB).run
+    assert tiktoken is not None and tiktoken.model.vocab_size == tiktoken.tokenizer.vocab_size == 131072
+    assert (tiktoken.tokenizer.pattern, tiktoken.tokenizer.special_tokens) == ("v1", ("<a>", "<b>"))
+
+
+@pytest.mark.parametrize("added", ["--tokenizer-type BertWordPieceCase", "--vocab-file v --merge-file w"])
 def test_other_tokenizers_are_refused_with_a_way_out(tiny: Translate, added: str) -> None:
     refusals = tiny(added, without=HUB).refusals(strict=False)
     assert len(refusals) == 1 and "tokenizer.json" in refusals[0]

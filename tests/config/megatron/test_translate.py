@@ -8,6 +8,7 @@ from megalith.config.megatron.arguments import ROWS, known_flags
 from megalith.config.megatron.mapped import MAPPED
 from megalith.config.megatron.table import Row
 from megalith.config.megatron.translate import Translation, named_tokenizer, translate
+from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, from_dict, to_dict
 from megalith.train.rules import run_problems
@@ -70,7 +71,7 @@ def test_every_flag_gets_an_answer(tiny: Translate, chunk: int) -> None:
 
 def test_the_tokenizer_to_be_measured_is_found() -> None:
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "folder"]
-    assert named_tokenizer(words) == "folder"
+    assert named_tokenizer(words) == TokenizerConfig(kind="huggingface", path="folder")
     assert named_tokenizer([*words, "--vocab-size", "5"]) is None
     assert named_tokenizer(["--tokenizer-type", "NullTokenizer"]) is None
     assert named_tokenizer(words[:2]) is None
