@@ -177,7 +177,8 @@ LATER = (
         reason="the tokenizer is read from its own files: see --tokenizer-type",
         flags="""
             --disable-tokenizer-sentencepiece-ignore-extra-whitespaces! --legacy-tokenizer! --merge-file
-            --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tokenizer-metadata --tokenizer-sentencepiece-legacy!
+            --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tokenizer-metadata
+            --tokenizer-sentencepiece-legacy!
             --tokenizer-special-tokens --trust-remote-code! --vocab-file
         """,
     ),
