@@ -16,7 +16,9 @@ from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, token
 from megalith.parallel.group import Group, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
-from megalith.plan.packing import documents_from_eod, labels_inside_documents
+from megalith.plan.packing import documents_from_eod, labels_inside_documents, tokens_further_on
+
+Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,13 @@ class Batch:
     squared_lengths: int
     """Sum of the squares of its documents' lengths as they were read, over the same ranks: padding is no work."""
 
+    further: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(ids, labels), each [t], of every depth that predicts further ahead: those one, two, ... tokens further on in the
+    same document; where it ends first, token 0 and no label."""
+
+    num_further: tuple[int, ...] = ()
+    """Labels of each depth that count, as `num_labels`."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatches:
@@ -46,6 +55,9 @@ class StepBatches:
     microbatches: list[Batch]
     num_labels: int
     """Labels that count in the global batch, over all ranks: what the summed loss is divided by."""
+
+    num_further: tuple[int, ...] = ()
+    """The same for every depth that predicts further ahead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +83,13 @@ class Loader:
     def __init__(
         self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
         consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE, sampler: Sampler = "sequential",
-        dropout_seed: int | None = None,
+        dropout_seed: int | None = None, further: int = 0,
     ) -> None:  # fmt: skip
-        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped."""
+        """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped. `further`: depths that
+        predict further ahead."""
         self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
-        self.sampler, self.dropout_seed = sampler, dropout_seed
+        self.sampler, self.dropout_seed, self.further = sampler, dropout_seed, further
         self._position = consumed
         self._left = steps
         self._ahead = self._read()
@@ -88,7 +101,8 @@ class Loader:
         self._ahead = self._read()
         if work is not None:
             work.wait()
-        return StepBatches(microbatches, int(count))
+        own, *further = (int(number) for number in count)
+        return StepBatches(microbatches, own, tuple(further))
 
     def _read(self) -> tuple[list[Batch], Tensor, dist.Work | None] | None:
         """Read a step, and start counting its labels over the data-parallel ranks."""
@@ -99,13 +113,15 @@ class Loader:
         self._position += self.global_batch_size
         batches = [
             build_batch(
-                [self.dataset.sample(k) for k in ids], self.masks, device=self.device, slicing=self.slicing
+                [self.dataset.sample(k) for k in ids], self.masks, device=self.device, slicing=self.slicing,
+                further=self.further,
             )
             for ids in rows
         ]  # fmt: skip
         if self.dropout_seed is not None:
             batches = [with_dropout(batch, at, seed=self.dropout_seed) for batch, at in zip(batches, places)]
-        count = torch.tensor(sum(batch.num_labels for batch in batches), device=self.device)
+        counts = [(batch.num_labels, *batch.num_further) for batch in batches]
+        count = torch.tensor([sum(depth) for depth in zip(*counts, strict=True)], device=self.device)
         return batches, count, start_all_reduce_(count, self.dp)
 
     def _rows(self) -> list[list[int]]:
@@ -133,7 +149,9 @@ def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
     return order
 
 
-def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE) -> Batch:
+def build_batch(
+    samples: Sequence[Sample], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE, further: int = 0
+) -> Batch:
     """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere else."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])
@@ -146,9 +164,19 @@ def build_batch(samples: Sequence[Sample], masks: Masks, *, device: torch.device
     else:
         lengths = [inputs.shape[1]] * len(inputs)
     labels[~counted] = -1
-    mine, labels, tokens = _share(inputs, labels, lengths, slicing, device)
-    squares = sum(length * length for length in lengths)
-    return Batch(_flat(mine, device), _flat(labels, device), tokens, int(counted.sum()), squares)
+    pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
+    shared, tokens = _share(pairs, lengths, slicing, device)
+    (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
+    return Batch(
+        own_ids, own_labels, tokens, int(counted.sum()), sum(length * length for length in lengths),
+        further=tuple(others), num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
+    )  # fmt: skip
+
+
+def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[Ids, Ids]:
+    """What a depth reads and predicts: ids and labels that many tokens further on in the same document."""
+    source = tokens_further_on(lengths, depth)
+    return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(source >= 0, labels.reshape(-1)[source], -1)
 
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
@@ -166,19 +194,22 @@ def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
 
 
 def _share(
-    ids: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int], slicing: Slicing, device: torch.device
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Tokens]:
-    """One rank's ids, labels and tokens of rows with documents of these lengths; padding is token 0, without a label.
+    pairs: list[tuple[Ids, Ids]], lengths: list[int], slicing: Slicing, device: torch.device
+) -> tuple[list[tuple[Ids, Ids]], Tokens]:
+    """One rank's (ids, labels) and tokens of rows with documents of these lengths; padding is token 0, without a label.
 
     Labels are the next tokens of the text already, so that no token needs its neighbour.
     """
     if slicing.ranks == 1:
-        return ids, labels, tokens_of_lengths(lengths, device=device)
-    slices = plan_slices(lengths, row=ids.shape[1], slicing=slicing)
+        return pairs, tokens_of_lengths(lengths, device=device)
+    slices = plan_slices(lengths, row=pairs[0][0].shape[1], slicing=slicing)
     mine = slices.as_read(slicing.rank)
-    ids, labels = (np.where(mine >= 0, x.reshape(-1)[mine], pad) for x, pad in ((ids, 0), (labels, -1)))
-    return ids, labels, tokens_of_slices(slices, slicing, device=device)
+    shared = [
+        (np.where(mine >= 0, ids.reshape(-1)[mine], 0), np.where(mine >= 0, labels.reshape(-1)[mine], -1))
+        for ids, labels in pairs
+    ]
+    return shared, tokens_of_slices(slices, slicing, device=device)
 
 
-def _flat(array: NDArray[np.int64], device: torch.device) -> Tensor:
+def _flat(array: Ids, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1)).to(device)

@@ -17,6 +17,7 @@ from megalith.nn.attention import LayerCache
 from megalith.nn.block import BLOCKS
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
+from megalith.nn.mtp import FurtherPredictions
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
@@ -58,13 +59,16 @@ class Decoder(nn.Module):
     head: VocabHead
     """Only where the stage has the loss."""
 
+    further: FurtherPredictions
+    """Only where the stage has the loss."""
+
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
     ) -> None:  # fmt: skip
-        """`stage`: what to build; unset: the whole model. Where the embedding and the head share a table, `table` says
+        """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
         super().__init__()
         region: Region = (
@@ -93,8 +97,13 @@ class Decoder(nn.Module):
                 vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
                 readout=Readout(config.logit_scale, config.logit_softcap),
             )  # fmt: skip
+            self.further = FurtherPredictions(
+                config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
+                shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
+                core=build_attend(context, config.num_layers - 1, mesh),
+            )  # fmt: skip
         self.rotations = Rotations(config, dtype)
-        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.tied_embeddings else None)
+        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if shares_table(config) else None)
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
@@ -119,6 +128,16 @@ class Decoder(nn.Module):
         """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
         return self.head.loss(self(ids, tokens, x=x), labels)
 
+    def losses(
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None,
+        further: tuple[tuple[Tensor, Tensor], ...] = (),
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there."""
+        x = self(ids, tokens, x=x)
+        own = self.head.loss(x, labels)
+        turned = self.rotations.given_to(tokens) if further else tokens
+        return own, *self.further.losses(x, further, turned)
+
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
         """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""
         return self.head.logits(self(ids, tokens, caches)[wanted])
@@ -130,8 +149,8 @@ def build_chunks(
 ) -> list[Decoder]:  # fmt: skip
     """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
 
-    A tied table that two pipeline ranks use is a parameter of the same name on both; one that two chunks of a rank use
-    is one parameter.
+    A table that two pipeline ranks use is a parameter of the same name on both; one that two chunks of a rank use is
+    one parameter.
 
     Raises:
         PlanError: the layers do not divide as asked.
@@ -150,6 +169,11 @@ def build_chunks(
             )
         )  # fmt: skip
     return chunks
+
+
+def shares_table(config: ModelConfig) -> bool:
+    """Whether the stage with the loss needs the embedding's table, too."""
+    return config.tied_embeddings or config.mtp.depths > 0
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module, str]]:

@@ -4,6 +4,7 @@ Every rank keeps some rows of every matrix. A layer's weights are gathered befor
 and freed after each; its gradients are summed to the ranks that keep the rows. The only file that knows DTensor.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -320,10 +321,10 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
     """What is gathered apart from the rest of a chunk: its layers, and tables that are used in one place."""
-    tables = [child for child in chunk.children() if isinstance(child, VocabEmbedding | VocabHead)]
-    shared = len(tables) > 1 and len({id(table.weight) for table in tables}) == 1
-    yield from () if shared else tables
+    uses = Counter(id(table.weight) for table in chunk.modules() if isinstance(table, VocabEmbedding | VocabHead))
     for child in chunk.children():
+        if isinstance(child, VocabEmbedding | VocabHead) and uses[id(child.weight)] == 1:
+            yield child
         if isinstance(child, nn.ModuleList):
             yield from child
 

@@ -286,12 +286,18 @@ class VocabEmbedding(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, weight: Declared, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, weight: Declared, region: Region, *, dtype: torch.dtype, tied: nn.Parameter | None = None
+    ) -> None:
+        """`tied`: the parameter, where another layer has it already."""
         super().__init__()
         self.region = region
         self.sink: Sink | None = None
         self.first_row = weight.shard.box[0][0]
-        declare(self, "weight", weight, dtype=dtype)
+        if tied is None:
+            declare(self, "weight", weight, dtype=dtype)
+        else:
+            self.register_parameter("weight", tied)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [t] -> [t, h]."""
@@ -317,7 +323,7 @@ class VocabHead(nn.Module):
     ) -> None:  # fmt: skip
         """`readout`: what becomes of the products of hidden states and vocabulary before they are scores."""
         super().__init__()
-        self.region, self.readout = region, readout
+        self.region, self.readout, self.table = region, readout, weight
         self.sink: Sink | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
@@ -326,6 +332,13 @@ class VocabHead(nn.Module):
             declare(self, "weight", weight, dtype=dtype)
         else:
             self.register_parameter("weight", tied)
+
+    def again(self) -> "VocabHead":
+        """The same head for one more use in a forward; engines count the gradients of each use."""
+        return VocabHead(
+            self.table, self.region, vocab_size=self.vocab_size, tied=self.weight, dtype=self.weight.dtype,
+            readout=self.readout,
+        )  # fmt: skip
 
     def loss(self, x: Tensor, labels: Tensor) -> Tensor:
         """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it, labels [t] -> scalar.

@@ -3,6 +3,7 @@
 Attention stays inside a document and positions start again at 0 in each. A row always starts a document.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,17 @@ def labels_inside_documents(ids: NDArray[np.integer], eod: int) -> NDArray[np.bo
     _check_rows(ids)
     inside: NDArray[np.bool_] = ids != eod
     return inside
+
+
+def tokens_further_on(lengths: Sequence[int], distance: int) -> NDArray[np.int64]:
+    """[t]: number of the token `distance` places further on in the same document, and -1 where the document ends first.
+
+    >>> tokens_further_on([3, 1, 4], 2).tolist()
+    [2, -1, -1, -1, 6, 7, -1, -1]
+    """
+    ends = np.repeat(np.cumsum(lengths), lengths)
+    found = np.arange(len(ends), dtype=np.int64) + distance
+    return np.where(found < ends, found, -1)
 
 
 def pad_documents(cu: NDArray[np.int32], count: int) -> NDArray[np.int32]:

@@ -106,7 +106,7 @@ def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     return Loader(
         splits.train, Masks(eod=eod), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=trainer.device,
-        slicing=my_slicing(run.parallel, mesh),
+        slicing=my_slicing(run.parallel, mesh), further=run.model.mtp.depths,
     )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ from megalith.parallel.watch import backend_timeout
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.transfers import channels, with_transfers
 
-Ending = Callable[[Tensor], Tensor]
-"""The summed loss of a microbatch -> what backward starts from."""
+Ending = Callable[[Sequence[Tensor]], Tensor]
+"""The summed losses of a microbatch, of the next token and of further depths -> what backward starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +54,21 @@ class Staged:
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
     def forward_backward(self, batches: Sequence[Batch], ending: Ending) -> Tensor:
-        """Every microbatch forward and backward; the sum of their losses, float64, and 0 where there is no loss."""
+        """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths], and 0 where there is
+        no loss."""
         return self._run(batches, ending)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
         """Every microbatch forward; the sum of their losses, float64, and 0 where there is no loss."""
         with torch.no_grad():
-            return self._run(batches, None)
+            return self._run(batches, None)[0]
 
     def _run(self, batches: Sequence[Batch], ending: Ending | None) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
             p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None
         )
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.zeros(1 + self.run.model.mtp.depths, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
         pipeline = Pipeline(
             self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
@@ -100,9 +101,9 @@ class _Running:
         batch, x = self.batches[microbatch], received[0] if received else None
         if not self.model.stage.loss:
             return (self.model(batch.ids, batch.tokens, x=x),)
-        loss = self.model.loss(batch.ids, batch.labels, batch.tokens, x=x)
-        self.total.add_(loss.detach())
-        return () if self.ending is None else (self.ending(loss),)
+        losses = self.model.losses(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further)
+        self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
+        return () if self.ending is None else (self.ending(losses),)
 
 
 def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:

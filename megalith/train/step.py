@@ -14,7 +14,7 @@ from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.train.build import Trainer
-from megalith.train.loss import share_of_mean
+from megalith.train.loss import share_of_means
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class StepResult:
     num_zeros: int | None = None
     """Elements of the gradient that were zero; None unless optim.count_zeros."""
 
+    further_losses: tuple[float, ...] = ()
+    """The mean of every depth that predicts further ahead."""
+
 
 def train_step(
     trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False
@@ -48,11 +51,13 @@ def train_step(
     data, mesh = trainer.data, trainer.mesh
     scale = 1.0 if trainer.loss_scale is None else trainer.loss_scale.scale
     data.begin_step(len(batches.microbatches))
-    ending = partial(share_of_mean, num_labels=batches.num_labels, mesh=mesh, scale=scale)
+    counts = (batches.num_labels, *batches.num_further)
+    weight = trainer.run.model.mtp.loss_weight
+    ending = partial(share_of_means, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
     total = trainer.staged.forward_backward(batches.microbatches, ending)
     owned = data.finish()
     news = _share_news(trainer, owned, total, stop)
-    loss_sum, stopping, squares, zeros = news.tolist()
+    stopping, squares, zeros, *sums = news.tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
     if trainer.loss_scale is not None:
@@ -60,7 +65,7 @@ def train_step(
     if finite:
         trainer.optimizer.step(
             [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,
-            scale=_multiplier(news[2].sqrt() / scale, trainer.run.optim.clip_grad, scale),
+            scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
         data.publish()
     elif trainer.run.optim.nonfinite_grad == "raise":
@@ -68,21 +73,21 @@ def train_step(
             f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce schedule.lr, check the "
             f"data, or set optim.nonfinite_grad=skip."
         )
+    loss, *further = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
     return StepResult(
-        loss_sum / max(1, batches.num_labels), grad_norm, finite, stopping > 0,
-        int(zeros) if trainer.run.optim.count_zeros else None,
-    )  # fmt: skip
+        loss, grad_norm, finite, stopping > 0, int(zeros) if trainer.run.optim.count_zeros else None, tuple(further)
+    )
 
 
-def _share_news(trainer: Trainer, owned: Sequence[Owned], loss: Tensor, stop: bool) -> Tensor:
-    """What all ranks must know, in one message: loss, ranks that stop, sum of squares and zeros of the gradient."""
+def _share_news(trainer: Trainer, owned: Sequence[Owned], losses: Tensor, stop: bool) -> Tensor:
+    """What all ranks must know, in one message: ranks that stop, sum of squares and zeros of the gradient, losses."""
     mesh = trainer.mesh
     mine = counted([(o.shard, o.gradient) for o in owned], mesh)
-    zeros = num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else loss.new_zeros(())
-    # The loss is the same on every tensor-parallel rank, so the first speaks for all; and 0 before the last stage.
-    part = loss if mesh.tp.rank == 0 else torch.zeros_like(loss)
-    news = torch.stack([part, loss.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
-    return all_reduce_(news, mesh.world)
+    zeros = num_zeros(mine, trainer.device) if trainer.run.optim.count_zeros else losses.new_zeros(())
+    # Losses are the same on every tensor-parallel rank, so the first speaks for all; and 0 before the last stage.
+    part = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
+    news = torch.stack([losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
+    return all_reduce_(torch.cat([news, part]), mesh.world)
 
 
 def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:

@@ -238,6 +238,7 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
         dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),
         slicing=my_slicing(run.parallel, mesh), dropout_seed=run.seed if run.model.dropout.drops() else None,
+        further=run.model.mtp.depths,
     )  # fmt: skip
 
 

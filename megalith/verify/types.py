@@ -52,7 +52,7 @@ from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank
 from megalith.testing.inject import replaced
-from megalith.train.loss import share_of_mean
+from megalith.train.loss import share_of_means
 from megalith.verify.faults import fault_named, planted
 
 TYPES: Mapping[str, Type] = {"R": R, "I": I, "V": V, "P": P}
@@ -272,6 +272,8 @@ class Batch:
     ids: Tensor
     labels: Tensor
     tokens: Tokens
+    further: tuple[tuple[Tensor, Tensor], ...] = ()
+    """(ids, labels) of every depth that predicts further ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,14 +321,16 @@ def _build(
     stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
-    batch = paper_batch(parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh))
+    batch = paper_batch(
+        parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh), further=model.mtp.depths
+    )
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
     x, dy = (torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     received, gradient = None if stage.embedding else x.requires_grad_(), None if stage.loss else dy
     return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradient)
 
 
-def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE) -> Batch:
+def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0) -> Batch:
     """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths."""
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
@@ -335,8 +339,11 @@ def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE) -> Bat
         tokens = tokens_of_slices(slices, slicing, device="meta")
     else:
         tokens = tokens_of_lengths(lengths, device="meta")
-    ids, labels, numbers = (torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3))
-    return Batch(ids, labels, replace(tokens, dropout=DropoutKey(0, numbers)))
+    ids, labels, numbers, *others = (
+        torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3 + 2 * further)
+    )
+    pairs = tuple(zip(others[0::2], others[1::2], strict=True))
+    return Batch(ids, labels, replace(tokens, dropout=DropoutKey(0, numbers)), pairs)
 
 
 def mesh_axes(grid: Grid) -> dict[str, MeshAxis]:
@@ -549,7 +556,8 @@ def declare_inputs(batch: Batch) -> None:
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
     near, everyone = ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
-    for value in (batch.ids, batch.labels, *tensors, *(batch.tokens.dropout or ()), *near):
+    further = [value for pair in batch.further for value in pair]
+    for value in (batch.ids, batch.labels, *further, *tensors, *(batch.tokens.dropout or ()), *near):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
     for value in everyone:
@@ -718,9 +726,10 @@ def _forward(place: Place) -> Tensor:
         x = place.model(batch.ids, batch.tokens, x=place.received)
         expect("hidden states for the next stage", x, place.hidden)
         return x
-    loss = place.model.loss(batch.ids, batch.labels, batch.tokens, x=place.received)
-    expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
-    return share_of_mean(loss, num_labels=1000, mesh=place.mesh)
+    losses = place.model.losses(batch.ids, batch.labels, batch.tokens, x=place.received, further=batch.further)
+    for loss in losses:
+        expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
+    return share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh)
 
 
 def _without_gradient(place: Place) -> Iterator[Problem]:

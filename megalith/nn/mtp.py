@@ -1,0 +1,92 @@
+"""Multi-token prediction: layers after the last that learn to predict tokens further ahead than the next.
+
+Depth 1 reads the hidden states that the next token is predicted from and the embedding of that token, and predicts the
+token after it; each further depth reads what the one before it gives, and the token one further on. Table and head are
+the model's own. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the embedding comes first in what is
+projected, as in the published weights, where the paper's equation 21 has it last.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.kernels.attention import attention
+from megalith.kernels.rebuilt import value_of
+from megalith.kernels.tokens import Tokens
+from megalith.nn.block import BLOCKS
+from megalith.nn.embedding import Entrance
+from megalith.nn.norm import build_norm
+from megalith.parallel.context import Attend
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.recompute import LayerRunner
+from megalith.parallel.tensor import Declared, Init, Region, VocabEmbedding, VocabHead, WholeLinear
+from megalith.plan.shards import whole
+
+KEEP_ALL = RecomputeConfig()
+
+
+class FurtherPrediction(nn.Module):
+    """Hidden states x [t, h] and the token k further on than each, ids [t] -> hidden states for the token after that.
+
+    x as the region has tokens, ids of all of them -> [t, h] as the region has tokens, normed.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
+        shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+    ) -> None:  # fmt: skip
+        """`table`: the embedding's; `shared`: its parameter, where this rank has it already; `head`: the model's."""
+        super().__init__()
+        h = config.hidden_size
+        self.embed = VocabEmbedding(table, region, dtype=dtype, tied=shared)
+        self.entrance = Entrance(replace(config, positions="none"), region, dtype=dtype)
+        self.embed_norm, self.hidden_norm, self.norm = (
+            build_norm(f"{name}.{word}", h, config, invariant=region.invariant, dtype=dtype)
+            for word in ("embed_norm", "hidden_norm", "norm")
+        )
+        project = whole(f"{name}.project", (h, 2 * h), invariant=region.invariant)
+        self.project = WholeLinear(Declared(project, Init(config.init_std)), dtype=dtype)
+        self.layer = BLOCKS[config.block](
+            f"{name}.layer", config, mesh, region, dtype=dtype, index=config.num_layers - 1, core=core,
+            recompute=recompute,
+        )  # fmt: skip
+        self.run_layers = LayerRunner(recompute, OffloadConfig(), mesh.tp)
+        self.head = head.again()
+
+    def forward(self, x: Tensor, ids: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h], ids [t] -> [t, h]."""
+        embedded = self.entrance(self.embed(ids), tokens)
+        both = torch.cat([value_of(self.embed_norm(embedded)), value_of(self.hidden_norm(x))], dim=-1)
+        return value_of(self.norm(self.run_layers([self.layer], self.project(both), tokens)))
+
+
+class FurtherPredictions(nn.Module):
+    """All depths, one after the other; none where the model predicts the next token only.
+
+    A module of its own, and no list in the model, so that engines which look for layers take it for one part.
+    """
+
+    def __init__(
+        self, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
+        shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.depths = nn.ModuleList()
+        for depth in range(config.mtp.depths):
+            made = FurtherPrediction(
+                f"mtp.{depth}", config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
+                recompute=recompute,
+            )  # fmt: skip
+            self.depths.append(made)
+            shared = made.embed.weight
+
+    def losses(self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens) -> Iterator[Tensor]:
+        """The summed loss of every depth for which there are (ids, labels), each [t]; x: hidden states of the model."""
+        for prediction, (ids, labels) in zip(self.depths, further, strict=False):
+            assert isinstance(prediction, FurtherPrediction)
+            x = prediction(x, ids, tokens)
+            yield prediction.head.loss(x, labels)
