@@ -130,6 +130,18 @@ class ModelConfig:
         """Features per head (d)."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
 
+    def key_size(self) -> int:
+        """Features per head of queries and keys."""
+        return self.head_size() if self.mla is None else self.mla.nope_dim + self.mla.rope_dim
+
+    def value_size(self) -> int:
+        """Features per head of values."""
+        return self.head_size() if self.mla is None else self.mla.value_dim
+
+    def shares_table(self) -> bool:
+        """Whether the stage with the loss needs the embedding's table, too."""
+        return self.tied_embeddings or self.mtp.depths > 0
+
     def has_window(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
         pattern = self.attention.window_layers

@@ -4,61 +4,122 @@ In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head siz
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.plan.shards import split_evenly, split_heads
+from megalith.plan.parameters import held_parameters, layer_parameters, tensor_part
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Weights of the whole model as they are stored, padded vocabulary rows included.
+    """Weights of the whole model as they are stored, padded vocabulary rows included; published numbers have none.
 
-    v·h (twice if the head is not tied) + L·(h·(n + 2g)·d + n·d·h + 3·h·f + 2·h) + h, and biases where there are any.
+    By default v·h (twice if the head is not tied) + L·(h·(n + 2g)·d + n·d·h + 3·h·f + 2·h) + h; plan/parameters.py has
+    the terms of everything else.
     """
     return num_parameters_per_rank(config, tp=1)
 
 
 def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
     """Weights on the rank that holds most: matrices are split over tp, norms and output biases are whole on each."""
-    h, d, part = config.hidden_size, config.head_size(), _largest_part(config, tp)
-    qkv = (part.heads + 2 * part.kv_heads) * d
-    attention = h * qkv + part.heads * d * h + config.qkv_bias * qkv + config.output_bias * h
-    mlp = 3 * h * part.ffn + config.mlp_bias * (2 * part.ffn + h)
-    tables = 1 if config.tied_embeddings else 2
-    return tables * part.vocab * h + config.num_layers * (attention + mlp + 2 * h) + h
+    parts = {tensor_part(config, tp=tp, rank=rank): rank for rank in range(tp)}
+    return max(_held(config, tp, rank) for rank in parts.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The largest share that any tensor-parallel rank has of what is split."""
-
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
+def _held(config: ModelConfig, tp: int, rank: int) -> int:
+    """All layers hold equally many."""
+    ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
+    layer = layer_parameters(config, 0, tensor_part(config, tp=tp, rank=rank))
+    return sum(one.numel for one in ends) + config.num_layers * sum(one.numel for one in layer)
 
 
-def _largest_part(config: ModelConfig, tp: int) -> _Part:
-    heads = split_heads(config.num_heads, config.num_kv_heads, tp)
-    return _Part(
-        heads=max(heads.queries),
-        kv_heads=max(heads.keys),
-        ffn=max(split_evenly(config.ffn_hidden_size, tp)),
-        vocab=max(split_evenly(config.padded_vocab_size(), tp)),
-    )
+# --- operations
 
 
-def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int) -> int:
+def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, windowed: int | None = None) -> int:
     """Useful floating-point operations of forward and backward for some documents; recomputation does not count.
 
-    tokens: sum of the documents' lengths; squared_lengths: sum of their squares. A multiply-add is two operations and
-    backward costs twice the forward, hence the sixes: 6·tokens·(L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v) for the weight
-    matrices and 6·squared_lengths·L·n·d for attention, of which causality leaves half.
+    tokens: sum of the documents' lengths; squared_lengths: sum of their squares; windowed: sum of `pairs_in_window`
+    over them, of use to models with windows only; unset: as for documents that are all equally long. A multiply-add is
+    two operations and backward costs twice the forward, hence the sixes: 6·tokens for each element of a matrix, which
+    by default are L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality
+    leaves half. Each depth of multi-token prediction adds a layer as the last one, 2·h·h, and the head once more.
+    Norms, biases, positions and activations are not counted.
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted whole.
     """
-    h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
-    layer = h * (n + 2 * g) * d + n * d * h + 3 * h * config.ffn_hidden_size
-    matrices = config.num_layers * layer + h * config.vocab_size  # padded rows take no part in the head's product
-    return 6 * tokens * matrices + 6 * squared_lengths * config.num_layers * n * d
+    seen = _Seen(tokens, squared_lengths, windowed)
+    layers = sum(_layer_flops(config, layer, seen) for layer in range(config.num_layers))
+    return layers + _further_flops(config, seen) + head_flops(config, tokens)
+
+
+def layer_flops(config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int) -> int:
+    """The same of one layer, numbered over all stages."""
+    return _layer_flops(config, layer, _Seen(tokens, squared_lengths, None))
+
+
+def head_flops(config: ModelConfig, tokens: int) -> int:
+    """The same of the product with the vocabulary, in which padded rows take no part."""
+    return 6 * tokens * config.hidden_size * config.vocab_size
+
+
+def attention_flops(config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int) -> int:
+    """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v)."""
+    return _core_flops(config, layer, _Seen(tokens, squared_lengths, None))
+
+
+def mlp_flops(config: ModelConfig, tokens: int) -> int:
+    """The same of one layer's MLP."""
+    return 6 * tokens * _matrices(config, "mlp.")
+
+
+def pairs_in_window(length: int, window: int) -> int:
+    """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included.
+
+    Twice, so that it compares with length², which counts a token's own pair half; it is never more.
+
+    >>> [pairs_in_window(5, window) for window in (1, 2, 4, 5, 9)]
+    [10, 18, 25, 25, 25]
+    """
+    inside = min(window, length)
+    return min(length**2, inside * (inside + 1) + 2 * inside * (length - inside))
+
+
+class _Seen(NamedTuple):
+    """Some documents."""
+
+    tokens: int
+    squared_lengths: int
+    windowed: int | None
+
+    def doubled_pairs(self, window: int | None) -> int:
+        """Of queries and keys, twice."""
+        if window is None or self.tokens == 0 or self.squared_lengths == 0:
+            return self.squared_lengths
+        if self.windowed is not None:
+            return self.windowed
+        typical = max(1, round(self.squared_lengths / self.tokens))
+        return min(self.squared_lengths, round(pairs_in_window(typical, window) * self.tokens / typical))
+
+
+def _layer_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
+    return 6 * seen.tokens * _matrices(config) + _core_flops(config, layer, seen)
+
+
+def _further_flops(config: ModelConfig, seen: _Seen) -> int:
+    """What multi-token prediction adds."""
+    h, last = config.hidden_size, config.num_layers - 1
+    own = 6 * seen.tokens * 2 * h * h + head_flops(config, seen.tokens)
+    return config.mtp.depths * (own + _layer_flops(config, last, seen))
+
+
+def _matrices(config: ModelConfig, inside: str = "") -> int:
+    """Elements of all matrices of a layer, or of those in one part of it."""
+    held = layer_parameters(config, 0, tensor_part(config, tp=1, rank=0))
+    return sum(one.numel for one in held if one.matrix and one.name.startswith(f"layers.0.{inside}"))
+
+
+def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
+    pairs = seen.doubled_pairs(config.attention.window if config.has_window(layer) else None)
+    return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> int:

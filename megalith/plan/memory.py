@@ -164,7 +164,7 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
             stacks[-1].append(number)
         else:
             stacks.append([number])
-    shared = run.model.tied_embeddings and divided and len(workload.table_holders) > 1
+    shared = run.model.shares_table() and divided and len(workload.table_holders) > 1
     return plan_buckets(
         [one.numel for one in parameters],
         bucket_numel=run.parallel.bucket_numel,
@@ -179,9 +179,9 @@ def _kind(workload: Workload, one: HeldParameter) -> str:
     """Over which tensor-parallel ranks its gradient is summed; "" for over none of them."""
     run = workload.run
     copies = tensor_part(run.model, tp=run.parallel.tp, rank=0).kv_copies
-    if one.cut or not (run.parallel.sp or ".attention.kv" in one.name):
+    if one.cut or (one.summed == "sp" and not run.parallel.sp):
         return ""
-    return "those with the same heads" if ".attention.kv" in one.name or copies == run.parallel.tp else "all"
+    return "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
 
 
 def _state(

@@ -1,10 +1,15 @@
 """Every parameter that one rank holds, by name and size, in the order in which the model declares them; no torch."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from megalith.config.model import ModelConfig
 from megalith.plan.shards import split_evenly, split_heads
+
+Summed = Literal["sp", "heads", "always"]
+"""Where tensor-parallel ranks hold the same, whose gradients are summed: those of all ranks, but only with sp, because
+without it they all do the same work; those of the ranks with the same key/value heads; or always those of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,14 +22,22 @@ class HeldParameter:
     rows: int
     """Of this rank's box as it lies in memory: outputs; all elements of a vector."""
 
-    columns: int
+    columns: int = 1
     """Inputs; 1 for a vector."""
 
-    cut: bool
-    """Whether the box differs between tensor-parallel ranks; else all of them hold the whole."""
+    cut: bool = False
+    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the same."""
 
     stacked: bool = False
     """It lies right below the parameter before it, because one matmul reads both."""
+
+    summed: Summed = "sp"
+    """What becomes of the gradients of ranks that hold the same."""
+
+    @property
+    def matrix(self) -> bool:
+        """Whether tokens are multiplied by it; every model has several inputs."""
+        return self.columns > 1
 
     @property
     def numel(self) -> int:
@@ -45,57 +58,140 @@ class TensorPart:
 
 
 def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
-    """The share of tensor-parallel rank number `rank`."""
+    """The share of tensor-parallel rank number `rank`; in latent attention every head has its own keys and values."""
+    ffn, vocab = split_evenly(model.ffn_hidden_size, tp)[rank], split_evenly(model.padded_vocab_size(), tp)[rank]
+    if model.mla is not None:
+        own = split_evenly(model.num_heads, tp)[rank]
+        return TensorPart(heads=own, kv_heads=own, ffn=ffn, vocab=vocab, kv_copies=1)
     heads = split_heads(model.num_heads, model.num_kv_heads, tp)
     copies = tp // len(heads.keys)
     return TensorPart(
-        heads=heads.queries[rank],
-        kv_heads=heads.keys[rank // copies],
-        ffn=split_evenly(model.ffn_hidden_size, tp)[rank],
-        vocab=split_evenly(model.padded_vocab_size(), tp)[rank],
-        kv_copies=copies,
+        heads=heads.queries[rank], kv_heads=heads.keys[rank // copies], ffn=ffn, vocab=vocab, kv_copies=copies
     )
 
 
 def layer_parameters(model: ModelConfig, index: int, part: TensorPart) -> list[HeldParameter]:
     """The parameters of layer number `index`, counted over all stages."""
-    h, d, f = model.hidden_size, model.head_size(), part.ffn
-    kv_cut = part.kv_copies == 1
+    return _under(f"layers.{index}", _layer(model, part))
+
+
+def _under(prefix: str, parameters: Iterator[HeldParameter]) -> list[HeldParameter]:
+    return [replace(one, name=f"{prefix}.{one.name}") for one in parameters]
+
+
+def _layer(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+    """A layer's: norms, attention and MLP in the order in which x meets them."""
+    before, after = model.norm_placement != "after", model.norm_placement != "before"
+    if before:
+        yield from _norm("attention_norm", model)
+    yield from _latent_attention(model, part) if model.mla is not None else _attention(model, part)
+    if after:
+        yield from _norm("attention_post_norm", model)
+    if before and model.block != "parallel_one_norm":
+        yield from _norm("mlp_norm", model)
+    yield from _mlp(model, part)
+    if after:
+        yield from _norm("mlp_post_norm", model)
+
+
+def _norm(name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp") -> Iterator[HeldParameter]:
+    """A weight and, for LayerNorm, a bias, of `size` features; unset: h."""
+    yield HeldParameter(f"{name}.weight", size or model.hidden_size, summed=summed)
+    if model.norm == "layer":
+        yield HeldParameter(f"{name}.bias", size or model.hidden_size, summed=summed)
+
+
+def _attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+    """h·(n + 2 g)·d + n·d·h, and n·d·h more with a gate."""
+    h, d, kv_cut, kind = model.hidden_size, model.head_size(), part.kv_copies == 1, model.attention
     query, keys = part.heads * d, 2 * part.kv_heads * d
-    rows = [
-        ("attention_norm.weight", h, 1, False, False),
-        ("attention.q", query, h, True, False),
-        ("attention.kv", keys, h, kv_cut, True),
-        *([("attention.q_bias", query, 1, True, False)] if model.qkv_bias else []),
-        *([("attention.kv_bias", keys, 1, kv_cut, False)] if model.qkv_bias else []),
-        ("attention.o", h, query, True, False),
-        *([("attention.o_bias", h, 1, False, False)] if model.output_bias else []),
-        ("mlp_norm.weight", h, 1, False, False),
-        ("mlp.gate_up", 2 * f, h, True, False),
-        *([("mlp.gate_up_bias", 2 * f, 1, True, False)] if model.mlp_bias else []),
-        ("mlp.down", h, f, True, False),
-        *([("mlp.down_bias", h, 1, False, False)] if model.mlp_bias else []),
-    ]
-    return [
-        HeldParameter(f"layers.{index}.{name}", height, width, cut, stacked)
-        for name, height, width, cut, stacked in rows
-    ]
+    yield HeldParameter("attention.q", query, h, cut=True)
+    yield HeldParameter("attention.kv", keys, h, cut=kv_cut, stacked=True, summed="heads")
+    if kind.gated:
+        yield HeldParameter("attention.gate", query, h, cut=True, stacked=True)
+    if model.qkv_bias:
+        yield HeldParameter("attention.q_bias", query, cut=True)
+        yield HeldParameter("attention.kv_bias", keys, cut=kv_cut, summed="heads")
+        if kind.gated:
+            yield HeldParameter("attention.gate_bias", query, cut=True)
+    if kind.qk_norm == "head":
+        yield from _norm("attention.q_norm", model, size=d, summed="always")
+        yield from _norm("attention.k_norm", model, size=d, summed="always")
+    elif kind.qk_norm == "whole":
+        yield HeldParameter("attention.q_norm.weight", query, cut=True)
+        yield HeldParameter("attention.k_norm.weight", part.kv_heads * d, cut=kv_cut, summed="heads")
+    if kind.sinks:
+        yield HeldParameter("attention.sinks", part.heads, cut=True)
+    yield from _output(model, query)
+
+
+def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+    """q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv + d_rope) + r_kv +
+    r_kv·n·(d_nope + d_v); and n·d_v·h."""
+    sizes, h = model.mla, model.hidden_size
+    assert sizes is not None
+    query = part.heads * (sizes.nope_dim + sizes.rope_dim)
+    if sizes.q_rank is None:
+        yield HeldParameter("attention.q", query, h, cut=True)
+    else:
+        yield HeldParameter("attention.q_down", sizes.q_rank, h)
+        yield HeldParameter("attention.q_down_norm.weight", sizes.q_rank)
+        yield HeldParameter("attention.q_up", query, sizes.q_rank, cut=True)
+    yield HeldParameter("attention.kv_down", sizes.kv_rank + sizes.rope_dim, h)
+    yield HeldParameter("attention.kv_down_norm.weight", sizes.kv_rank)
+    yield HeldParameter("attention.kv_up", part.heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank, cut=True)
+    yield from _output(model, part.heads * sizes.value_dim)
+
+
+def _output(model: ModelConfig, features: int) -> Iterator[HeldParameter]:
+    """From all heads' features back to h."""
+    yield HeldParameter("attention.o", model.hidden_size, features, cut=True)
+    if model.output_bias:
+        yield HeldParameter("attention.o_bias", model.hidden_size)
+
+
+def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+    """3·h·f with a gate, else 2·h·f."""
+    h, up, f = model.hidden_size, "mlp.gate_up" if model.gated else "mlp.up", part.ffn
+    inner = 2 * f if model.gated else f
+    yield HeldParameter(up, inner, h, cut=True)
+    if model.mlp_bias:
+        yield HeldParameter(f"{up}_bias", inner, cut=True)
+    yield HeldParameter("mlp.down", h, f, cut=True)
+    if model.mlp_bias:
+        yield HeldParameter("mlp.down_bias", h)
 
 
 def held_parameters(
     model: ModelConfig, *, tp: int, tp_rank: int, layers: Sequence[int], embedding: bool, loss: bool
 ) -> list[HeldParameter]:
-    """Everything of some layers, of the embedding if it is here, and of the last norm and the head if the loss is here.
+    """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
-    A tied head is the embedding's parameter; on a stage without the embedding it is a second copy of it.
+    A tied head, and the table that further predictions read, are the embedding's parameter; on a stage without the
+    embedding it is a second copy of it.
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
-    held = [HeldParameter("embed.weight", part.vocab, h, cut=True)] if embedding else []
+    table = HeldParameter("embed.weight", part.vocab, h, cut=True)
+    held = [table] if embedding else []
+    if embedding and model.positions == "learned":
+        held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
     for index in layers:
         held += layer_parameters(model, index, part)
     if loss:
-        held.append(HeldParameter("norm.weight", h, 1, cut=False))
-        if not (model.tied_embeddings and embedding):
-            name = "embed.weight" if model.tied_embeddings else "head.weight"
-            held.append(HeldParameter(name, part.vocab, h, cut=True))
+        held += _norm("norm", model)
+        if not model.tied_embeddings:
+            held.append(HeldParameter("head.weight", part.vocab, h, cut=True))
+        if model.shares_table() and not embedding:
+            held.append(table)
+        for depth in range(model.mtp.depths):
+            held += _under(f"mtp.{depth}", _further(model, part))
     return held
+
+
+def _further(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+    """One depth of multi-token prediction: a layer, 2·h·h, and three norms."""
+    for word in ("embed_norm", "hidden_norm", "norm"):
+        yield from _norm(word, model)
+    yield HeldParameter("project", model.hidden_size, 2 * model.hidden_size)
+    for one in _layer(model, part):
+        yield replace(one, name=f"layer.{one.name}")

@@ -137,14 +137,17 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
     tp, wide = run.parallel.tp, WIDTHS[run.precision.params].sums
     held = workload.parameters(pp_rank, tp_rank)
     copies = tensor_part(run.model, tp=tp, rank=tp_rank).kv_copies
-    heads = sum(one.numel for one in held if not one.cut and ".attention.kv" in one.name)
-    whole = sum(one.numel for one in held if not one.cut and ".attention.kv" not in one.name)
+    same = [one for one in held if not one.cut]
+    heads = sum(one.numel for one in same if one.summed == "heads")
+    whole = sum(one.numel for one in same if one.summed == "always" or (one.summed == "sp" and run.parallel.sp))
     yield _row(
         "tp", "gradients of shared heads", "all_reduce",
         ranks=copies, calls=1 if heads else 0, nbytes=heads * wide // workload.shards,
     )  # fmt: skip
-    if run.parallel.sp:
-        yield _row("tp", "gradients of norms", "all_reduce", ranks=tp, calls=1, nbytes=whole * wide // workload.shards)
+    yield _row(
+        "tp", "gradients of norms", "all_reduce", ranks=tp, calls=1 if whole else 0,
+        nbytes=whole * wide // workload.shards,
+    )  # fmt: skip
 
 
 # --- cp
@@ -224,9 +227,9 @@ def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of a tied table, which the first and the last stage both hold, to each other holder."""
+    """The gradient of a table that the first and the last stage both hold, to each other holder."""
     run, holders = workload.run, workload.table_holders
-    if not run.model.tied_embeddings or pp_rank not in holders:
+    if not run.model.shares_table() or pp_rank not in holders:
         return
     rows = tensor_part(run.model, tp=run.parallel.tp, rank=0).vocab
     others = len(holders) - 1

@@ -6,21 +6,30 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalith.config.attention import AttentionConfig, MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.cross_entropy import Head
 from megalith.models.decoder import Decoder
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_on_paper, model_grid
 from megalith.plan.costs import (
+    attention_flops,
     flops_per_token,
+    head_flops,
+    layer_flops,
     loss_chunk,
+    mlp_flops,
     model_flops_utilisation,
     num_parameters,
     num_parameters_per_rank,
+    pairs_in_window,
     step_flops,
     tflops_per_device,
 )
+from megalith.plan.parameters import layer_parameters, tensor_part
+from megalith.verify.variants import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
     vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_hidden_size=14336
@@ -55,6 +64,22 @@ def llama(h: int, layers: int, heads: int, kv_heads: int, ffn: int, vocab: int) 
 
 
 QWEN25_HALF_B = replace(llama(896, 24, 14, 2, 4864, 151936), tied_embeddings=True, qkv_bias=True)
+GPT = replace(
+    llama(12, 2, 4, 4, 48, 100), max_seq_len=4, positions="learned", norm="layer", gated=False, activation="gelu",
+    qkv_bias=True, output_bias=True, mlp_bias=True, vocab_multiple=1,
+)  # fmt: skip
+GPT2 = replace(
+    GPT, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_hidden_size=3072, vocab_size=50257,
+    max_seq_len=1024, tied_embeddings=True,
+)  # fmt: skip
+QWEN3_06B = replace(
+    llama(1024, 28, 16, 8, 3072, 151936), head_dim=128, tied_embeddings=True, attention=AttentionConfig(qk_norm="head")
+)  # fmt: skip
+DEEPSEEK = replace(
+    llama(7168, 1, 128, 128, 18432, 129280),
+    mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
+)  # fmt: skip
+"""The attention of DeepSeek-V3, with its dense MLP."""
 
 
 @pytest.mark.parametrize(
@@ -65,10 +90,21 @@ QWEN25_HALF_B = replace(llama(896, 24, 14, 2, 4864, 151936), tied_embeddings=Tru
         (llama(4096, 32, 32, 32, 11008, 32000), 6_738_415_616),  # Llama 2 7B
         (replace(llama(2048, 16, 32, 8, 8192, 128256), tied_embeddings=True), 1_235_814_400),  # Llama 3.2 1B
         (QWEN25_HALF_B, 494_032_768),
+        (GPT2, 124_439_808),
+        (GPT, 6240),
+        (QWEN3_06B, 596_049_920),
+        (replace(llama(2048, 18, 8, 1, 16384, 256000), head_dim=256, tied_embeddings=True), 2_506_172_416),  # Gemma 2B
     ],
 )
 def test_published_models_have_their_published_number_of_parameters(config: ModelConfig, parameters: int) -> None:
     assert num_parameters(config) == parameters
+
+
+def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> None:
+    held = layer_parameters(DEEPSEEK, 0, tensor_part(DEEPSEEK, tp=1, rank=0))
+    assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
+    further, h = num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK), 7168
+    assert further == sum(one.numel for one in held) + 2 * h * h + 3 * h
 
 
 def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> Decoder:
@@ -77,8 +113,8 @@ def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> D
     return Decoder(config, mesh_on_paper(grid, rank=rank), sp=sp)
 
 
-@pytest.mark.parametrize("config", VARIANTS)
-@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+@pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values()], ids=lambda config: config.norm)
+@pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_count_per_rank_is_that_of_the_largest_part_built(config: ModelConfig, tp: int) -> None:
     counts = [sum(p.numel() for p in built(config, tp=tp, rank=rank).parameters()) for rank in range(tp)]
     assert num_parameters_per_rank(config, tp=tp) == max(counts)
@@ -103,32 +139,100 @@ def test_documents_cost_less_attention_than_one_long_row() -> None:
     assert whole - halves == 6 * (64**2 - 2 * 32**2) * SMALL.num_layers * 8 * 16
 
 
-@pytest.mark.parametrize("config", VARIANTS)
+def test_a_window_costs_the_pairs_that_it_leaves() -> None:
+    for length, window in ((7, 3), (7, 1), (40, 39), (5, 5), (5, 9)):
+        pairs = 2 * sum(min(window, seen) for seen in range(1, length + 1))
+        assert pairs_in_window(length, window) == min(pairs, length**2)
+        every = replace(SMALL, attention=AttentionConfig(window=window))
+        without = replace(SMALL, attention=AttentionConfig(window=window, window_layers=(False,)))
+        assert step_flops(without, tokens=length, squared_lengths=length**2) == step_flops(
+            SMALL, tokens=length, squared_lengths=length**2
+        )
+        saved = step_flops(SMALL, tokens=length, squared_lengths=length**2) - step_flops(
+            every, tokens=length, squared_lengths=length**2
+        )
+        assert saved == 6 * SMALL.num_layers * 8 * 16 * (length**2 - pairs_in_window(length, window))
+
+
+def test_windowed_pairs_are_those_given_or_of_documents_that_are_equally_long() -> None:
+    model = replace(SMALL, attention=AttentionConfig(window=4, window_layers=(True, False, False)))
+    equal = step_flops(model, tokens=30, squared_lengths=3 * 10**2)
+    given = step_flops(model, tokens=30, squared_lengths=3 * 10**2, windowed=3 * pairs_in_window(10, 4))
+    assert equal == given
+    assert given - step_flops(model, tokens=30, squared_lengths=300, windowed=0) == 6 * 8 * 16 * 3 * 68
+    assert step_flops(model, tokens=0, squared_lengths=0) == 0
+
+
+def test_the_parts_make_up_the_whole() -> None:
+    for model in (SMALL, *KINDS.values()):
+        layers = sum(layer_flops(model, one, tokens=20, squared_lengths=400) for one in range(model.num_layers))
+        assert layers + head_flops(model, 20) == step_flops(model, tokens=20, squared_lengths=400)
+        assert mlp_flops(model, 20) + attention_flops(model, 0, tokens=20, squared_lengths=400) < layer_flops(
+            model, 0, tokens=20, squared_lengths=400
+        )
+
+
+MLA = replace(SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5))
+COUNTED = [
+    *VARIANTS,
+    replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),
+    MLA,
+    replace(MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(depths=2)),
+]
+
+
+@pytest.mark.parametrize("config", COUNTED)
 def test_operations_equal_those_counted_in_plain_products(config: ModelConfig) -> None:
     config = replace(config, vocab_multiple=1)
     length = 24
     with FlopCounterMode(display=False) as counter:
         plain_forward(config, length).sum().backward()
-    heads = config.num_heads * config.head_size()
-    uncounted = 6 * length**2 * config.num_layers * heads  # the counter sees what the causal mask hides
+    heads = config.num_heads * (config.key_size() + config.value_size())
+    # The counter sees what the causal mask hides.
+    uncounted = 3 * length**2 * (config.num_layers + config.mtp.depths) * heads
     assert counter.get_total_flops() == step_flops(config, tokens=length, squared_lengths=length**2) + uncounted
+
+
+def product(x: torch.Tensor, width: int) -> torch.Tensor:
+    return x @ torch.empty(width, x.shape[-1], device="meta", requires_grad=True).T
 
 
 def plain_forward(config: ModelConfig, length: int) -> torch.Tensor:
     """The model's products and nothing else, on meta tensors; biases and norms are not counted anyway."""
-    h, n, g, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size()
-
-    def product(x: torch.Tensor, width: int) -> torch.Tensor:
-        return x @ torch.empty(width, x.shape[-1], device="meta", requires_grad=True).T
-
-    x = torch.empty(length, h, device="meta", requires_grad=True)
+    x = torch.empty(length, config.hidden_size, device="meta", requires_grad=True)
     for _ in range(config.num_layers):
-        q, k, v = product(x, (n + 2 * g) * d).split([n * d, g * d, g * d], dim=-1)
-        q, k, v = (heads.unflatten(-1, (-1, d)).transpose(0, 1) for heads in (q, k, v))
-        k, v = k.repeat_interleave(n // g, dim=0), v.repeat_interleave(n // g, dim=0)
-        x = x + product((q @ k.transpose(1, 2) @ v).transpose(0, 1).flatten(1), h)
-        x = x + product(product(x, config.ffn_hidden_size) * product(x, config.ffn_hidden_size), h)
-    return product(x, config.vocab_size)
+        x = plain_layer(config, x)
+    scores = [product(x, config.vocab_size)]
+    for _ in range(config.mtp.depths):
+        x = plain_layer(config, product(torch.cat([x, x], dim=-1), config.hidden_size))
+        scores.append(product(x, config.vocab_size))
+    return torch.cat(scores)
+
+
+def plain_layer(config: ModelConfig, x: torch.Tensor) -> torch.Tensor:
+    h, f = config.hidden_size, config.ffn_hidden_size
+    q, k, v = plain_latent(config, x) if config.mla is not None else plain_heads(config, x)
+    k, v = (y.repeat_interleave(len(q) // len(k), dim=0) for y in (k, v))
+    heads = (q @ k.transpose(1, 2) @ v).transpose(0, 1).flatten(1)
+    x = x + product(heads * product(x, heads.shape[1]) if config.attention.gated else heads, h)
+    return x + product(product(x, f) * product(x, f) if config.gated else product(x, f), h)
+
+
+def plain_heads(config: ModelConfig, x: torch.Tensor) -> list[torch.Tensor]:
+    n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
+    parts = product(x, (n + 2 * g) * d).split([n * d, g * d, g * d], dim=-1)
+    return [heads.unflatten(-1, (-1, d)).transpose(0, 1) for heads in parts]
+
+
+def plain_latent(config: ModelConfig, x: torch.Tensor) -> list[torch.Tensor]:
+    sizes, n = config.mla, config.num_heads
+    assert sizes is not None
+    q = product(x if sizes.q_rank is None else product(x, sizes.q_rank), n * config.key_size())
+    latent, turned = product(x, sizes.kv_rank + sizes.rope_dim).split([sizes.kv_rank, sizes.rope_dim], dim=-1)
+    kv = product(latent, n * (sizes.nope_dim + sizes.value_dim)).unflatten(-1, (n, -1))
+    k, v = kv.split([sizes.nope_dim, sizes.value_dim], dim=-1)
+    k = torch.cat([k, turned.unsqueeze(1).expand(-1, n, -1)], dim=-1)
+    return [heads.transpose(0, 1) for heads in (q.unflatten(-1, (n, -1)), k, v)]
 
 
 def test_rates() -> None:

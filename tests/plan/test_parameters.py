@@ -1,16 +1,22 @@
 """Tests of megalith/plan/parameters.py."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
+from megalith.config.attention import AttentionConfig, MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.engine import tensor_axes
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
-from megalith.plan.parameters import held_parameters, tensor_part
+from megalith.plan.parameters import HeldParameter, held_parameters, tensor_part
+from megalith.plan.stages import Stage
+from megalith.verify.variants import VARIANTS as KINDS
 
 SMALL = ModelConfig(
     vocab_size=999, hidden_size=96, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, ffn_hidden_size=201
@@ -21,18 +27,29 @@ VARIANTS = [
     replace(SMALL, qkv_bias=True, output_bias=True, mlp_bias=True),
     replace(SMALL, num_kv_heads=8, head_dim=None, vocab_multiple=1),
 ]
+MLA = replace(SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5))
+LAYERNORM = replace(SMALL, norm="layer", norm_placement="around", qkv_bias=True)
+MORE = {
+    "mla": MLA,
+    "mla, whole queries": replace(MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), tied_embeddings=True, output_bias=True),
+    "mtp": replace(MLA, mtp=MTPConfig(depths=2)),
+    "mtp, tied": replace(SMALL, tied_embeddings=True, mtp=MTPConfig(depths=1), positions="learned"),
+    "gate with biases, norms of heads": replace(LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")),
+}
+"""Kinds of layers beside those of the matrix."""
 
 
-@pytest.mark.parametrize("config", VARIANTS)
+@pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values(), *MORE.values()], ids=lambda config: config.norm)
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, tp: int) -> None:
     if tp == 3:
-        config = replace(config, num_heads=9, num_kv_heads=3, head_dim=16)
+        config = replace(config, num_heads=9, num_kv_heads=3 if config.mla is None else 9, head_dim=16)
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
         model = Decoder(config, mesh_on_paper(grid, rank=rank))
         built = [(one.shard.name, one.shard.matrix_shape) for one, _, _ in declared_parameters(model)]
-        held = held_parameters(config, tp=tp, tp_rank=rank, layers=range(3), embedding=True, loss=True)
+        layers = range(config.num_layers)
+        held = held_parameters(config, tp=tp, tp_rank=rank, layers=layers, embedding=True, loss=True)
         assert [(one.name, one.rows, one.columns) for one in held] == [(name, *shape, 1)[:3] for name, shape in built]
         stacks = {
             f"{name}.{part}".removesuffix(".weight")
@@ -43,15 +60,37 @@ def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, 
         assert len(stacks) == sum(one.stacked for one in held)
 
 
-def test_stages_hold_everything_once_and_a_tied_table_twice() -> None:
-    for config in VARIANTS:
+@pytest.mark.parametrize("sp", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_gradients_are_summed_over_the_ranks_that_the_model_says(tp: int, sp: bool) -> None:
+    for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
+        mesh = mesh_on_paper(model_grid(ParallelConfig(tp=tp, sp=sp), config, tp), rank=1)
+        held = held_parameters(config, tp=tp, tp_rank=1, layers=range(config.num_layers), embedding=True, loss=True)
+        copies = tensor_part(config, tp=tp, rank=1).kv_copies
+        for one, (declared, _, _) in zip(held, declared_parameters(Decoder(config, mesh, sp=sp)), strict=True):
+            axes = [axis for axis in tensor_axes(declared.shard) if mesh.over(axis).size > 1]
+            ranks = math.prod(mesh.over(axis).size for axis in axes)
+            assert ranks == _summed_over(one, tp=tp, sp=sp, copies=copies), one
+
+
+def _summed_over(one: HeldParameter, *, tp: int, sp: bool, copies: int) -> int:
+    if one.cut:
+        return 1
+    return {"sp": tp if sp else 1, "heads": copies, "always": tp}[one.summed]
+
+
+def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
+    for config in (*VARIANTS, *KINDS.values(), *MORE.values()):
         first = held_parameters(config, tp=1, tp_rank=0, layers=[0, 1], embedding=True, loss=False)
-        last = held_parameters(config, tp=1, tp_rank=0, layers=[2], embedding=False, loss=True)
+        rest = range(2, config.num_layers)
+        last = held_parameters(config, tp=1, tp_rank=0, layers=rest, embedding=False, loss=True)
         table = config.padded_vocab_size() * config.hidden_size
         total = sum(one.numel for one in first + last)
-        assert total == num_parameters(config) + config.tied_embeddings * table
+        assert total == num_parameters(config) + config.shares_table() * table
         shared = {one.name for one in first} & {one.name for one in last}
-        assert shared == ({"embed.weight"} if config.tied_embeddings else set())
+        assert shared == ({"embed.weight"} if config.shares_table() else set())
+        stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True))
+        assert [one.name for one in last] == [one.shard.name for one, _, _ in declared_parameters(stage)]
 
 
 def test_ranks_that_share_heads_hold_the_same_ones() -> None:
