@@ -8,9 +8,11 @@ from typing import Any
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.tree import differences
 from megalith.errors import raise_all
+from megalith.kernels.rope import attention_factor
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
@@ -187,7 +189,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
     rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
     kept = replace(
         config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, **rounded), rope=rope,
-        logit_scale=float(f"{config.logit_scale:.12g}"),
+        logit_scale=float(f"{config.logit_scale:.12g}"), mtp=MTPConfig(depths=config.mtp.depths),
     )  # fmt: skip
     if config.mla is not None:
         return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
@@ -209,7 +211,8 @@ def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -
     if kind == "llama3":
         looked_at += ["low_freq_factor", "high_freq_factor"]
     if kind == "yarn":
-        looked_at += ["beta_fast", "beta_slow", "whole_pairs", "attention_factor"]
+        looked_at += ["beta_fast", "beta_slow", "whole_pairs"]
+        kept["attention_factor"] = float(f"{attention_factor(rope):.12g}")
     return RopeConfig(**kept, **{name: getattr(rope, name) for name in looked_at})
 
 

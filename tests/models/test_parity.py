@@ -16,7 +16,9 @@ from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError
 from megalith.infer.generate import generate
 from megalith.kernels.tokens import tokens_of_rows
+from megalith.models.convert import convert
 from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.models.pretrained import open_pretrained
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import layout_case, prove_layout
 from tests.models.families import CASES, FIRST, batch, our_gradients, our_model, saved
@@ -33,6 +35,9 @@ BOTH_WAYS = [
     pytest.param(case, dtype, marks=[] if case in FIRST and dtype == torch.bfloat16 else pytest.mark.slow)
     for case in CASES
     for dtype in (torch.float32, torch.bfloat16)
+]
+THROUGH_OURS = [
+    pytest.param(case, marks=[] if case in ("qwen3", "gpt2", "deepseek_v3") else pytest.mark.slow) for case in FIRST
 ]
 LENGTHS = [pytest.param(16, id="16"), pytest.param(64, id="64", marks=pytest.mark.slow)]
 LAYOUTS = {
@@ -93,6 +98,23 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     again = HuggingFaceFolder(tmp_path / "again")
     assert again.model_config == folder.model_config == HuggingFaceFolder(tmp_path / "ours").model_config
     assert_close(dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT)
+
+
+@pytest.mark.parametrize("name", THROUGH_OURS)
+def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
+    saved(CASES[name], tmp_path / "theirs")
+    convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
+    convert(open_pretrained(tmp_path / "ours"), tmp_path / "back", "huggingface")
+    first, last = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / path, attn_implementation="eager")
+        for path in ("theirs", "back")
+    )
+    ids, _ = batch(first.config.vocab_size)
+    if type(first) is type(last):
+        assert_close(dict(last.named_parameters()), dict(first.named_parameters()), EXACT)
+        assert_equals("scores", last(ids).logits, first(ids).logits, EXACT)
+    else:  # as a family that has other words for it
+        assert relative_error(last(ids).logits, first(ids).logits) <= SCORES
 
 
 @pytest.mark.parametrize("length", LENGTHS)

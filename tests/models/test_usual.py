@@ -1,5 +1,6 @@
 """What most families share."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from megalith.config.attention import AttentionConfig, MLAConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.fields import Fields
@@ -19,7 +21,12 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
     "padding": ({"vocab_multiple": 8}, {"vocab_multiple": 64}),
     "dropout": ({"dropout": DropoutConfig(residual=0.1)}, {}),
+    "weights of losses": ({"mtp": MTPConfig(loss_weight=0.3)}, {}),
     "a factor that nothing asks for": ({"rope": RopeConfig(factor=3.0)}, {}),
+    "the usual sharpness": (
+        {"rope": RopeConfig(scaling="yarn", factor=4.0, attention_factor=0.1 * math.log(4) + 1)},
+        {"rope": RopeConfig(scaling="yarn", factor=4.0)},
+    ),
     "layers that all turn": ({"rope": RopeConfig(skip=(False, False))}, {}),
     "a theta of no layer": ({"rope": RopeConfig(local_theta=9.0)}, {}),
     "a window of no layer": ({"attention": AttentionConfig(window=3, window_layers=(False,))}, {}),
@@ -38,6 +45,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "norm": {"norm": "layer"},
     "logits": {"logit_scale": 0.5},
     "latent": {"mla": MLAConfig(kv_rank=3)},
+    "tokens further ahead": {"mtp": MTPConfig(depths=1)},
 }
 
 
