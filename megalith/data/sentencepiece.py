@@ -2,7 +2,8 @@
 
 import hashlib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.marked import encode_parts
 from megalith.errors import DataError
 
 MODEL = "tokenizer.model"
@@ -54,6 +56,16 @@ class SentencePieceTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         return self.encode_batch([text])[0]
+
+    @cached_property
+    def specials(self) -> Mapping[str, int]:
+        """Control pieces, which text never becomes by itself."""
+        controls = [number for number in range(self.vocab_size) if self._model.is_control(number)]
+        return {self._model.id_to_piece(number): number for number in controls}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of a text in which control pieces are written out; nothing is put around it."""
+        return encode_parts(text, self.specials, self._model.encode)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""
@@ -106,6 +118,15 @@ def find_model_file(path: str) -> Path:
             f"tokenizer.path={path}: there is no {MODEL}. Set it to a SentencePiece model, or to a folder that has one."
         )
     return file
+
+
+def is_sentencepiece(folder: Path) -> bool:
+    """Whether a folder has a SentencePiece model; Llama 3's file of the same name is lines of text."""
+    try:
+        with (folder / MODEL).open("rb") as file:
+            return file.read(1) == b"\n"  # a protocol buffer whose first field is a list of pieces
+    except OSError:
+        return False
 
 
 def _read(file: Path) -> Any:  # a SentencePieceProcessor, which ships no types

@@ -13,12 +13,25 @@ from megalith import storage
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.format import MANIFEST, step_folders
-from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
+from megalith.checkpoint.load import STRICT, Checkpoint, find_latest, open_checkpoint
+from megalith.checkpoint.strictness import (
+    MODEL,
+    announce,
+    check_patterns,
+    differences,
+    left_out,
+    refused,
+    weights_of,
+)
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
-from megalith.config.tree import differences, from_dict
+from megalith.config.tree import differences as differences_of
+from megalith.config.tree import from_dict
 from megalith.data.huggingface import find_tokenizer_file
+from megalith.data.sentencepiece import is_sentencepiece
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.hf import (
     CONFIG,
@@ -30,13 +43,20 @@ from megalith.models.hf import (
     companion_files,
     read_json,
 )
+from megalith.models.release import parameters
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box
 
 RUNS = Path("runs")
 
-FREE = ("max_seq_len", "norm_eps", "rope", "init_std")
-"""Settings of a model that its weights do not show; they may change when weights are taken over, and are then named."""
+FREE = ("dropout", "init_std", "mtp.loss_weight")
+"""Settings that decide how a model learns, not what it computes; they may change when weights are taken over."""
+
+OF_SCALING = (
+    "factor", "low_freq_factor", "high_freq_factor", "original_max_position", "beta_fast", "beta_slow", "whole_pairs",
+    "attention_factor",
+)  # fmt: skip
+"""Settings of rotary positions that mean nothing while nothing is scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +162,12 @@ def open_pretrained(path: Path) -> Pretrained:
     return Pretrained(path, model, tokenizer, CheckpointWeights(checkpoint), ids if isinstance(ids, dict) else {})
 
 
-def load_pretrained(entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig) -> list[str]:
+def load_pretrained(
+    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT
+) -> list[str]:
     """Fill weights (roles `param` and `master`) from `source`; nothing else of it is taken over.
 
-    Collective over `world`. Returns what differs between the two models without showing in the weights, one line each.
+    Collective over `world`. Returns how the two models differ where that is allowed, one line each.
 
     Raises:
         CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
@@ -153,43 +175,98 @@ def load_pretrained(entries: Sequence[Entry], source: str, world: Group, *, mode
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
-    notes = compare_models(opened, model)
+    notes = compare_models(opened, model, allow=rules.allow_model_changes)
     if opened.checkpoint is None:
         folder = opened.weights
         assert isinstance(folder, HuggingFaceFolder)
-        together(lambda: folder.fill(entries), world)
-        return notes
-    opened.checkpoint.load_into([entry for entry in entries if entry.role == "param"], world)
-    masters = [entry for entry in entries if entry.role == "master"]
-    opened.checkpoint.load_into(masters, world, strict=False)  # its moments are surplus, and stay where they are
+        _fill_from_folder(entries, folder, world, rules)
+    else:
+        opened.checkpoint.load_into(entries, world, rules=rules, purpose="start")
     return notes
 
 
-def compare_models(opened: Pretrained, model: ModelConfig) -> list[str]:
-    """Differences that are allowed, one line each.
+def _fill_from_folder(
+    entries: Sequence[Entry], folder: HuggingFaceFolder, world: Group, rules: CheckpointConfig
+) -> None:
+    """Fill what `rules` ask for from a Hugging Face folder.
 
     Raises:
-        CheckpointError: some are not; all of these are named.
+        CheckpointError: on every rank: tensors are missing or surplus that `rules` do not let pass, or of other shapes.
     """
-    theirs, ours = (replace(config, head_dim=config.head_size()) for config in (opened.model, model))
+    theirs = {f"{MODEL}{shard.name}" for shard in parameters(folder.model_config)}
+    asked = together(lambda: [(entry.key, weights_of(entry.key), entry.shard.shape) for entry in entries], world)
+    wanted = {key: (weights, shape) for part in asked for key, weights, shape in part}
+    check_patterns(rules.skip, wanted.keys(), theirs)
+    report = left_out(wanted, theirs, skip=rules.skip, purpose="start")
+    wrong = refused(report, rules, "start")
+    if wrong.missing or wrong.surplus:
+        raise CheckpointError(
+            f"{folder.path} is another model:\n{differences([], wrong)}\nTo load it, set model.* to what "
+            f"{folder.path / CONFIG} says."
+        )
+    filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
+    together(lambda: folder.fill(filled), world)
+    if world.rank == 0:
+        announce(report, rules, folder.path)
+
+
+def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = ()) -> list[str]:
+    """Differences that are allowed, one line each; `allow`: settings or sections, as in `model.rope`.
+
+    A model may be meant for a longer context than it was before, and for other training.
+
+    Raises:
+        CheckpointError: some are not; all of these are in a table.
+    """
+    theirs, ours = (_as_computed(config) for config in (opened.model, model))
     if opened.checkpoint is None:  # padding is decided here, when a folder is read
         theirs = replace(theirs, vocab_multiple=ours.vocab_multiple)
-    changed = [(path, f"model.{path}: {old} there, {new} here") for path, old, new in differences(theirs, ours)]
-    refused = [line for path, line in changed if path.partition(".")[0] not in FREE]
-    if refused:
-        lines = "\n".join(f"  {line}" for line in refused)
-        raise CheckpointError(f"{opened.path} is another model:\n{lines}\nTo load it, set model.* to what is there.")
-    return [line for path, line in changed if path != "init_std"]
+    changed = [
+        (f"model.{path}", old, new) for path, old, new in differences_of(theirs, ours) if not _within(path, FREE)
+    ]
+    allowed = [name for name, _, _ in changed if _within(name, allow)]
+    if ours.max_seq_len >= theirs.max_seq_len and model.positions != "learned":  # else there are more vectors to learn
+        allowed.append("model.max_seq_len")
+    refused_ones = [row for row in changed if row[0] not in allowed]
+    if refused_ones:
+        names = " ".join(name for name, _, _ in refused_ones)
+        raise CheckpointError(
+            f"{opened.path} is another model:\n{_table(refused_ones)}\nTo load it, set model.* to what is there. To "
+            f"change what these weights compute, set checkpoint.allow_model_changes to {names}."
+        )
+    return [f"{name}: {old} there, {new} here" for name, old, new in changed]
+
+
+def _as_computed(config: ModelConfig) -> ModelConfig:
+    """The settings with those that change nothing at their defaults."""
+    rope, usual = config.rope, RopeConfig()
+    if config.positions != "rope":
+        rope = usual
+    elif rope.scaling == "none":
+        rope = replace(rope, **{name: getattr(usual, name) for name in OF_SCALING})
+    return replace(config, head_dim=config.head_size(), rope=rope)
+
+
+def _within(path: str, names: Sequence[str]) -> bool:
+    """Is a dotted setting one of `names`, or in one of these sections?"""
+    return any(path == name or path.startswith(f"{name}.") for name in names)
+
+
+def _table(rows: Sequence[tuple[str, object, object]]) -> str:
+    """Field, checkpoint, yours."""
+    cells = [("field", "checkpoint", "yours"), *((name, str(old), str(new)) for name, old, new in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(2)]
+    return "\n".join(f"  {name:<{widths[0]}}  {old:<{widths[1]}}  {new}" for name, old, new in cells)
 
 
 def _open_folder(path: Path) -> Pretrained:
     folder = HuggingFaceFolder(path)
-    known = (path / "tokenizer.json").is_file()
-    tokenizer = (
-        TokenizerConfig(kind="huggingface", path=str(path))
-        if known
-        else TokenizerConfig(kind="null", vocab_size=folder.model_config.vocab_size)
-    )
+    if (path / "tokenizer.json").is_file():
+        tokenizer = TokenizerConfig(kind="huggingface", path=str(path))
+    elif is_sentencepiece(path):
+        tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))
+    else:
+        tokenizer = TokenizerConfig(kind="null", vocab_size=folder.model_config.vocab_size)
     ids = {name: folder.raw.get(name) for name in TOKEN_IDS}
     return Pretrained(path, folder.model_config, tokenizer, folder, ids)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalith.config.tokenizer import TokenizerConfig
-from megalith.data.sentencepiece import SentencePieceTokenizer
+from megalith.data.sentencepiece import SentencePieceTokenizer, is_sentencepiece
 from megalith.data.tokenizer import StreamDecoder, build_tokenizer
 from megalith.errors import DataError
 
@@ -52,6 +52,12 @@ def test_it_travels_to_other_processes_and_is_built_from_a_config(folder: Path) 
     tokenizer = build_tokenizer(TokenizerConfig(kind="sentencepiece", path=str(folder), eod="<s>"))
     again = pickle.loads(pickle.dumps(tokenizer))  # lint: allow pickle-load: what we pickled a moment ago
     assert again.encode(TEXT) == tokenizer.encode(TEXT) and again.eod == tokenizer.eod == tokenizer.bos
+
+
+def test_a_folder_tells_by_its_file(folder: Path, tmp_path: Path) -> None:
+    assert is_sentencepiece(folder) and not is_sentencepiece(tmp_path)
+    (tmp_path / "tokenizer.model").write_text("IQ== 0\nIg== 1\n")
+    assert not is_sentencepiece(tmp_path)
 
 
 def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

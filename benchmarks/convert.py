@@ -1,0 +1,150 @@
+"""Speed and memory of `convert`, beside a plain copy of the same files.
+
+    python benchmarks/convert.py [--gigabytes 2.0] [--rounds 5]
+
+A Llama of random bf16 weights in a Hugging Face folder becomes a checkpoint, and the checkpoint a folder again; a GPT-2
+goes the same way, whose tensors are transposed. The peer copies the folder's files and waits until they are on the disk,
+as both of ours do. The figures: median of the paired ratios of speed (bar: 0.5), and the peak of a process of its own
+beyond what it holds before (bar: 1.3 times the largest tensor plus 1 GiB).
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from paired import take_turns, times_as_fast
+
+from megalith.config.model import ModelConfig
+from megalith.models.convert import convert
+from megalith.models.gpt2 import GPT2
+from megalith.models.hf import write_folder
+from megalith.models.llama import LLAMA
+from megalith.models.names import Family
+from megalith.models.pretrained import open_pretrained
+from megalith.plan.shards import Box
+
+SPEED_BAR = 0.5
+MEMORY_BAR = 1.3  # times the largest tensor, and a GiB
+GIB = 2**30
+
+
+class RandomWeights:
+    """Weights that are drawn when they are asked for."""
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """All alike."""
+        return torch.bfloat16
+
+    def read(self, parameter: str, box: Box, dtype: torch.dtype) -> torch.Tensor:
+        """A box of random numbers."""
+        return torch.randn([stop - start for start, stop in box], dtype=torch.float32).to(dtype)
+
+
+def model_of(family: Family, gigabytes: float) -> ModelConfig:
+    """A model of about so many bytes, its vocabulary table the largest tensor."""
+    layers = max(1, round(gigabytes * 1e9 / 2 / (12 * 2048 * 2048)))
+    plain = ModelConfig(
+        vocab_size=50_304, hidden_size=2048, num_layers=layers, num_heads=16, num_kv_heads=16,
+        ffn_hidden_size=5504, tied_embeddings=True,
+    )  # fmt: skip
+    return plain if family is LLAMA else GPT2.read_config(gpt2_config(plain))
+
+
+def gpt2_config(like: ModelConfig) -> dict[str, object]:
+    """A config.json of GPT-2 of the same size."""
+    return {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": like.vocab_size, "n_positions": 1024,
+        "n_embd": like.hidden_size, "n_layer": like.num_layers, "n_head": like.num_heads,
+    }  # fmt: skip
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """The peer: every file, on the disk when it returns."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    for file in source.iterdir():
+        shutil.copyfile(file, target / file.name)
+        with (target / file.name).open("rb") as copied:
+            os.fsync(copied.fileno())
+
+
+def convert_to(kind: str, source: Path, target: Path) -> None:
+    """Ours."""
+    shutil.rmtree(target, ignore_errors=True)
+    convert(open_pretrained(source), target, kind)  # type: ignore[arg-type]  # one of the two kinds
+
+
+def peak_bytes(kind: str, source: Path, target: Path) -> int:
+    """What a process needs at most for the conversion, beyond what it holds before."""
+    shutil.rmtree(target, ignore_errors=True)
+    command = [sys.executable, __file__, "--once", kind, str(source), str(target)]
+    told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return int(told.split()[-1])
+
+
+def once(kind: str, source: Path, target: Path) -> None:
+    """Convert and print the growth of this process's peak."""
+    opened = open_pretrained(source)
+    before = held_bytes("VmRSS")
+    convert(opened, target, kind)  # type: ignore[arg-type]  # one of the two kinds
+    print(held_bytes("VmHWM") - before)
+
+
+def held_bytes(which: str) -> int:
+    """Of this process: VmRSS now, VmHWM at most so far."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(which))
+    return int(line.split()[1]) * 1024
+
+
+def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool:
+    """Print both ratios and both peaks; False where a bar is missed."""
+    config, name = model_of(family, gigabytes), family.model_type
+    theirs, ours, again = folder / "theirs", folder / "ours", folder / "again"
+    shutil.rmtree(theirs, ignore_errors=True)
+    nbytes = write_folder(theirs, config, RandomWeights(), family=family)
+    largest = config.vocab_size * config.hidden_size * 2
+    convert_to("megalith", theirs, ours)
+    contenders: dict[str, Callable[[], object]] = {
+        "copy": partial(copy_files, theirs, folder / "copy"),
+        "megalith": partial(convert_to, "megalith", theirs, folder / "there"),
+        "huggingface": partial(convert_to, "huggingface", ours, again),
+    }
+    seconds = take_turns(contenders, rounds=rounds, warmup=1).seconds
+    met = True
+    for kind, source in (("megalith", theirs), ("huggingface", ours)):
+        ratio = times_as_fast(seconds[kind], seconds["copy"])
+        peak = peak_bytes(kind, source, folder / "peak")
+        allowed = MEMORY_BAR * largest + GIB
+        print(
+            f"{name}, {nbytes / 1e9:.1f} GB to {kind}: {ratio} of the speed of a copy (bar {SPEED_BAR}; ours "
+            f"{nbytes / 1e9 / min(seconds[kind]):.2f} GB/s at best); peak {peak / GIB:.2f} GiB (bar {allowed / GIB:.2f})",
+            flush=True,
+        )
+        met &= ratio.median >= SPEED_BAR and peak <= allowed
+    return met
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the comparisons; 1 when a bar is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--once", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.once:
+        once(options.once[0], Path(options.once[1]), Path(options.once[2]))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        met = [measure(family, Path(name), options.gigabytes, options.rounds) for family in (LLAMA, GPT2)]
+    return 0 if all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
