@@ -15,6 +15,8 @@ from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
+from megalith.plan.network import count_problems, relation_problems
+from megalith.plan.network import number_problems as model_number_problems
 from megalith.plan.recompute import recompute_problems
 from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
@@ -50,7 +52,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
                 global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
             )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
-        problems += fully_sharded_problems(p, run.offload)
+        problems += fully_sharded_problems(p, run.offload) + relation_problems(run.model)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
@@ -90,9 +92,9 @@ def smallest_stage(run: TrainRun) -> int:
 def model_problems(run: TrainRun) -> list[str]:
     """Broken rules of the network and its layout alone, for commands that read no data."""
     problems = _count_problems(run)
-    rules = (*MODEL_RULES, *LAYOUT_RULES)
     if not problems:
-        problems = [text for rule in rules if (text := rule(run, run.parallel.tp)) is not None]
+        layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
+        problems = [*relation_problems(run.model), *layout]
     return problems + [text for text in number_problems(run) if text.startswith("model.")]
 
 
@@ -105,11 +107,6 @@ def _steps_to_plan_with(run: TrainRun) -> int:
 
 def _count_problems(run: TrainRun) -> list[str]:
     counts = {
-        "model.vocab_size": run.model.vocab_size, "model.hidden_size": run.model.hidden_size,
-        "model.num_layers": run.model.num_layers, "model.num_heads": run.model.num_heads,
-        "model.num_kv_heads": run.model.num_kv_heads, "model.ffn_hidden_size": run.model.ffn_hidden_size,
-        "model.max_seq_len": run.model.max_seq_len, "model.vocab_multiple": run.model.vocab_multiple,
-        "model.rope.original_max_position": run.model.rope.original_max_position,
         "parallel.tp": run.parallel.tp, "parallel.cp": run.parallel.cp, "parallel.pp": run.parallel.pp,
         "parallel.bucket_numel": run.parallel.bucket_numel, "parallel.pipeline.vpp": run.parallel.pipeline.vpp,
         "train.steps": run.train.steps, "train.global_batch_size": run.train.global_batch_size,
@@ -118,48 +115,14 @@ def _count_problems(run: TrainRun) -> list[str]:
     }  # fmt: skip
     optional = {
         "parallel.dp": run.parallel.dp, "parallel.pipeline.group": run.parallel.pipeline.group,
-        "model.head_dim": run.model.head_dim, "train.threads": run.train.threads,
+        "train.threads": run.train.threads,
         "train.eval_every": run.train.eval_every, "checkpoint.keep": run.checkpoint.keep,
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
     counts |= {name: value for name, value in optional.items() if value is not None}
-    return [
+    return count_problems(run.model) + [
         f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1
     ]
-
-
-def heads_share_keys(run: TrainRun, world: int) -> str | None:
-    """Whole groups of query heads share a key/value head."""
-    heads, keys = run.model.num_heads, run.model.num_kv_heads
-    if heads % keys == 0:
-        return None
-    fits = divisors(heads)
-    return (
-        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
-        f"query heads. Set model.num_kv_heads to one of {fits}."
-    )
-
-
-def head_size_is_known(run: TrainRun, world: int) -> str | None:
-    """Without head_dim, heads share the hidden size evenly."""
-    hidden, heads = run.model.hidden_size, run.model.num_heads
-    if run.model.head_dim is not None or hidden % heads == 0:
-        return None
-    below = hidden // heads * heads
-    return (
-        f"model.hidden_size={hidden} is not a multiple of model.num_heads={heads}. Set model.hidden_size to "
-        f"{below or heads} or {below + heads}, or set model.head_dim."
-    )
-
-
-def rope_turns_pairs(run: TrainRun, world: int) -> str | None:
-    """Rotary positions turn pairs of features."""
-    size = run.model.head_size()
-    if size % 2 == 0:
-        return None
-    return (
-        f"model.head_dim={size} is odd, and rotary positions turn pairs of features. Set model.head_dim to {size + 1}."
-    )
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
@@ -237,6 +200,28 @@ def rows_fit_the_model(run: TrainRun, world: int) -> str | None:
     return f"train.seq_len={length} is more than model.max_seq_len={limit}. Set train.seq_len to {limit} or less."
 
 
+def further_tokens_are_there(run: TrainRun, world: int) -> str | None:
+    """Rows hold tokens for every depth that predicts further ahead."""
+    length, depths = run.train.seq_len, run.model.mtp.depths
+    if depths < length:
+        return None
+    return (
+        f"train.seq_len={length} with model.mtp.depths={depths}: the deepest prediction is {depths + 1} tokens ahead, "
+        f"which no row has. Set train.seq_len to {depths + 1} or more, or model.mtp.depths to {length - 1} or less."
+    )
+
+
+def text_has_one_position(run: TrainRun, world: int) -> str | None:
+    """Positions by time, height and width come with pictures, which nothing here reads."""
+    sections = run.model.rope.sections
+    if not sections:
+        return None
+    return (
+        f"model.rope.sections={list(sections)}: tokens of text have one position, not one in time and "
+        f"two in a picture. Remove model.rope.sections to use what tokens have."
+    )
+
+
 def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     """Collectives stay outside compiled graphs."""
     axes = [f"parallel.{axis}={size}" for axis in ("tp", "cp") if (size := getattr(run.parallel, axis)) > 1]
@@ -291,31 +276,6 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
-def rope_bands_are_apart(run: TrainRun, world: int) -> str | None:
-    """The llama3 scaling divides by the distance between its two bands."""
-    rope = run.model.rope
-    low, high = rope.low_freq_factor, rope.high_freq_factor
-    if rope.scaling != "llama3" or low < high:
-        return None
-    return (
-        f"model.rope.low_freq_factor={low} must be below model.rope.high_freq_factor={high}: between the two, "
-        f"wavelengths are stretched in part. Use 1.0 and 4.0."
-    )
-
-
-def only_gates_have_limits(run: TrainRun, world: int) -> str | None:
-    """Settings of a gate need a gate."""
-    model = run.model
-    given = {"model.activation_clamp": model.activation_clamp, "model.up_offset": model.up_offset or None}
-    idle = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if model.gated or not idle:
-        return None
-    return (
-        f"{' and '.join(idle)} with model.gated=false: these are settings of a gate. "
-        f"Set model.gated=true, or remove them."
-    )
-
-
 def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     """The order of the samples of a whole run is built before its first step."""
     steps, rows = run.train.steps, run.train.global_batch_size
@@ -330,43 +290,34 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
 
 def number_problems(run: TrainRun) -> list[str]:
     """Numbers out of their range, nan and infinity among them: one text each."""
-    rope, p = run.model.rope, run.parallel
     above = {
-        "optim.eps": (run.optim.eps, 1e-8), "model.norm_eps": (run.model.norm_eps, 1e-5),
-        "parallel.timeout_seconds": (p.timeout_seconds, 600.0),
-        "model.rope.theta": (rope.theta, 1e4), "model.rope.factor": (rope.factor, 8.0),
-        "model.rope.low_freq_factor": (rope.low_freq_factor, 1.0),
-        "model.rope.high_freq_factor": (rope.high_freq_factor, 4.0),
+        "optim.eps": (run.optim.eps, 1e-8), "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
         "observe.peak_tflops": (run.observe.peak_tflops, 100.0),
-        "model.activation_clamp": (run.model.activation_clamp, 7.0),
-        "model.logit_scale": (run.model.logit_scale, 1.0), "model.logit_softcap": (run.model.logit_softcap, 30.0),
-        "model.embedding_scale": (run.model.embedding_scale, 1.0),
-        "model.residual_scale": (run.model.residual_scale, 1.0),
     }  # fmt: skip
     least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
-        "checkpoint.every": run.checkpoint.every, "seed": run.seed, "model.init_std": run.model.init_std,
-        "train.max_minutes": run.train.max_minutes,
+        "checkpoint.every": run.checkpoint.every, "seed": run.seed, "train.max_minutes": run.train.max_minutes,
     }  # fmt: skip
-    return [
-        f"{name}={value} must be a finite number above 0. Use {usual}."
-        for name, (value, usual) in above.items()
-        if value is not None and not 0 < value < math.inf
-    ] + [
-        f"{name}={value} must be a finite number of at least 0. Use 0 or more."
-        for name, value in least.items()
-        if value is not None and not 0 <= value < math.inf
-    ]
+    return (
+        model_number_problems(run.model)
+        + [
+            f"{name}={value} must be a finite number above 0. Use {usual}."
+            for name, (value, usual) in above.items()
+            if value is not None and not 0 < value < math.inf
+        ]
+        + [
+            f"{name}={value} must be a finite number of at least 0. Use 0 or more."
+            for name, value in least.items()
+            if value is not None and not 0 <= value < math.inf
+        ]
+    )
 
 
-MODEL_RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, rope_turns_pairs, rope_bands_are_apart, only_gates_have_limits,
-)  # fmt: skip
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
-    *MODEL_RULES, *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, compile_needs_whole_layers,
-    compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps, betas_are_shares,
-    samples_can_be_counted,
+    *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there, text_has_one_position,
+    compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps,
+    betas_are_shares, samples_can_be_counted,
 )  # fmt: skip

@@ -53,6 +53,15 @@ CASES = [
     ),
     ({"model__logit_softcap": "0"}, 1, "model.logit_softcap=0.0 must be a finite number above 0", "Use 30.0"),
     ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
+    ({"model__mtp__depths": "-1"}, 1, "model.mtp.depths=-1 must be at least 0", "Use 0"),
+    (
+        {"model__mtp__depths": "32"}, 1, "train.seq_len=32 with model.mtp.depths=32", "Set train.seq_len to 33 or more",
+    ),
+    (
+        {"model__rope__sections": "[1, 1, 1]"}, 1, "model.rope.sections=[1, 1, 1]: tokens of text have one position",
+        "Remove model.rope.sections",
+    ),
+    ({"model__attention__window": "0"}, 1, "model.attention.window=0 must be at least 1", "to 1 or more"),
     ({"parallel__tp": "6"}, 6, "parallel.tp=6 does not fit model.num_kv_heads=4", "one of [1, 2, 3, 4, 8]"),
     (
         {"model__ffn_hidden_size": "3", "parallel__tp": "4"}, 4, "parallel.tp=4 is more than model.ffn_hidden_size=3",

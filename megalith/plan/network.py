@@ -1,0 +1,349 @@
+"""Every rule of a network by itself: numbers out of range, settings that contradict, or that nobody would read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.plan.grid import divisors
+
+Rule = Callable[[ModelConfig], str | None]
+
+
+def network_problems(model: ModelConfig) -> list[str]:
+    """Every broken rule, as texts; the rules that relate settings wait until the counts are positive."""
+    problems = count_problems(model)
+    return (problems or relation_problems(model)) + number_problems(model)
+
+
+def relation_problems(model: ModelConfig) -> list[str]:
+    """Settings that do not go together, where all counts are positive."""
+    return [text for rule in RULES if (text := rule(model)) is not None]
+
+
+# --- numbers, one by one
+
+
+def count_problems(model: ModelConfig) -> list[str]:
+    """Counts below their least."""
+    rope, window = model.rope.original_max_position, model.attention.window
+    counts: dict[str, int | None] = {
+        name: getattr(model, name)
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "ffn_hidden_size", "head_dim",
+            "max_seq_len", "vocab_multiple",
+        )
+    }  # fmt: skip
+    counts |= {"rope.original_max_position": rope, "attention.window": window}
+    if model.mla is not None:
+        sizes = ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")
+        counts |= {f"mla.{name}": getattr(model.mla, name) for name in sizes}
+    problems = [
+        f"model.{name}={value} must be at least 1. Set model.{name} to 1 or more."
+        for name, value in counts.items()
+        if value is not None and value < 1
+    ]
+    if model.mtp.depths < 0:
+        problems.append(
+            f"model.mtp.depths={model.mtp.depths} must be at least 0. Use 0 to predict the next token only."
+        )
+    return problems
+
+
+def number_problems(model: ModelConfig) -> list[str]:
+    """Numbers out of their range, nan and infinity among them: one text each."""
+    rope, attention, mla = model.rope, model.attention, model.mla
+    above = {
+        "norm_eps": (model.norm_eps, 1e-5), "rope.theta": (rope.theta, 1e4), "rope.factor": (rope.factor, 8.0),
+        "rope.local_theta": (rope.local_theta, 1e4), "rope.low_freq_factor": (rope.low_freq_factor, 1.0),
+        "rope.high_freq_factor": (rope.high_freq_factor, 4.0), "rope.beta_fast": (rope.beta_fast, 32.0),
+        "rope.beta_slow": (rope.beta_slow, 1.0), "rope.attention_factor": (rope.attention_factor, 1.0),
+        "attention.scale": (attention.scale, 0.125), "attention.softcap": (attention.softcap, 50.0),
+        "mla.norm_eps": (None if mla is None else mla.norm_eps, 1e-6),
+        "mla.yarn_mscale": (None if mla is None else mla.yarn_mscale, 1.0),
+        "activation_clamp": (model.activation_clamp, 7.0), "embedding_scale": (model.embedding_scale, 1.0),
+        "residual_scale": (model.residual_scale, 1.0), "logit_scale": (model.logit_scale, 1.0),
+        "logit_softcap": (model.logit_softcap, 30.0),
+    }  # fmt: skip
+    problems = [
+        f"model.{name}={value} must be a finite number above 0. Use {usual}."
+        for name, (value, usual) in above.items()
+        if value is not None and not 0 < value < math.inf
+    ]
+    least = {"init_std": model.init_std, "mtp.loss_weight": model.mtp.loss_weight}
+    problems += [
+        f"model.{name}={value} must be a finite number of at least 0. Use 0 or more."
+        for name, value in least.items()
+        if not 0 <= value < math.inf
+    ]
+    if not math.isfinite(model.up_offset):
+        problems.append(f"model.up_offset={model.up_offset} must be a finite number. Use 0.0 or 1.0.")
+    return problems
+
+
+# --- heads
+
+
+def heads_share_keys(model: ModelConfig) -> str | None:
+    """Whole groups of query heads share a key/value head."""
+    heads, keys = model.num_heads, model.num_kv_heads
+    if model.mla is not None or heads % keys == 0:
+        return None
+    fits = divisors(heads)
+    return (
+        f"model.num_kv_heads={keys} does not divide model.num_heads={heads}: every key/value head serves equally many "
+        f"query heads. Set model.num_kv_heads to one of {fits}."
+    )
+
+
+def head_size_is_known(model: ModelConfig) -> str | None:
+    """Without head_dim, heads share the hidden size evenly."""
+    hidden, heads = model.hidden_size, model.num_heads
+    if model.mla is not None or model.head_dim is not None or hidden % heads == 0:
+        return None
+    below = hidden // heads * heads
+    return (
+        f"model.hidden_size={hidden} is not a multiple of model.num_heads={heads}. Set model.hidden_size to "
+        f"{below or heads} or {below + heads}, or set model.head_dim."
+    )
+
+
+def whole_norms_are_rms(model: ModelConfig) -> str | None:
+    """The heads of all ranks have one mean square; a mean of theirs is not computed."""
+    if model.attention.qk_norm != "whole" or model.norm == "rms":
+        return None
+    return (
+        f"model.attention.qk_norm={model.attention.qk_norm} with model.norm={model.norm}: queries and keys are normed "
+        f"over all heads by RMSNorm only. Set model.attention.qk_norm=head, or model.norm=rms."
+    )
+
+
+def latent_attention_has_no_options(model: ModelConfig) -> str | None:
+    """What is for keys and values per head, latent attention would leave unread."""
+    if model.mla is None:
+        return None
+    attention, usual = model.attention, AttentionConfig()
+    given = {
+        "attention.qk_norm": (attention.qk_norm, usual.qk_norm), "attention.sinks": (attention.sinks, False),
+        "attention.gated": (attention.gated, False), "qkv_bias": (model.qkv_bias, False),
+        "head_dim": (model.head_dim, None), "rope.fraction": (model.rope.fraction, 1.0),
+        "num_kv_heads": (model.num_kv_heads, model.num_heads),
+    }  # fmt: skip
+    odd = [name for name, (value, fits) in given.items() if value != fits]
+    if not odd:
+        return None
+    shown = ", ".join(f"model.{name}={_shown(given[name][0])}" for name in odd)
+    fits = ", ".join(f"model.{name}={_shown(given[name][1])}" for name in odd)
+    return (
+        f"{shown} with model.mla: latent attention has its own sizes and norms, and as many key/value heads as query "
+        f"heads. Set {fits}, or remove model.mla."
+    )
+
+
+def sharpening_needs_yarn(model: ModelConfig) -> str | None:
+    """mscale says how yarn sharpens latent attention."""
+    mla, scaling = model.mla, model.rope.scaling
+    if mla is None or mla.yarn_mscale is None or scaling == "yarn":
+        return None
+    return (
+        f"model.mla.yarn_mscale={mla.yarn_mscale} with model.rope.scaling={scaling}: it is a setting of yarn. "
+        f"Set model.rope.scaling=yarn, or remove it."
+    )
+
+
+# --- positions
+
+
+def rotary_settings_are_read(model: ModelConfig) -> str | None:
+    """Without rotary positions, nobody reads how they turn."""
+    usual = RopeConfig()
+    odd = [one.name for one in fields(RopeConfig) if getattr(model.rope, one.name) != getattr(usual, one.name)]
+    if model.positions == "rope" or not odd:
+        return None
+    shown = ", ".join(f"model.rope.{name}={_shown(getattr(model.rope, name))}" for name in odd)
+    return (
+        f"{shown} with model.positions={model.positions}: these are settings of rotary positions. "
+        f"Set model.positions=rope, or remove them."
+    )
+
+
+def latent_positions_turn(model: ModelConfig) -> str | None:
+    """Latent attention keeps features for rotary positions."""
+    if model.mla is None or model.positions != "learned":
+        return None
+    return (
+        f"model.positions={model.positions} with model.mla: latent attention has features that turn with the position. "
+        f"Set model.positions to rope or none, or remove model.mla."
+    )
+
+
+def fraction_is_a_share(model: ModelConfig) -> str | None:
+    """Some features turn, at most all."""
+    if model.positions != "rope" or 0 < model.rope.fraction <= 1:
+        return None
+    return f"model.rope.fraction={model.rope.fraction} must be above 0 and at most 1. Use 1.0 to turn all features."
+
+
+def rope_turns_pairs(model: ModelConfig) -> str | None:
+    """Rotary positions turn pairs of features."""
+    fraction = model.rope.fraction
+    size = model.rotary_size() if 0 < fraction <= 1 else 2
+    if model.positions != "rope" or (size > 0 and size % 2 == 0):
+        return None
+    reason = "and rotary positions turn pairs of features"
+    if model.mla is not None:
+        return f"model.mla.rope_dim={size} is odd, {reason}. Set model.mla.rope_dim to {size + 1}."
+    head = model.head_size()
+    if size == head:
+        return f"model.head_dim={size} is odd, {reason}. Set model.head_dim to {size + 1}."
+    even = max(2, size + 1 if size + 1 <= head else size - 1)
+    if even > head:
+        return f"model.head_dim={head} has no pair of features, {reason}. Set model.head_dim to 2 or more."
+    return (
+        f"model.rope.fraction={fraction} of {head} features per head is {size}, which are no pairs, {reason}. "
+        f"Set model.rope.fraction to {_fraction(even, head)}, which is {even} features."
+    )
+
+
+def rope_bands_are_apart(model: ModelConfig) -> str | None:
+    """The llama3 scaling divides by the distance between its two bands."""
+    low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
+    if model.rope.scaling != "llama3" or low < high:
+        return None
+    return (
+        f"model.rope.low_freq_factor={low} must be below model.rope.high_freq_factor={high}: between the two, "
+        f"wavelengths are stretched in part. Use 1.0 and 4.0."
+    )
+
+
+def yarn_bands_are_apart(model: ModelConfig) -> str | None:
+    """Yarn keeps fast pairs, stretches slow ones, and blends between."""
+    fast, slow = model.rope.beta_fast, model.rope.beta_slow
+    if model.rope.scaling != "yarn" or slow < fast:
+        return None
+    return (
+        f"model.rope.beta_slow={slow} must be below model.rope.beta_fast={fast}: pairs that turn less often than the "
+        f"one are stretched, more often than the other are not. Use 1.0 and 32.0."
+    )
+
+
+def scaling_stretches(model: ModelConfig) -> str | None:
+    """Scaling is for reading further."""
+    rope = model.rope
+    if rope.scaling == "none" or rope.factor >= 1 or not rope.factor > 0:
+        return None
+    return (
+        f"model.rope.factor={rope.factor} with model.rope.scaling={rope.scaling} must be at least 1: it says how many "
+        f"times further the model reads. Use 8.0, or set model.rope.scaling=none."
+    )
+
+
+def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
+    """Dynamic scaling begins beyond the first training's context, which has to be shorter than the model's."""
+    first, limit = model.rope.original_max_position, model.max_seq_len
+    if model.rope.scaling != "dynamic" or first < limit:
+        return None
+    return (
+        f"model.rope.scaling=dynamic with model.rope.original_max_position={first} and model.max_seq_len={limit}: it "
+        f"changes only what is longer than the first training's rows. Set model.rope.original_max_position to their "
+        f"length, below {limit}, or model.rope.scaling=none."
+    )
+
+
+def attention_factor_needs_yarn(model: ModelConfig) -> str | None:
+    """Only yarn multiplies queries and keys."""
+    rope = model.rope
+    if rope.attention_factor is None or rope.scaling == "yarn":
+        return None
+    return (
+        f"model.rope.attention_factor={rope.attention_factor} with model.rope.scaling={rope.scaling}: it is a setting "
+        f"of yarn. Set model.rope.scaling=yarn, or remove it."
+    )
+
+
+def sections_are_all_pairs(model: ModelConfig) -> str | None:
+    """Multimodal positions divide the pairs among three."""
+    sections, fraction = model.rope.sections, model.rope.fraction
+    pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else sum(sections)
+    if not sections or (len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs):
+        return None
+    third = pairs // 3
+    return (
+        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} that turn. "
+        f"Use [{pairs - 2 * third}, {third}, {third}]."
+    )
+
+
+# --- layers
+
+
+def patterns_fit_the_layers(model: ModelConfig) -> str | None:
+    """A pattern repeats over the layers, so it has no more places than there are layers."""
+    patterns = {"attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip}
+    long = [f"model.{name} has {len(pattern)}" for name, pattern in patterns.items() if len(pattern) > model.num_layers]
+    if not long:
+        return None
+    return (
+        f"{' and '.join(long)} places for model.num_layers={model.num_layers}: the rest would be left unread. "
+        f"Use {model.num_layers} places or fewer."
+    )
+
+
+def windowed_layers_have_a_window(model: ModelConfig) -> str | None:
+    """What is for layers with a window needs one."""
+    attention, local = model.attention, model.rope.local_theta
+    given = [f"model.attention.window_layers={_shown(attention.window_layers)}"] if attention.window_layers else []
+    given += [] if local is None else [f"model.rope.local_theta={local}"]
+    if attention.window is not None or not given:
+        return None
+    return (
+        f"{' and '.join(given)} with model.attention.window=null: no layer has a window. "
+        f"Set model.attention.window to 4096 or so, or remove it."
+    )
+
+
+def one_norm_comes_first(model: ModelConfig) -> str | None:
+    """The one norm of a layer is the one that both parts read."""
+    if model.block != "parallel_one_norm" or model.norm_placement != "after":
+        return None
+    return (
+        f"model.block={model.block} with model.norm_placement={model.norm_placement}: the one norm is of what "
+        f"attention and MLP read. Set model.norm_placement=before, or model.block=parallel."
+    )
+
+
+def only_gates_have_limits(model: ModelConfig) -> str | None:
+    """Settings of a gate need a gate."""
+    given = {"model.activation_clamp": model.activation_clamp, "model.up_offset": model.up_offset or None}
+    idle = [f"{name}={value}" for name, value in given.items() if value is not None]
+    if model.gated or not idle:
+        return None
+    return (
+        f"{' and '.join(idle)} with model.gated=false: these are settings of a gate. "
+        f"Set model.gated=true, or remove them."
+    )
+
+
+def _shown(value: object) -> str:
+    """As a user types it."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_shown, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _fraction(features: int, head: int) -> float:
+    """A short number that makes so many features of a head's."""
+    digits = next(n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features)
+    exact = round(features / head, digits)
+    return exact if int(head * exact) == features else round((features + 0.5) / head, digits)
+
+
+RULES: tuple[Rule, ...] = (
+    heads_share_keys, head_size_is_known, whole_norms_are_rms, latent_attention_has_no_options, sharpening_needs_yarn,
+    rotary_settings_are_read, latent_positions_turn, fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart,
+    yarn_bands_are_apart, scaling_stretches, dynamic_scaling_begins_somewhere, attention_factor_needs_yarn,
+    sections_are_all_pairs, patterns_fit_the_layers, windowed_layers_have_a_window, one_norm_comes_first,
+    only_gates_have_limits,
+)  # fmt: skip

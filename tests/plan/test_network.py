@@ -1,0 +1,140 @@
+"""Every rule of a network names the field, its value, the reason and a value that would work."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
+from megalith.config.rope import RopeConfig
+from megalith.plan.network import network_problems
+from megalith.verify.variants import VARIANTS
+
+SOUND = ModelConfig(
+    vocab_size=100, hidden_size=48, num_layers=2, num_heads=8, num_kv_heads=4, ffn_hidden_size=64, max_seq_len=64
+)
+MLA = MLAConfig(kv_rank=8, nope_dim=4, rope_dim=4, value_dim=4)
+
+
+def rope(**changed: Any) -> dict[str, Any]:  # Any: values of settings
+    return {"rope": RopeConfig(**changed)}
+
+
+def attention(**changed: Any) -> dict[str, Any]:  # Any: values of settings
+    return {"attention": AttentionConfig(**changed)}
+
+
+def latent(**changed: Any) -> dict[str, Any]:  # Any: values of settings
+    return {"mla": replace(MLA, **changed), "num_kv_heads": 8}
+
+
+CASES: list[tuple[dict[str, Any], str, str]] = [
+    ({"num_layers": 0}, "model.num_layers=0 must be at least 1", "Set model.num_layers to 1 or more"),
+    ({"head_dim": 0}, "model.head_dim=0 must be at least 1", "Set model.head_dim to 1 or more"),
+    (attention(window=0), "model.attention.window=0 must be at least 1", "Set model.attention.window to 1 or more"),
+    (latent(kv_rank=0), "model.mla.kv_rank=0 must be at least 1", "Set model.mla.kv_rank to 1 or more"),
+    (latent(q_rank=-1), "model.mla.q_rank=-1 must be at least 1", "Set model.mla.q_rank to 1 or more"),
+    ({"mtp": MTPConfig(depths=-1)}, "model.mtp.depths=-1 must be at least 0", "Use 0"),
+    ({"mtp": MTPConfig(loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number of at least 0", "Use 0"),
+    ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),
+    (attention(softcap=-1.0), "model.attention.softcap=-1.0 must be a finite number above 0", "Use 50.0"),
+    (attention(scale=math.nan), "model.attention.scale=nan must be a finite number above 0", "Use 0.125"),
+    ({"logit_softcap": 0.0}, "model.logit_softcap=0.0 must be a finite number above 0", "Use 30.0"),
+    ({"activation_clamp": math.inf}, "model.activation_clamp=inf must be a finite number above 0", "Use 7.0"),
+    ({"up_offset": math.inf}, "model.up_offset=inf must be a finite number", "Use 0.0 or 1.0"),
+    (rope(beta_slow=0.0), "model.rope.beta_slow=0.0 must be a finite number above 0", "Use 1.0"),
+    ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
+    ({"hidden_size": 50}, "model.hidden_size=50 is not a multiple of model.num_heads=8", "to 48 or 56, or set"),
+    (
+        attention(qk_norm="whole") | {"norm": "layer"}, "model.attention.qk_norm=whole with model.norm=layer",
+        "Set model.attention.qk_norm=head, or model.norm=rms",
+    ),
+    (
+        latent() | attention(qk_norm="head", sinks=True) | {"qkv_bias": True},
+        "model.attention.qk_norm=head, model.attention.sinks=true, model.qkv_bias=true with model.mla",
+        "Set model.attention.qk_norm=none, model.attention.sinks=false, model.qkv_bias=false, or remove model.mla",
+    ),
+    (latent() | attention(gated=True), "model.attention.gated=true with model.mla", "Set model.attention.gated=false"),
+    ({"mla": MLA}, "model.num_kv_heads=4 with model.mla", "Set model.num_kv_heads=8"),
+    (latent() | {"head_dim": 6}, "model.head_dim=6 with model.mla", "Set model.head_dim=null"),
+    (latent() | {"positions": "learned"}, "model.positions=learned with model.mla", "to rope or none"),
+    (latent(rope_dim=5), "model.mla.rope_dim=5 is odd", "Set model.mla.rope_dim to 6"),
+    (latent(yarn_mscale=1.0), "model.mla.yarn_mscale=1.0 with model.rope.scaling=none", "Set model.rope.scaling=yarn"),
+    (
+        rope(theta=5e5, skip=(True, False)) | {"positions": "none"},
+        "model.rope.theta=500000.0, model.rope.skip=[true, false] with model.positions=none",
+        "Set model.positions=rope, or remove them",
+    ),
+    (rope(fraction=0.0), "model.rope.fraction=0.0 must be above 0 and at most 1", "Use 1.0"),
+    (rope(fraction=math.nan), "model.rope.fraction=nan must be above 0 and at most 1", "Use 1.0"),
+    (rope(fraction=1.5), "model.rope.fraction=1.5 must be above 0 and at most 1", "Use 1.0"),
+    ({"head_dim": 5}, "model.head_dim=5 is odd", "Set model.head_dim to 6"),
+    ({"head_dim": 1}, "model.head_dim=1 is odd", "Set model.head_dim to 2"),
+    (rope(fraction=0.5), "model.rope.fraction=0.5 of 6 features per head is 3", "Set model.rope.fraction to 0.7"),
+    (rope(fraction=0.1), "model.rope.fraction=0.1 of 6 features per head is 0", "Set model.rope.fraction to 0.4"),
+    (
+        rope(scaling="llama3", low_freq_factor=4.0), "model.rope.low_freq_factor=4.0 must be below", "Use 1.0 and 4.0",
+    ),
+    (rope(scaling="yarn", beta_slow=32.0), "model.rope.beta_slow=32.0 must be below", "Use 1.0 and 32.0"),
+    (
+        rope(scaling="linear", factor=0.5), "model.rope.factor=0.5 with model.rope.scaling=linear must be at least 1",
+        "Use 8.0",
+    ),
+    (
+        rope(scaling="dynamic"), "model.rope.original_max_position=8192 and model.max_seq_len=64", "below 64",
+    ),
+    (
+        rope(attention_factor=1.2), "model.rope.attention_factor=1.2 with model.rope.scaling=none",
+        "Set model.rope.scaling=yarn",
+    ),
+    (rope(sections=(1, 1)), "model.rope.sections=[1, 1] must be three counts of pairs, together all 3", "[1, 1, 1]"),
+    (
+        attention(window=4, window_layers=(True, False, False)) | rope(skip=(False,) * 4),
+        "model.attention.window_layers has 3 and model.rope.skip has 4 places for model.num_layers=2",
+        "Use 2 places or fewer",
+    ),
+    (
+        attention(window_layers=(True, False)) | rope(local_theta=1e4),
+        "window_layers=[true, false] and model.rope.local_theta=10000.0 with model.attention.window=null",
+        "Set model.attention.window to 4096",
+    ),
+    (
+        {"block": "parallel_one_norm", "norm_placement": "after"},
+        "model.block=parallel_one_norm with model.norm_placement=after", "or model.block=parallel",
+    ),
+    (
+        {"gated": False, "activation_clamp": 7.0, "up_offset": 1.0},
+        "model.activation_clamp=7.0 and model.up_offset=1.0 with model.gated=false", "Set model.gated=true, or remove",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changed", "said", "fix"), CASES, ids=[said for _, said, _ in CASES])
+def test_a_broken_rule_says_what_and_what_would_work(changed: dict[str, Any], said: str, fix: str) -> None:
+    (problem,) = network_problems(replace(SOUND, **changed))
+    assert said in problem and fix in problem and problem.endswith("."), problem
+
+
+def test_sound_networks_break_no_rule() -> None:
+    assert network_problems(SOUND) == []
+    assert network_problems(replace(SOUND, **latent(q_rank=8))) == []
+    assert network_problems(replace(SOUND, head_dim=5, positions="none")) == []
+    for name, model in VARIANTS.items():
+        assert network_problems(model) == [], name
+
+
+def test_all_broken_rules_come_together() -> None:
+    model = replace(SOUND, num_kv_heads=3, logit_softcap=-1.0, up_offset=1.0, gated=False, **rope(fraction=2.0))
+    assert len(network_problems(model)) == 4
+
+
+@pytest.mark.parametrize("head", range(2, 40))
+def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
+    for features in range(head + 1):
+        model = replace(SOUND, head_dim=head, rope=RopeConfig(fraction=(features + 0.5) / (head + 1)))
+        for problem in network_problems(model):
+            proposed = float(problem.split("fraction to ")[1].split(",")[0])
+            assert network_problems(replace(model, rope=RopeConfig(fraction=proposed))) == [], problem
