@@ -7,7 +7,6 @@ Nothing a stranger put into the folder is run: the manifest is checked text, ten
 import io
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,25 +21,30 @@ from megalith.checkpoint import format as layout
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, pieces, show_box
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
+from megalith.checkpoint.masters import Pair, pairs_of, reconcile, worst_line
+from megalith.checkpoint.strictness import (
+    MASTER,
+    MODEL,
+    LoadReport,
+    Purpose,
+    Wanted,
+    announce,
+    check_patterns,
+    differences,
+    left_out,
+    refused,
+)
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box, intersect
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+STRICT = CheckpointConfig()
+"""Every tensor must be there, and none too many."""
+
 _AGAIN = "Copy the checkpoint again"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadReport:
-    """What a load that was not strict left out; both empty after a strict one."""
-
-    missing: tuple[str, ...]
-    """Wanted, not in the checkpoint: these tensors keep their values."""
-
-    surplus: tuple[str, ...]
-    """In the checkpoint, wanted by nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,37 +107,39 @@ class Checkpoint:
         self._fill({key: [Piece(box, values)]})
         return values
 
-    def load_into(self, entries: Sequence[Entry], world: Group, *, strict: bool = True) -> LoadReport:
+    def load_into(
+        self, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT, purpose: Purpose = "resume"
+    ) -> LoadReport:
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
         Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint lacks is read from
         the weights, and weights wanted in another dtype than the stored one are read from the master if there is one.
-        Tensors of the optimizer count as surplus only when any rank wants some of them.
+        Where both are stored and differ by more than rounding, rank 0 warns, and `rules.prefer_weights` decides.
+        Tensors that are skipped or missing keep their values, and rank 0 says how many; a run that resumes skips none.
 
         Raises:
-            CheckpointError: on every rank with the same text: shapes differ; with `strict`, tensors are missing or
-                surplus (all are named, before anything is changed); or a file is damaged (the complete checkpoints
-                beside it are named).
+            CheckpointError: on every rank with the same text: shapes differ; tensors are missing or surplus that
+                `rules` do not let pass (all are named, before anything is changed); or a file is damaged (the complete
+                checkpoints beside it are named).
         """
         sources = {entry.key: self._source(entry) for entry in entries}
         asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
         wanted = {key: (source, shape) for part in asked for key, source, shape in part}
-        differ, report = self._other_shapes(wanted), self._left_out(wanted)
-        if differ or (strict and (report.missing or report.surplus)):
-            lines = _differences(differ, report if strict else LoadReport((), ()))
-            raise CheckpointError(
-                f"{self.path} is a checkpoint of another model:\n{lines}\nSet model.* and optim.* to what "
-                f"{self.path / layout.CONFIG} says, or choose another checkpoint."
-            )
+        report = self._agree(wanted, rules, purpose)
+        filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
         parts: dict[str, list[Piece]] = {}
-        for entry in entries:
-            if sources[entry.key] in self.manifest.tensors:
-                parts.setdefault(sources[entry.key], []).extend(pieces(entry))
+        for entry in filled:
+            parts.setdefault(sources[entry.key], []).extend(pieces(entry))
         try:
             together(lambda: self._fill(parts), world)
+            found = together(lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world)
         except CheckpointError as error:
             advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
             raise CheckpointError(f"{error}{advice}") from error
+        if world.rank == 0:
+            announce(report, rules, self.path)
+            if line := worst_line(found, prefer_weights=rules.prefer_weights):
+                _log.warning("%s: %s", self.path, line)
         return report
 
     def _tensor(self, key: str) -> StoredTensor:
@@ -144,7 +150,7 @@ class Checkpoint:
 
     def _source(self, entry: Entry) -> str:
         """The stored tensor that an entry is read from."""
-        weights, master = f"{_MODEL}{entry.shard.name}", f"{_OPTIMIZER}master.{entry.shard.name}"
+        weights, master = f"{MODEL}{entry.shard.name}", f"{MASTER}{entry.shard.name}"
         stored = self.manifest.tensors
         if entry.role == "master" and master not in stored:
             return weights
@@ -157,23 +163,54 @@ class Checkpoint:
             return master
         return entry.key
 
-    def _other_shapes(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-        """Tensors whose shape is not what is wanted, in words; `wanted` is {key: (stored tensor to read, shape)}."""
+    def _agree(self, wanted: Wanted, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
+        """What of `wanted` will not be filled, once `rules` let that pass.
+
+        Raises:
+            CheckpointError: they do not, shapes differ, or a pattern to skip names nothing.
+        """
         stored = self.manifest.tensors
-        return [
+        skip = rules.skip if purpose == "start" else ()
+        check_patterns(skip, wanted.keys(), stored.keys())
+        report = left_out(wanted, stored.keys(), skip=skip, purpose=purpose)
+        differ = [
             f"{key} is {list(shape)} in this run and {list(stored[source].shape)} in the checkpoint"
             for key, (source, shape) in sorted(wanted.items())
-            if source in stored and stored[source].shape != shape
+            if source in stored and stored[source].shape != shape and key not in report.skipped
         ]
+        wrong = refused(report, rules, purpose)
+        if differ or wrong.missing or wrong.surplus:
+            raise CheckpointError(
+                f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet model.* and optim.* "
+                f"to what {self.path / layout.CONFIG} says, or choose another checkpoint."
+            )
+        return report
 
-    def _left_out(self, wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> LoadReport:
-        """What is missing and what is surplus, when all ranks together want `wanted`."""
-        missing = sorted(key for key, (source, _) in wanted.items() if source not in self.manifest.tensors)
-        used = {source for source, _ in wanted.values()} | wanted.keys()
-        used |= {f"{_OPTIMIZER}master.{key.removeprefix(_MODEL)}" for key in wanted if key.startswith(_MODEL)}
-        optimizer = any(key.startswith(_OPTIMIZER) for key in wanted)
-        surplus = [key for key in self.keys() if key not in used and (optimizer or not key.startswith(_OPTIMIZER))]
-        return LoadReport(tuple(missing), tuple(surplus))
+    def _reconcile(
+        self, entries: Sequence[Entry], sources: Mapping[str, str], *, prefer_weights: bool
+    ) -> dict[str, float]:
+        """Make weights and masters of this rank agree; {parameter: largest difference} of those that did not."""
+        found: dict[str, float] = {}
+        for pair in pairs_of(entries, sources):
+            weights, master = f"{MODEL}{pair.shard.name}", f"{MASTER}{pair.shard.name}"
+            wide = torch.promote_types(self.dtype(master), pair.wide.dtype) == pair.wide.dtype
+            if weights not in self.manifest.tensors or not wide:  # what was rounded on the way cannot be compared
+                continue
+            stored = pair.low if pair.low is not None else self._weights_of(pair)
+            largest = reconcile(stored, pair.wide, prefer_weights=prefer_weights)
+            if largest is None:
+                continue
+            found[pair.shard.name] = max(found.get(pair.shard.name, 0.0), largest)
+            if pair.other is not None:
+                pair.other.copy_(pair.wide)
+        return found
+
+    def _weights_of(self, pair: Pair) -> Tensor:
+        """The stored weights where the run's own are not those: as many elements as the pair has, in its order."""
+        key = f"{MODEL}{pair.shard.name}"
+        stored = torch.empty(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)
+        self._fill({key: pieces(Entry(pair.shard, "param", stored))})
+        return stored
 
     def _fill(self, wanted: Mapping[str, Sequence[Piece]]) -> None:
         """Copy what is stored into the pieces, reading each box that any of them needs once, in the order of files."""
@@ -377,27 +414,6 @@ def _in_file_order(manifest: Manifest, keys: Iterable[str]) -> list[tuple[str, S
     """The stored boxes of some tensors, in the order in which a disk likes to read them."""
     found = [(key, stored) for key in keys for stored in manifest.tensors[key].boxes]
     return sorted(found, key=lambda item: (item[1].file, item[1].offset))
-
-
-def _differences(differ: Sequence[str], left_out: LoadReport) -> str:
-    """What does not fit, all of it; tensors that differ only in a number of their names share a line."""
-    lines = [
-        *(f"  {text}" for text in differ),
-        *(f"  only in this run: {text}" for text in _by_pattern(left_out.missing)),
-        *(f"  only in the checkpoint: {text}" for text in _by_pattern(left_out.surplus)),
-    ]
-    return "\n".join(lines)
-
-
-def _by_pattern(keys: Sequence[str]) -> list[str]:
-    """`layers.*.attention.q (* = 0, 1, 2)` for the three of them."""
-    groups: dict[str, list[str]] = {}
-    for key in keys:
-        groups.setdefault(re.sub(r"\d+", "*", key, count=1), []).append(key)
-    return [
-        group[0] if len(group) == 1 else f"{pattern} (* = {', '.join(re.findall(r'[0-9]+', key)[0] for key in group)})"
-        for pattern, group in groups.items()
-    ]
 
 
 def _warn_of_pointer(folder: Path, name: str) -> None:

@@ -1,6 +1,13 @@
-"""When checkpoints are written and how many are kept."""
+"""When checkpoints are written, how many are kept, and what reading one may leave out."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from megalith.config.fields import hint_at, unknown_setting
+from megalith.config.model import ModelConfig
+
+Answer = Literal["error", "warn", "ignore"]
+"""To a tensor that only one side has: end the run, go on and name it, or go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,5 +26,42 @@ class CheckpointConfig:
     load: str | None = None
     """Start from this checkpoint or Hugging Face folder when the run folder has none; unset: fresh weights."""
 
+    missing: Answer = "error"
+    """Tensors that the run has and the checkpoint lacks keep their initial values, unless this is error. A run that
+    resumes always needs all of its weights: there it speaks of the optimizer's tensors only."""
+
+    surplus: Answer = "error"
+    """Tensors that the checkpoint has and the run lacks; a run that resumes may leave out the optimizer's only."""
+
+    skip: tuple[str, ...] = ()
+    """Patterns of parameters that are not taken from `load` and keep their initial values, such as head.*"""
+
+    prefer_weights: bool = False
+    """Where a checkpoint's weights are not its fp32 masters, rounded, believe the weights; otherwise the masters."""
+
+    allow_model_changes: tuple[str, ...] = ()
+    """Settings of the model, or sections of them, that may differ from those the weights were trained with, such as
+    model.rope."""
+
     max_save_failures: int = 3
     """A failed save is announced and the run goes on with the previous checkpoint; this many in a row end the run."""
+
+
+def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
+    """Every broken rule, as texts."""
+    problems = []
+    for name in checkpoint.allow_model_changes:
+        section, _, setting = name.partition(".")
+        if section == "model" and setting and hint_at(ModelConfig, setting) is not None:
+            continue
+        known = setting if section == "model" and setting else name
+        problems.append(
+            f"checkpoint.allow_model_changes={name}: expected settings of the model, each with model. before it. "
+            f"{unknown_setting(ModelConfig, known) if hint_at(ModelConfig, known) is None else f'Use model.{known}.'}"
+        )
+    if checkpoint.skip and checkpoint.load is None:
+        problems.append(
+            f"checkpoint.skip={list(checkpoint.skip)} names what is not taken from checkpoint.load, which is unset. "
+            f"Set checkpoint.load, or remove checkpoint.skip."
+        )
+    return problems

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Batch, Masks, build_batch
@@ -97,7 +98,9 @@ def run_evaluation(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
         )
     staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
-    load_pretrained(weight_entries(held_weights(staged), mesh), str(folder.path), mesh.world, model=run.model)
+    rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)  # all weights are needed here
+    entries = weight_entries(held_weights(staged), mesh)
+    load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     return evaluate(

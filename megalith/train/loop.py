@@ -14,6 +14,7 @@ from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
@@ -95,7 +96,7 @@ class _Loop:
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
         self.tokenizer = matching_tokenizer(run)
         self.data = self._open_data(saved)
-        self.trainer = build_trainer(run, mesh, device, fill=saved is None and run.checkpoint.load is None)
+        self.trainer = build_trainer(run, mesh, device, fill=saved is None and needs_first_weights(run.checkpoint))
         self._load(saved)
         _compare_replicas(self.trainer)
         _compare_stages(self.trainer)
@@ -294,16 +295,18 @@ class _Loop:
                     f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
                     f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run NAME."
                 )
-            saved.load_into(checkpoint_entries(self.trainer), self.mesh.world)
-            self.trainer.optimizer.set_updates(int(saved.state["optimizer_updates"]))
+            rules = self.run_config.checkpoint
+            report = saved.load_into(checkpoint_entries(self.trainer), self.mesh.world, rules=rules)
+            # Moments that begin at zero now are corrected for that, as at the beginning of a run.
+            self.trainer.optimizer.set_updates(0 if report.fresh_state else int(saved.state["optimizer_updates"]))
             if self.trainer.loss_scale is not None and "loss_scale" in saved.state:
                 self.trainer.loss_scale.load(saved.state["loss_scale"])
             publish_loaded(self.trainer)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
         elif self.run_config.checkpoint.load is not None:
             weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
-            source = self.run_config.checkpoint.load
-            for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model):
+            source, rules = self.run_config.checkpoint.load, self.run_config.checkpoint
+            for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model, rules=rules):
                 self.progress.say(f"{source}: {line}")
             publish_loaded(self.trainer)
             self.progress.say(f"starting from {source}")
@@ -387,6 +390,11 @@ class _RunData:
     splits: Splits
     orders: tuple[int, ...]
     """The count of training samples that the order was built for, and those that the run was made longer to."""
+
+
+def needs_first_weights(checkpoint: CheckpointConfig) -> bool:
+    """Whether a run that begins now draws weights: none are loaded, or some of them may keep what was drawn."""
+    return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

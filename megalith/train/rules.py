@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
 from megalith.config.dropout import dropout_problems
 from megalith.config.optim import optim_problems
@@ -62,6 +63,7 @@ def run_problems(run: TrainRun, world: int) -> list[str]:
         + optim_problems(run.optim, run.precision)
         + schedule_problems(run.schedule, _steps_to_plan_with(run))
         + data_problems(run.data)
+        + checkpoint_problems(run.checkpoint)
         + tokenizer_problems(run.tokenizer)
     )
 

@@ -34,11 +34,12 @@ def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
 def _model(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     """Whole tensors by (role, name): bf16 weights, fp32 master and moments."""
     roles = {"param": torch.bfloat16, "master": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-    return {
+    values = {
         (role, name): _values(shape, 100 * seed + 10 * r + n, dtype)
         for r, (role, dtype) in enumerate(roles.items())
         for n, (name, shape) in enumerate(SHAPES.items())
     }
+    return values | {("param", name): values["master", name].bfloat16() for name in SHAPES}
 
 
 def _cut(whole_tensors: dict[tuple[str, str], Tensor], tp: int, dp: int, *, blank: bool = False) -> list[list[Entry]]:

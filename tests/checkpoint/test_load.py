@@ -20,6 +20,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
+from megalith.config.checkpoint import Answer, CheckpointConfig
 from megalith.errors import CheckpointError
 from megalith.parallel.group import Group, alone
 from megalith.plan.shards import Shard, whole
@@ -189,9 +190,9 @@ def test_weights_alone_can_be_loaded(tmp_path: Path, tiny: SimpleNamespace) -> N
 def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = saved(tmp_path, tiny, entries_of({"a": torch.ones(4, 6), "b": torch.ones(5), "c": torch.ones(2)}))
     got = entries_of({"a": torch.zeros(4, 8), "b": torch.zeros(7), "c": torch.zeros(2)})
-    for strict in (True, False):
+    for rules in (CheckpointConfig(), CheckpointConfig(missing="ignore", surplus="ignore")):
         with pytest.raises(CheckpointError) as raised:
-            open_checkpoint(path).load_into(got, ALONE, strict=strict)
+            open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
         assert str(raised.value) == (
             f"{path} is a checkpoint of another model:\n"
             f"  model.a is [4, 8] in this run and [4, 6] in the checkpoint\n"
@@ -213,9 +214,135 @@ def test_missing_and_surplus_tensors_are_all_named_in_few_lines(tmp_path: Path, 
         raised.value
     )
     assert "only in the checkpoint: model.norm.weight\n" in str(raised.value)
-    report = open_checkpoint(path).load_into(got, ALONE, strict=False)
+    rules = CheckpointConfig(missing="ignore", surplus="ignore")
+    report = open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
     assert report.missing == ("model.head.weight",) and len(report.surplus) == 11
     assert tensors["layers.1.attention.q"].tolist() == [1, 1] and not tensors["head.weight"].any()
+
+
+SIDES = {
+    "absent": ({"a": 2}, {"a": 2, "new": 3}),
+    "surplus": ({"a": 2, "old": 3}, {"a": 2}),
+    "both": ({"a": 2, "old": 3}, {"a": 2, "new": 3}),
+}
+"""Parameters and their lengths in a checkpoint and in a run."""
+
+
+@pytest.mark.parametrize("sides", SIDES)
+@pytest.mark.parametrize("answer", ["error", "warn", "ignore"])
+def test_each_answer_to_tensors_of_one_side_only(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, sides: str, answer: Answer
+) -> None:
+    theirs, ours = SIDES[sides]
+    path = saved(tmp_path, tiny, entries_of({name: torch.ones(n) for name, n in theirs.items()}))
+    tensors = {name: torch.full((n,), 7.0) for name, n in ours.items()}
+    rules = CheckpointConfig(missing=answer, surplus=answer)
+    if answer == "error":
+        with pytest.raises(CheckpointError) as raised:
+            open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+        assert ("only in this run: model.new" in str(raised.value)) == (sides != "surplus")
+        assert ("only in the checkpoint: model.old" in str(raised.value)) == (sides != "absent")
+        assert tensors["a"].tolist() == [7, 7], "nothing was changed"
+        return
+    report = open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+    assert (report.missing, report.surplus) == (
+        ("model.new",) if sides != "surplus" else (), ("model.old",) if sides != "absent" else ()
+    )  # fmt: skip
+    assert tensors["a"].tolist() == [1, 1] and tensors.get("new", torch.zeros(0)).tolist() in ([], [7, 7, 7])
+    assert ("1 tensors (3 parameters) kept their initial values" in caplog.text) == (sides != "surplus")
+    assert (f"{path} lacks model.new" in caplog.text) == (answer == "warn" and sides != "surplus")
+    assert (f"{path} also has model.old: not loaded" in caplog.text) == (answer == "warn" and sides != "absent")
+
+
+@pytest.mark.parametrize("answer", ["warn", "ignore"])
+def test_a_run_that_resumes_needs_all_of_its_weights_whatever_the_answer(
+    tmp_path: Path, tiny: SimpleNamespace, answer: Answer
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"w": torch.ones(2)}) + entries_of({"w": torch.ones(2)}, "momentum"))
+    rules = CheckpointConfig(missing=answer, surplus=answer, skip=("w",), load="x")
+    got = entries_of({"w": torch.zeros(2)}) + entries_of({"w": torch.zeros(2)}, "exp_avg")
+    report = open_checkpoint(path).load_into(got, ALONE, rules=rules)
+    assert report.missing == ("optimizer.exp_avg.w",) and report.fresh_state
+    assert got[0].tensor.tolist() == [1, 1], "what a run skipped when it began is its own by now"
+    for wanted, text in (({"w": 2, "v": 1}, "only in this run: model.v"), ({}, "only in the checkpoint: model.w")):
+        entries = entries_of({name: torch.zeros(n) for name, n in wanted.items()})
+        with pytest.raises(CheckpointError, match=text):
+            open_checkpoint(path).load_into(entries, ALONE, rules=rules)
+
+
+def test_what_is_skipped_keeps_its_values_even_where_shapes_differ(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a.w": torch.ones(2), "head.weight": torch.ones(4), "old": torch.ones(1)}))
+    tensors = {"a.w": torch.zeros(2), "head.weight": torch.full((3,), 7.0)}
+    rules = CheckpointConfig(skip=("head.*", "old"), load="x")
+    report = open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=rules, purpose="start")
+    assert (tensors["a.w"].tolist(), tensors["head.weight"].tolist()) == ([1, 1], [7, 7, 7])
+    assert report.kept == ("model.head.weight",) and not report.surplus
+    assert "1 tensors (3 parameters) kept their initial values: model.head.weight" in caplog.text
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint.skip=hed.\* matches no tensor .* Use patterns of names that exist"
+    ):
+        wrong = CheckpointConfig(skip=("hed.*",), load="x")
+        open_checkpoint(path).load_into(entries_of(tensors), ALONE, rules=wrong, purpose="start")
+
+
+def corrupted_pair(tmp_path: Path, tiny: SimpleNamespace) -> Path:
+    """A checkpoint of bf16 weights and fp32 masters, of which two elements of one tensor disagree."""
+    model = tiny.model()
+    model["param", "layers.1.attention.q"].view(-1)[3] += 2.0
+    model["param", "layers.1.attention.q"].view(-1)[30] = 9.0
+    path = tiny.save(tmp_path, 100, tiny.cut(model, 2, 1))
+    assert isinstance(path, Path)
+    return path
+
+
+@pytest.mark.parametrize("prefer", [False, True])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_weights_and_masters_that_disagree_are_named_once_and_one_side_wins(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, run_threads: Callable[..., list[Any]],
+    layout: tuple[int, int], prefer: bool,
+) -> None:  # fmt: skip
+    path = corrupted_pair(tmp_path, tiny)
+    parts = tiny.cut(tiny.model(seed=1), *layout)
+    rules = CheckpointConfig(prefer_weights=prefer)
+    run_threads(len(parts), lambda world: open_checkpoint(path).load_into(parts[world.rank], world, rules=rules))
+    stored = open_checkpoint(path)
+    for entries in parts:
+        found = {entry.key: entry for entry in entries}
+        for name in tiny.shapes:
+            weights, master = found[f"model.{name}"], found[f"optimizer.master.{name}"]
+            low = weights.tensor.view(-1)[slice(*(master.shard.flat or (None, None)))]
+            believed = stored.read(f"model.{name}" if prefer else f"optimizer.master.{name}")
+            assert torch.equal(low, master.tensor.view(-1).bfloat16())
+            assert torch.equal(low, local(master.shard, believed).bfloat16())
+            if name != "layers.1.attention.q":
+                assert torch.equal(master.tensor, local(master.shard, stored.read(f"optimizer.master.{name}")))
+    warnings = [record.getMessage() for record in caplog.records if "rounded" in record.getMessage()]
+    assert len(warnings) == 1
+    assert f"{path}: the weights of 1 parameters are not their masters, rounded: layers.1.attention.q" in warnings[0]
+    assert f"The {'weights' if prefer else 'masters'} are used." in warnings[0]
+
+
+def test_a_run_without_masters_compares_the_two_as_well(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = corrupted_pair(tmp_path, tiny)
+    for prefer in (False, True):
+        got = entries_of({name: torch.zeros(shape) for name, shape in tiny.shapes.items()})
+        rules = CheckpointConfig(prefer_weights=prefer)
+        open_checkpoint(path).load_into(got, ALONE, rules=rules, purpose="start")
+        changed = {entry.shard.name: entry.tensor for entry in got}["layers.1.attention.q"].flatten()
+        assert (changed[30] == 9.0) == prefer
+        kept = changed[4] == open_checkpoint(path).read("optimizer.master.layers.1.attention.q").flatten()[4]
+        assert kept, "digits of elements that agree stay"
+    assert caplog.text.count("layers.1.attention.q differs most, by ") == 2
+
+
+def test_a_sound_pair_is_not_spoken_of(tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    path = tiny.save(tmp_path, 100, tiny.cut(tiny.model(), 2, 1))
+    open_checkpoint(path).load_into(tiny.cut(tiny.model(), 1, 1, blank=True)[0], ALONE)
+    assert not caplog.records
 
 
 def test_an_optimizer_that_the_checkpoint_does_not_have_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:

@@ -9,6 +9,8 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
@@ -164,18 +166,77 @@ def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> N
     assert torch.equal(tiny.tensors(back)["norm.weight"], tiny.tensors(model)["norm.weight"])
 
 
-def test_settings_that_weights_do_not_show_may_change_and_are_named(tmp_path: Path, tiny: SimpleNamespace) -> None:
+def test_what_only_training_knows_may_change_and_the_context_may_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
-    changed = tiny.config(rope=RopeConfig(theta=5e5), norm_eps=1e-6, init_std=0.1, max_seq_len=64, vocab_multiple=16)
+    dropout = DropoutConfig(residual=0.1)
+    changed = tiny.config(init_std=0.1, max_seq_len=64, vocab_multiple=16, dropout=dropout)
     notes = load_pretrained(tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed)
-    assert notes == [
-        "model.max_seq_len: 32 there, 64 here",
-        "model.norm_eps: 1e-05 there, 1e-06 here",
-        "model.rope.theta: 10000.0 there, 500000.0 here",
-    ]
-    save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2))
+    assert notes == ["model.max_seq_len: 32 there, 64 here"]
+    save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0)))
     entries = tiny.entries(tiny.blank(tiny.config()))
     assert load_pretrained(entries, str(tmp_path / "y"), alone("world"), model=tiny.config()) == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named(
+    kind: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
+    changed = tiny.config(rope=RopeConfig(theta=5e5), norm_eps=1e-6, logit_scale=2.0, max_seq_len=16)
+    target = tiny.entries(tiny.blank(changed))
+
+    def load(*allow: str) -> list[str]:
+        rules = CheckpointConfig(allow_model_changes=allow)
+        return load_pretrained(target, str(tmp_path / kind), alone("world"), model=changed, rules=rules)
+
+    with pytest.raises(CheckpointError) as refused:
+        load("model.norm")
+    assert (
+        " is another model:\n"
+        "  field              checkpoint  yours\n"
+        "  model.max_seq_len  32          16\n"
+        "  model.norm_eps     1e-05       1e-06\n"
+        "  model.rope.theta   10000.0     500000.0\n"
+        "  model.logit_scale  1.0         2.0\n"
+        "To load it, set model.* to what is there. To change what these weights compute, set "
+        "checkpoint.allow_model_changes to model.max_seq_len model.norm_eps model.rope.theta model.logit_scale."
+    ) in str(refused.value)
+    assert all((entry.tensor == -7).all() for entry in target), "nothing was loaded"
+    notes = load("model.rope", "model.norm_eps", "model.logit_scale", "model.max_seq_len")
+    assert [note.partition(":")[0] for note in notes] == [
+        "model.max_seq_len", "model.norm_eps", "model.rope.theta", "model.logit_scale",
+    ]  # fmt: skip
+    assert not any((entry.tensor == -7).all() for entry in target)
+
+
+def test_learnt_positions_do_not_grow_by_themselves(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config(positions="learned")
+    save(tmp_path, 1, tiny.entries(tiny.model(config)), config)
+    longer = replace(config, max_seq_len=64)
+    with pytest.raises(CheckpointError, match=r"model.max_seq_len  32          64"):
+        load_pretrained(tiny.entries(tiny.blank(longer)), str(tmp_path), alone("world"), model=longer)
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
+    kind: str, tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
+    biased = tiny.config(mlp_bias=True)
+    target = tiny.blank(biased)
+
+    def load(**rules: Any) -> None:
+        settings = CheckpointConfig(allow_model_changes=("model.mlp_bias",), **rules)
+        load_pretrained(tiny.entries(target), str(tmp_path / kind), alone("world"), model=biased, rules=settings)
+
+    with pytest.raises(CheckpointError, match=r"only in this run: model.layers.\*.mlp.gate_up_bias \(\* = 0, 1\)"):
+        load()
+    load(missing="warn", skip=("norm.weight",))
+    kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
+    names = {f"layers.{layer}.mlp.{bias}" for layer in (0, 1) for bias in ("gate_up_bias", "down_bias")}
+    assert kept == names | {"norm.weight"}
+    assert "lacks model.layers.*.mlp.down_bias (* = 0, 1); model.layers.*.mlp.gate_up_bias" in caplog.text
+    assert "5 tensors (76 parameters) kept their initial values: " in caplog.text  # 2 (2 * 10 + 12) + 12
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
@@ -186,9 +247,9 @@ def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Pat
     with pytest.raises(CheckpointError, match="is another model") as refused:
         load_pretrained(tiny.entries(tiny.blank(other)), str(tmp_path / kind), alone("world"), model=other)
     for line in (
-        "model.tied_embeddings: False there, True here",
-        "model.num_layers: 2 there, 3 here",
-        "model.vocab_size: 37 there, 38 here",
+        "model.tied_embeddings  False       True",
+        "model.num_layers       2           3",
+        "model.vocab_size       37          38",
         "set model.* to what is there",
     ):
         assert line in str(refused.value)

@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
         train(tmp_path / "a", {"model.num_layers": "3"})
     text = str(caught.value)
     assert "step_0000002 is a checkpoint of another model" in text and "only in this run: model.layers.2." in text
-    with pytest.raises(CheckpointError, match="is another model:\n  model.hidden_size: 24 there, 48 here"):
+    with pytest.raises(CheckpointError, match=r"is another model:\n  field .*\n  model.hidden_size  24          48"):
         train(tmp_path / "b", {"checkpoint.load": str(tmp_path / "a"), "model.hidden_size": "48"})
 
 
@@ -237,6 +237,35 @@ def test_a_run_can_start_from_the_weights_of_another(tmp_path: Path, capsys: pyt
     last, first = rows(tmp_path / "a")[-2]["loss"], rows(tmp_path / "b")[0]["loss"]
     assert first < last + 0.1
     assert rows(tmp_path / "b")[0]["step"] == 1
+
+
+def test_what_is_skipped_keeps_its_first_weights_and_a_resume_skips_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(tmp_path / "a", {"train.steps": "2"})
+    frozen: dict[str, Override] = {"train.steps": "1", "schedule.lr": "1e-30", "schedule.warmup_steps": "0"}
+    train(tmp_path / "fresh", frozen)
+    skip: dict[str, Override] = {"checkpoint.load": str(tmp_path / "a"), "checkpoint.skip": ["layers.1.*", "norm.*"]}
+    train(tmp_path / "b", frozen | skip)
+    assert "tensors (" in caplog.text and "kept their initial values: model.layers.1.attention.kv" in caplog.text
+    found, fresh, source = (stored(tmp_path / name, step) for name, step in (("b", 1), ("fresh", 1), ("a", 2)))
+    for name, tensor in found.items():
+        if name.startswith("model."):
+            kept = name.startswith(("model.layers.1.", "model.norm."))
+            assert torch.equal(tensor, fresh[name] if kept else source[name]), name
+    train(tmp_path / "b", skip | {"train.steps": "3", "schedule.lr": "1e-30", "schedule.warmup_steps": "0"})
+    assert torch.equal(stored(tmp_path / "b", 3)["model.norm.weight"], fresh["model.norm.weight"])
+    assert caplog.text.count("kept their initial values") == 1
+
+
+def test_a_run_goes_on_with_another_optimizer_only_when_told_to(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    change: dict[str, Override] = {"train.steps": "4", "optim.kind": "sgd"}
+    with pytest.raises(CheckpointError, match="only in the checkpoint: optimizer.exp_avg"):
+        train(tmp_path, change)
+    train(tmp_path, change | {"checkpoint.missing": "warn", "checkpoint.surplus": "warn"})
+    state = json.loads((tmp_path / "checkpoints" / "step_0000004" / "state.json").read_text())
+    assert state["optimizer_updates"] == 2, "moments that began at zero are two updates old"
 
 
 def test_data_in_another_order_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,154 @@
+"""Tensors that a run and a checkpoint do not share: which are refused, which keep their values, which are skipped."""
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Literal
+
+from megalith.config.checkpoint import Answer, CheckpointConfig
+from megalith.config.suggest import did_you_mean
+from megalith.errors import CheckpointError
+
+MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
+
+Purpose = Literal["resume", "start"]
+"""resume: a run goes on, and needs all of its weights whatever the settings say. start: a model begins with the weights
+of another, whose moments stay where they are."""
+
+Wanted = Mapping[str, tuple[str, tuple[int, ...]]]
+"""What all ranks together ask for: {name in a checkpoint: (stored tensor to read it from, shape)}."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """What a load left out; all empty where run and checkpoint hold the same tensors."""
+
+    missing: tuple[str, ...] = ()
+    """Wanted, not in the checkpoint: these tensors keep their values."""
+
+    surplus: tuple[str, ...] = ()
+    """In the checkpoint, wanted by nobody."""
+
+    skipped: tuple[str, ...] = ()
+    """Wanted and named by `checkpoint.skip`: these keep their values, too."""
+
+    numel: int = 0
+    """Elements of the tensors that keep their values; weights and their masters are counted once."""
+
+    fresh_state: bool = False
+    """An optimizer's moments are wanted, and none of them is in the checkpoint."""
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Tensors that keep their values; of weights and masters the weights."""
+        names = {*self.missing, *self.skipped}
+        return tuple(sorted(key for key in names if key == weights_of(key) or weights_of(key) not in names))
+
+
+def weights_of(key: str) -> str:
+    """The weights that a master is the wide copy of; any other tensor is its own."""
+    return f"{MODEL}{key.removeprefix(MASTER)}" if key.startswith(MASTER) else key
+
+
+def is_state(key: str) -> bool:
+    """Whether a tensor is the optimizer's own: moments, but no masters."""
+    return key == weights_of(key) and key.startswith(OPTIMIZER)
+
+
+def is_skipped(key: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor is not to be loaded. Patterns name a parameter with all that belongs to it (`head.*`) or tensors
+    as a checkpoint names them (`optimizer.exp_avg.*`); weights and their masters go together."""
+    key = weights_of(key)
+    names = [key, key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]]
+    if key.startswith(MODEL):
+        names.append(f"{MASTER}{names[1]}")
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def left_out(
+    wanted: Wanted, stored: Collection[str], *, skip: Sequence[str] = (), purpose: Purpose = "resume"
+) -> LoadReport:
+    """What a load will not fill or not read.
+
+    Tensors of the optimizer count as surplus only when a run resumes and wants some of them.
+    """
+    skipped = {key for key in wanted if is_skipped(key, skip)}
+    missing = {key for key, (source, _) in wanted.items() if source not in stored} - skipped
+    used = {source for source, _ in wanted.values()} | wanted.keys()
+    used |= {f"{MASTER}{key.removeprefix(MODEL)}" for key in wanted if key.startswith(MODEL)}
+    moments = purpose == "resume" and any(key.startswith(OPTIMIZER) for key in wanted)
+    surplus = {
+        key for key in stored if key not in used and (moments or key.startswith(MODEL)) and not is_skipped(key, skip)
+    }
+    state = {key for key in wanted if is_state(key)}
+    report = LoadReport(tuple(sorted(missing)), tuple(sorted(surplus)), tuple(sorted(skipped)))
+    numel = sum(prod(wanted[key][1]) for key in report.kept)
+    return LoadReport(report.missing, report.surplus, report.skipped, numel, bool(state) and state <= missing)
+
+
+def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
+    """The part of what is left out that must not be."""
+
+    return LoadReport(
+        _refused(report.missing, rules.missing, purpose), _refused(report.surplus, rules.surplus, purpose)
+    )
+
+
+def _refused(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
+    return tuple(key for key in keys if answer == "error" or (purpose == "resume" and not is_state(key)))
+
+
+def check_patterns(patterns: Sequence[str], wanted: Collection[str], stored: Collection[str]) -> None:
+    """Refuse patterns that name nothing: their tensors would be loaded.
+
+    Raises:
+        CheckpointError: some match neither a tensor of the run nor one of the checkpoint.
+    """
+    known = {*wanted, *stored}
+    idle = [pattern for pattern in patterns if not any(is_skipped(key, [pattern]) for key in known)]
+    if idle:
+        names = sorted(key.removeprefix(MODEL) for key in known if key.startswith(MODEL))
+        advice = did_you_mean(idle[0], names) or f" Parameters: {', '.join(by_pattern(names))}."
+        raise CheckpointError(
+            f"checkpoint.skip={', '.join(idle)} matches no tensor of the run or the checkpoint.{advice} "
+            f"Use patterns of names that exist, such as {names[-1] if names else 'head.*'}."
+        )
+
+
+def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
+    """Warn of what was left out; run by one rank."""
+    if report.missing and rules.missing == "warn":
+        _log.warning("%s lacks %s", path, "; ".join(by_pattern(report.missing)))
+    if report.surplus and rules.surplus == "warn":
+        _log.warning("%s also has %s: not loaded", path, "; ".join(by_pattern(report.surplus)))
+    if report.kept:
+        names = f": {'; '.join(by_pattern(report.kept))}" if report.skipped else ""
+        _log.warning(
+            "%d tensors (%s parameters) kept their initial values%s", len(report.kept), f"{report.numel:,}", names
+        )
+
+
+def differences(differ: Sequence[str], report: LoadReport) -> str:
+    """What does not fit, all of it; tensors that differ only in a number of their names share a line."""
+    lines = [
+        *(f"  {text}" for text in differ),
+        *(f"  only in this run: {text}" for text in by_pattern(report.missing)),
+        *(f"  only in the checkpoint: {text}" for text in by_pattern(report.surplus)),
+    ]
+    return "\n".join(lines)
+
+
+def by_pattern(keys: Sequence[str]) -> list[str]:
+    """`layers.*.attention.q (* = 0, 1, 2)` for the three of them."""
+    groups: dict[str, list[str]] = {}
+    for key in keys:
+        groups.setdefault(re.sub(r"\d+", "*", key, count=1), []).append(key)
+    return [
+        group[0] if len(group) == 1 else f"{pattern} (* = {', '.join(re.findall(r'[0-9]+', key)[0] for key in group)})"
+        for pattern, group in groups.items()
+    ]

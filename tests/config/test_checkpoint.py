@@ -1,0 +1,38 @@
+"""The settings of checkpoints: strict unless told otherwise, and none that would be ignored."""
+
+import pytest
+
+from megalith.config.checkpoint import CheckpointConfig, checkpoint_problems
+from megalith.config.tree import from_dict, to_dict
+
+
+def test_by_default_everything_must_be_there_and_nothing_else() -> None:
+    usual = CheckpointConfig()
+    assert (usual.missing, usual.surplus, usual.skip, usual.allow_model_changes) == ("error", "error", (), ())
+    assert not usual.prefer_weights and checkpoint_problems(usual) == []
+    assert from_dict(CheckpointConfig, to_dict(usual)) == usual
+
+
+@pytest.mark.parametrize("name", ["model.rope", "model.rope.theta", "model.mla.kv_rank", "model.norm_eps"])
+def test_settings_and_sections_of_the_model_may_be_allowed_to_change(name: str) -> None:
+    assert checkpoint_problems(CheckpointConfig(allow_model_changes=(name,))) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("rope.theta", "Use model.rope.theta."),
+        ("model.rope.teta", "Did you mean rope.theta"),
+        ("model", "there is no such setting"),
+        ("train.steps", "there is no such setting"),
+    ],
+)
+def test_a_name_that_allows_nothing_is_refused(name: str, advice: str) -> None:
+    (text,) = checkpoint_problems(CheckpointConfig(allow_model_changes=(name,)))
+    assert text.startswith(f"checkpoint.allow_model_changes={name}: expected settings of the model") and advice in text
+
+
+def test_patterns_to_skip_need_something_that_is_loaded() -> None:
+    (text,) = checkpoint_problems(CheckpointConfig(skip=("head.*",)))
+    assert "checkpoint.skip=['head.*'] names what is not taken from checkpoint.load" in text
+    assert checkpoint_problems(CheckpointConfig(skip=("head.*",), load="first")) == []
