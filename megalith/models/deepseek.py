@@ -104,9 +104,9 @@ def _read_rope(fields: Fields, length: int) -> RopeConfig:
 
 def _mscale(raw: Mapping[str, Any]) -> float | None:
     """mscale_all_dim, which sharpens the scores where it is given and not 0."""
-    parts = (raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {})
-    found = next((part["mscale_all_dim"] for part in parts if part.get("mscale_all_dim")), None)
-    return None if found is None else float(found)
+    parts = [part for name in ("rope_parameters", "rope_scaling") if isinstance(part := raw.get(name), Mapping)]
+    values = [part["mscale_all_dim"] for part in parts if part.get("mscale_all_dim")]
+    return next((float(value) for value in values if type(value) in (int, float)), None)  # others are refused elsewhere
 
 
 def _depths(fields: Fields) -> int:

@@ -3,8 +3,11 @@
 `pytest -s tests/models/test_parity.py` prints the figures of every family.
 """
 
+import itertools
+import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from megalith.infer.generate import generate
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.convert import convert
 from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import layout_case, prove_layout
@@ -162,6 +166,28 @@ def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(name: str, 
     odd = replace(folder.model_config, up_offset=0.5)
     with pytest.raises(ConfigError, match=r"model.up_offset=0.5: \w+ has no word for it; it would be 0.0"):
         write_folder(tmp_path / "x", odd, folder, family=folder.family)
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_no_value_of_any_field_ends_in_a_traceback(name: str, tmp_path: Path) -> None:
+    _, folder = saved(CASES[name], tmp_path)
+    written = folder.family.write_config(folder.model_config)
+    odd: tuple[Any, ...] = (
+        None, True, 0, -1, 1, 0.5, 3, "x", "", [], [[1]], [None] * 4, {}, {"a": 1}, {"rope_type": []},
+        {"full_attention": 3}, {"rope_type": "yarn", "factor": 2}, {"rope_theta": [1]},
+    )  # fmt: skip
+    texts = [refusal(folder.family, written | {field: value}) for field, value in itertools.product(written, odd)]
+    assert all(re.search(r"must|expected|Remove|Use|Set", text) for text in texts if text)
+    assert len(set(texts)) > 20
+
+
+def refusal(family: Family, raw: dict[str, Any]) -> str:
+    """What a family says against a config; "" where it takes it."""
+    try:
+        family.rules(family.read_config(raw))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def test_a_model_of_ours_with_biases_that_llama_lacks_computes_the_same_there(tmp_path: Path) -> None:
