@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
@@ -79,6 +80,9 @@ class TrainRun:
 
     schedule: ScheduleConfig
     """Learning rate and weight decay over the run."""
+
+    lora: LoraConfig | None = None
+    """Train adapters beside the weights of checkpoint.load; unset: train the weights themselves."""
 
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """How text becomes tokens; used by evaluation in bits per byte and by generate."""

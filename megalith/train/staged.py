@@ -11,6 +11,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.models.decoder import Decoder, build_chunks
+from megalith.nn.lora import attach_adapters
 from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
@@ -112,6 +113,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     chunks = build_chunks(
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
     )  # fmt: skip
+    attach_adapters(chunks, run.model, run.lora)
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
     )  # fmt: skip

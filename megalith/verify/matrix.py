@@ -9,6 +9,7 @@ from itertools import product
 from typing import Literal
 
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -18,6 +19,7 @@ from megalith.verify.variants import VARIANTS
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
+    "adapters",
 ]  # fmt: skip
 
 
@@ -37,6 +39,7 @@ class Layout:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
+    lora: LoraConfig | None = None
     sample: bool = False
     """One of the few that together have everything once, on at most four processes: in `make test`, and in
     `megalith verify --all --sample`."""
@@ -53,7 +56,7 @@ class Layout:
             self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
             documents=self.documents,
         )  # fmt: skip
-        return replace(case, run=replace(case.run, recompute=self.recompute, offload=self.offload))
+        return replace(case, run=replace(case.run, recompute=self.recompute, offload=self.offload, lora=self.lora))
 
 
 def tiny(
@@ -379,9 +382,39 @@ def _variants() -> Iterator[Layout]:
         yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
 
 
+def _adapters() -> Iterator[Layout]:
+    """Adapters beside frozen weights: shared heads, uneven parts, stages, contexts, divided state, layers run again."""
+    uneven = replace(FOUR, num_heads=6, num_kv_heads=3)
+    every, few = LoraConfig(rank=3), LoraConfig(rank=2, rslora=True, targets=("q", "o", "gate_up"))
+    again = RecomputeConfig(granularity="full", method="uniform")
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, LoraConfig, RecomputeConfig]] = {
+        "tp2": (FOUR, ParallelConfig(tp=2), every, RecomputeConfig()),
+        "tp2 sp": (FOUR, ParallelConfig(tp=2, sp=True), few, RecomputeConfig()),
+        "tp2 sp, rings": (FOUR, ParallelConfig(tp=2, sp=True, rings=True), every, RecomputeConfig()),
+        "tp3": (uneven, ParallelConfig(tp=3), every, RecomputeConfig()),
+        "tp3 sp, full recompute": (uneven, ParallelConfig(tp=3, sp=True), every, again),
+        "tp4 shared heads": (UNEVEN, ParallelConfig(tp=4, sp=True), every, RecomputeConfig()),
+        "pp2": (FOUR_TIED, staged(2), every, RecomputeConfig()),
+        "pp2 zb-h1": (FOUR, staged(2, schedule="zb-h1"), every, RecomputeConfig()),
+        "cp2": (FOUR, ParallelConfig(cp=2), every, RecomputeConfig()),
+        "dp2": (FOUR, ParallelConfig(dp=2), every, again),
+        "dp2, zero 1": (FOUR, ParallelConfig(dp=2, zero=1), every, RecomputeConfig()),
+        "dp2, zero 2": (FOUR, ParallelConfig(dp=2, zero=2), few, RecomputeConfig()),
+        "dp2, zero 3": (FOUR, ParallelConfig(dp=2, zero=3), every, RecomputeConfig()),
+        "tp2 pp2": (FOUR, staged(2, tp=2, sp=True), every, RecomputeConfig()),
+        "tp2 cp2 dp2 sp, zero 3": (FOUR, ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=3), every, again),
+    }
+    for name, (model, parallel, lora, recompute) in rows.items():
+        microbatch = 3 if parallel.pp > 1 else 1
+        yield Layout(
+            area="adapters", name=name, model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
+            recompute=recompute, lora=lora, sample=name in ("tp2 sp, rings", "tp2 pp2", "dp2, zero 3"),
+        )  # fmt: skip
+
+
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
-    *_all_axes(), *_variants(),
+    *_all_axes(), *_variants(), *_adapters(),
 )  # fmt: skip
 """Every layout that is proved."""
 

@@ -32,7 +32,9 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
         return rows
     run = chosen_recompute(run, world)
     rows += type_rows(
-        type_check_in_child(run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload)
+        type_check_in_child(
+            run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload, lora=run.lora
+        )
     )
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
@@ -52,7 +54,8 @@ def prove_row(row: Layout) -> LayoutResult:
     error = 0.0
     if not problems:  # the rest needs a layout that can be built
         types = type_check(
-            row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload
+            row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload,
+            lora=row.lora,
         )  # fmt: skip
         problems += [f"b: {found}" for found in types.problems]
         schedule = schedule_of(case.run, row.world)

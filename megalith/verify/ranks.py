@@ -26,9 +26,11 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
+from megalith.nn.init import fill
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.tensor import Init
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
@@ -167,6 +169,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
 def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     device = torch.device("cpu")
     trainer = build_trainer(case.run, mesh, device)
+    _give_adapters_values(trainer)
     initial = _weights(trainer)
     losses, norms, gradients = [], [], {}
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS)
@@ -181,7 +184,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     weights = _weights(trainer)
     save_checkpoint(folder, STEPS, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
-    again = build_trainer(case.run, mesh, device, fill=False)
+    again = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)  # the base is in no checkpoint
     checkpoint.load_into(checkpoint_entries(again), mesh.world)
     again.optimizer.set_updates(STEPS)
     publish_loaded(again)
@@ -227,6 +230,15 @@ def _tensors(
         return Difference(what, found.worst, found.error, found.error == 0.0 and not found.unpaired)
     name = f"{found.zeros[0]} is all zero" if found.zeros else found.worst
     return Difference(what, name, found.error, found.within(FP64))
+
+
+def _give_adapters_values(trainer: Trainer) -> None:
+    """Half of each adapter starts at zero, and nothing of the other half would show."""
+    for slot in trainer.optimizer.slots if trainer.run.lora is not None else ():
+        fill(slot.weight, slot.shard, Init(0.1), seed=trainer.run.seed)
+        if slot.master is not slot.weight:
+            slot.master.copy_(slot.weight)
+    publish_loaded(trainer)
 
 
 def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:

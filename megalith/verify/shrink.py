@@ -137,7 +137,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     )  # fmt: skip
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
     tiny = replace(
-        case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3)
+        case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
+        lora=run.lora and replace(run.lora, rank=min(run.lora.rank, 3), load=None),
     )  # fmt: skip
     return replace(case, run=tiny)
 

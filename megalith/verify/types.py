@@ -33,6 +33,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -42,6 +43,7 @@ from megalith.kernels.rebuilt import Input
 from megalith.kernels.tokens import DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
+from megalith.nn.lora import attach_adapters
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import RingAttention, my_slicing
 from megalith.parallel.group import Group
@@ -154,7 +156,7 @@ class TypeReport:
 
 def type_check(
     model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None,
-    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
+    recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, lora: LoraConfig | None = None,
 ) -> TypeReport:  # fmt: skip
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
@@ -173,10 +175,12 @@ def type_check(
     calls: dict[Kind, Counter[str]] = {}
     names: set[str] = set()
     for number, (rank, chunk) in enumerate(chosen):
-        place = _build(model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1)
+        place = _build(
+            model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora
+        )  # fmt: skip
         names |= place.shards.keys()
         counts = calls[kind_of(place.model.stage, parallel.context)] = Counter[str]()
-        for problem in [*_shard_problems(place, model, parallel), *_run(place, counts)]:
+        for problem in [*_shard_problems(place, model, parallel, lora), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
     counts = sum(calls.values(), Counter[str]())
@@ -310,14 +314,14 @@ class Place:
 
 def _build(
     model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, recompute: RecomputeConfig,
-    documents: bool,
+    documents: bool, lora: LoraConfig | None = None,
 ) -> Place:  # fmt: skip
     """Build one rank, outside of the check: an operation on a tensor without types would be refused in it.
 
     As training does, but for what has nothing to do without numbers: see `unseen`.
     """
     mesh = mesh_on_paper(grid, rank=rank)
-    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=replace(recompute, check=False))
+    chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora)
     stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
@@ -328,6 +332,14 @@ def _build(
     x, dy = (torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     received, gradient = None if stage.embedding else x.requires_grad_(), None if stage.loss else dy
     return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradient)
+
+
+def _chunks(
+    model: ModelConfig, mesh: Mesh, parallel: ParallelConfig, recompute: RecomputeConfig, lora: LoraConfig | None
+) -> list[Decoder]:
+    chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=recompute)
+    attach_adapters(chunks, model, lora)
+    return chunks
 
 
 def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0) -> Batch:
@@ -582,7 +594,9 @@ def _shards_of(model: nn.Module) -> dict[str, Shard]:
     return {declared.shard.name: declared.shard for declared, _, _ in declared_parameters(model)}
 
 
-def _shard_problems(place: Place, model: ModelConfig, parallel: ParallelConfig) -> Iterator[Problem]:
+def _shard_problems(
+    place: Place, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None
+) -> Iterator[Problem]:
     """Shards that call themselves cut along an axis where the next rank has the same box, or the other way round.
 
     The checker believes `cut`, and takes V for anything; so the boxes themselves have to bear it out.
@@ -592,7 +606,7 @@ def _shard_problems(place: Place, model: ModelConfig, parallel: ParallelConfig) 
     for axis in (axis for axis in DENSE_AXES if grid.size(axis) > 1):
         step = (here[axis] + 1) % grid.size(axis) - here[axis]
         neighbour = rank + step * grid.strides(axis)[1]
-        theirs = _shards_of(build_chunks(model, mesh_on_paper(grid, rank=neighbour), parallel)[place.chunk])
+        theirs = _shards_of(_chunks(model, mesh_on_paper(grid, rank=neighbour), parallel, KEEP_ALL, lora)[place.chunk])
         for name, mine in place.shards.items():
             same, cut = mine.box == theirs[name].box, axis in mine.cut
             if same == cut and mine.numel > 0:
@@ -737,7 +751,8 @@ def _without_gradient(place: Place) -> Iterator[Problem]:
         what = "no gradient reached the hidden states of the stage before. Use them in the stage."
         yield Problem(where="hidden states", what=what, ranks=(place.mesh.rank,))
     for declared, module, name in declared_parameters(place.model):
-        if getattr(module, name).grad is None:
+        parameter = getattr(module, name)
+        if parameter.requires_grad and parameter.grad is None:
             yield Problem(
                 where=declared.shard.name, what="no gradient reached this parameter. Use it in the loss, or remove it.",
                 ranks=(place.mesh.rank,),
@@ -772,6 +787,7 @@ class Question:
     ranks: tuple[int, ...] | None = None
     recompute: RecomputeConfig = KEEP_ALL
     offload: OffloadConfig = KEEP_HERE
+    lora: LoraConfig | None = None
     fault: str | None = None
 
 
@@ -787,6 +803,7 @@ def type_check_in_child(
     ranks: Sequence[int] | None = None,
     recompute: RecomputeConfig = KEEP_ALL,
     offload: OffloadConfig = KEEP_HERE,
+    lora: LoraConfig | None = None,
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
@@ -803,7 +820,7 @@ def type_check_in_child(
         fault_named(fault)
     question = Question(
         model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks),
-        recompute=recompute, offload=offload, fault=fault,
+        recompute=recompute, offload=offload, lora=lora, fault=fault,
     )  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     done = subprocess.run(
@@ -821,6 +838,6 @@ def answer() -> None:
     with planted(question.fault):
         report = type_check(
             question.model, question.parallel, world=question.world, ranks=question.ranks,
-            recompute=question.recompute, offload=question.offload,
+            recompute=question.recompute, offload=question.offload, lora=question.lora,
         )  # fmt: skip
     json.dump(to_dict(report), sys.stdout)
