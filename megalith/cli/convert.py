@@ -44,6 +44,9 @@ class ConvertOptions:
     vocab_multiple: int | None = None
     """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
 
+    workers: int = 1
+    """Processes that write files. What they write does not depend on it; each holds some tensors."""
+
     dry_run: bool = False
     """Only list every tensor and what becomes of it."""
 
@@ -78,7 +81,8 @@ def main(argv: list[str]) -> int:
     if not options.dry_run:
         with shown_progress(nbytes) as advance:
             nbytes = convert(
-                source, target, to, dtype=dtype, shard_nbytes=int(options.shard_gb * 1e9), wrote=advance
+                source, target, to, dtype=dtype, shard_nbytes=int(options.shard_gb * 1e9), wrote=advance,
+                workers=options.workers,
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
@@ -92,6 +96,8 @@ def option_problems(options: ConvertOptions) -> list[str]:
     problems = []
     if not 0 < options.shard_gb < math.inf:
         problems.append(f"--shard-gb={options.shard_gb} must be above 0. Use 5.")
+    if options.workers < 1:
+        problems.append(f"--workers={options.workers} must be at least 1. Use 1, or as many as there are cores.")
     if options.vocab_multiple is not None and options.vocab_multiple < 1:
         problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
     return problems

@@ -94,8 +94,11 @@ def convert(
     dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
     wrote: Callable[[int], None] = lambda nbytes: None,
+    workers: int = 1,
 ) -> int:
-    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor.
+    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor or file as it is finished.
+
+    Files are written by so many `workers`, each with one tensor, or a few small ones, in memory at a time.
 
     Raises:
         CheckpointError: the target exists, a source file is damaged, or the disk refused something.
@@ -106,11 +109,11 @@ def convert(
     if to == "huggingface":
         return write_folder(
             target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
-            extra=ids, companions=source.companions(), wrote=wrote,
+            extra=ids, companions=source.companions(), wrote=wrote, workers=workers,
         )  # fmt: skip
     return write_release(
         target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
-        state={"token_ids": ids}, companions=source.companions(), wrote=wrote,
+        state={"token_ids": ids}, companions=source.companions(), wrote=wrote, workers=workers,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +30,7 @@ from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
 from megalith.models.gpt2 import GPT2
 from megalith.models.granite import GRANITE
+from megalith.models.jobs import done_in_order
 from megalith.models.llama import LLAMA
 from megalith.models.mistral import MISTRAL
 from megalith.models.names import (
@@ -344,12 +345,14 @@ def write_folder(
     extra: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, Path] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
+    workers: int = 1,
 ) -> int:
     """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
-    into config.json (token ids), `companions` are copied under their names, `wrote` is told the bytes of each tensor.
-    The folder appears whole or not at all.
+    into config.json (token ids), `companions` are copied under their names, `wrote` is told the bytes of each tensor;
+    with several `workers`, which need weights that can be pickled, of each file. The folder appears whole or not
+    at all.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -370,7 +373,7 @@ def write_folder(
     check_absent(path)
     try:
         storage.make_folder(staging)
-        total = _write_weights(staging, files, weights, wrote)
+        total = _write_weights(staging, files, weights, wrote, workers)
         for name, source in (companions or {}).items():
             storage.write_new(staging / name, storage.read_bytes(source))
         for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
@@ -400,18 +403,34 @@ def _write_weights(
     files: Sequence[Sequence[tuple[Parts, Planned]]],
     weights: Weights,
     wrote: Callable[[int], None],
+    workers: int,
 ) -> int:
     """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
     names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
-    for name, content in zip(names, files, strict=True):
-        tensors = _read_tensors(content, weights, wrote)
-        write_file(staging / name, [planned for _, planned in content], tensors, {"format": "pt"})
-    total = sum(planned.nbytes for content in files for _, planned in content)
+    together = workers > 1 and len(files) > 1
+    told = None if together else wrote
+    jobs = [
+        partial(_write_tensors, staging / name, file, weights, told) for name, file in zip(names, files, strict=True)
+    ]
+    total = 0
+    for nbytes in done_in_order(jobs, workers):
+        total += nbytes
+        if together:
+            wrote(nbytes)
     if len(files) > 1:
         places = {planned.name: name for name, content in zip(names, files, strict=True) for _, planned in content}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         storage.write_new(staging / INDEX, (json.dumps(index, indent=2) + "\n").encode())
     return total
+
+
+def _write_tensors(
+    file: Path, content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None] | None
+) -> int:
+    """One file of weights; returns the bytes of its tensors."""
+    tensors = _read_tensors(content, weights, wrote or (lambda nbytes: None))
+    write_file(file, [planned for _, planned in content], tensors, {"format": "pt"})
+    return sum(planned.nbytes for _, planned in content)
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -46,6 +46,11 @@ class TensorRule:
         return self.at == tuple((0, size) for size in self.view)
 
 
+def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
+    """A config that holds whatever the tensors are called."""
+    return config
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """One architecture of theirs, and all that differs from the others."""
@@ -74,7 +79,7 @@ class Family:
     prefix: str = ""
     """What begins the names of most tensors, and is missing in some files."""
 
-    settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = lambda config, names: config
+    settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
     """What the names of a folder's tensors decide, because its config.json may promise what is not there."""
 
 

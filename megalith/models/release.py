@@ -1,7 +1,8 @@
 """Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few parameters at a time."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megalith.config.train import LoopConfig, TrainRun
 from megalith.errors import CheckpointError
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights, check_absent
+from megalith.models.jobs import done_in_order
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Shard
 
@@ -55,11 +57,12 @@ def write_release(
     state: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, Path] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
+    workers: int = 1,
 ) -> int:
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
 
     `dtype` unset keeps that of each parameter; `companions` are copied under their names, `wrote` is
-    told the bytes of each parameter.
+    told the bytes of each file as it is finished; several `workers` need weights that can be pickled.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -70,12 +73,13 @@ def write_release(
     nbytes = 0
     try:
         storage.make_folder(staging)
+        batches = _batches(model, weights, dtype)
+        jobs = [partial(_write_batch, staging, number, batch, weights) for number, batch in enumerate(batches)]
         parts = []
-        for number, batch in enumerate(_batches(model, weights, dtype)):
-            parts.append(write_boxes(staging, number, batch))
-            nbytes += sum(entry.tensor.nbytes for entry in batch)
-            for entry in batch:
-                wrote(entry.tensor.nbytes)
+        for part, size in done_in_order(jobs, workers):
+            parts.append(part)
+            nbytes += size
+            wrote(size)
         written = Written(
             merge_tensors(part.tensors for part in parts), {k: v for part in parts for k, v in part.files.items()}
         )
@@ -90,13 +94,25 @@ def write_release(
     return nbytes
 
 
-def _batches(model: ModelConfig, weights: Weights, dtype: torch.dtype | None) -> Iterator[list[Entry]]:
-    """Every parameter, read, in lists of a bounded size."""
-    batch: list[Entry] = []
+Batch = list[tuple[Shard, torch.dtype]]
+"""Parameters of one file, and what they are stored as."""
+
+
+def _batches(model: ModelConfig, weights: Weights, dtype: torch.dtype | None) -> list[Batch]:
+    """Every parameter, in lists of a bounded size."""
+    batches: list[Batch] = [[]]
+    nbytes = 0
     for shard in parameters(model):
-        batch.append(Entry(shard, "param", weights.read(shard.name, shard.box, dtype or weights.dtype(shard.name))))
-        if sum(entry.tensor.nbytes for entry in batch) >= BATCH_NBYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+        stored = dtype or weights.dtype(shard.name)
+        if nbytes >= BATCH_NBYTES:
+            batches.append([])
+            nbytes = 0
+        batches[-1].append((shard, stored))
+        nbytes += shard.numel * stored.itemsize
+    return batches
+
+
+def _write_batch(staging: Path, number: int, batch: Batch, weights: Weights) -> tuple[Written, int]:
+    """One file of parameters, and the bytes of these."""
+    entries = [Entry(shard, "param", weights.read(shard.name, shard.box, stored)) for shard, stored in batch]
+    return write_boxes(staging, number, entries), sum(entry.tensor.nbytes for entry in entries)

@@ -13,7 +13,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe
-from megalith.models.convert import convert, kind_of, plan_moves, token_ids
+from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import parameters, release_run
 from megalith.parallel.group import alone
@@ -111,3 +111,19 @@ def test_biases_that_ours_lacks_are_planned_as_zeros(tmp_path: Path, tiny: Simpl
     assert zeros == ["model.layers.0.self_attn.o_proj.bias"]
     convert(source, tmp_path / "x", "huggingface")
     assert not load_file(tmp_path / "x" / "model.safetensors")[zeros[0]].any()
+
+
+@pytest.mark.parametrize("to", ["megalith", "huggingface"])
+def test_several_workers_write_the_same_files(
+    to: Kind, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.models.release.BATCH_NBYTES", 6000)
+    tiny.folder(tmp_path / "source", tiny.config(), shard_nbytes=3000)
+    for workers in (1, 2):
+        source = open_pretrained(tmp_path / "source")
+        convert(source, tmp_path / f"by{workers}", to, shard_nbytes=3000, workers=workers)
+    first, second = (
+        {file.name: file.read_bytes() for file in (tmp_path / f"by{workers}").iterdir() if "config" not in file.name}
+        for workers in (1, 2)
+    )
+    assert len(first) > 3 and {name for name in first if first[name] != second.get(name)} <= {"manifest.json"}
