@@ -1,10 +1,11 @@
-"""`megalith checkpoint`: what a checkpoint holds (`info`), and whether every byte of it is sound (`verify`)."""
+"""`megalith checkpoint`: what one holds (`info`), if every byte is sound (`verify`), how two differ (`diff`)."""
 
+import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import Positional
 
@@ -13,13 +14,16 @@ from megalith.cli.output import print_json
 from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 
+if TYPE_CHECKING:  # it loads torch
+    from megalith.checkpoint.compare import Comparison
+
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
     """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run or checkpoints folder: then its newest one."""
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its newest one."""
     json: bool = False
     """Print one JSON document."""
 
@@ -29,16 +33,32 @@ class VerifyOptions:
     """Read every byte: lengths, hashes, and tensors that are tensors. Exit code 1 if one is damaged."""
 
     path: Positional[str]
-    """A step_NNNNNNN folder, or a run or checkpoints folder: then all of them."""
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then all of them."""
+    json: bool = False
+    """Print one JSON document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffOptions:
+    """Compare the values of two checkpoints, whatever layouts they were saved in. Exit code 0: the same, 1: not."""
+
+    a: Positional[str]
+    """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its newest one."""
+    b: Positional[str]
+    """The other one."""
+    atol: float = 0.0
+    """Elements as near as this count as equal."""
+    only: str = "*"
+    """A pattern of tensors' names: model.* are all weights, optimizer.exp_avg.* the first moments."""
     json: bool = False
     """Print one JSON document."""
 
 
 def main(argv: list[str]) -> int:
-    """Run `megalith checkpoint info|verify`."""
-    actions = {"info": show_info, "verify": verify}
+    """Run `megalith checkpoint info|verify|diff`."""
+    actions = {"info": show_info, "verify": verify, "diff": diff}
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [--json]\n\n{__doc__}")
+        print(f"usage: megalith checkpoint {{{','.join(actions)}}} PATH [PATH] [--json]\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
         advice = did_you_mean(argv[0], actions) or ""
@@ -51,7 +71,7 @@ def main(argv: list[str]) -> int:
 def show_info(argv: list[str]) -> int:
     """Print what a checkpoint holds."""
     options = parse_options(InfoOptions, argv, prog="megalith checkpoint info")
-    found = describe(newest_in(Path(options.path)))
+    found = describe(newest_in(folder_named(options.path)))
     if options.json:
         print_json(found)
         return 0
@@ -68,7 +88,7 @@ def verify(argv: list[str]) -> int:
     from megalith.checkpoint.load import verify_checkpoint
 
     options = parse_options(VerifyOptions, argv, prog="megalith checkpoint verify")
-    found = {str(path): verify_checkpoint(path) for path in checkpoints_in(Path(options.path))}
+    found = {str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))}
     if options.json:
         print_json(found)
         return int(any(found.values()))
@@ -79,17 +99,72 @@ def verify(argv: list[str]) -> int:
     return int(any(found.values()))
 
 
-def checkpoints_in(path: Path) -> list[Path]:
-    """The checkpoint that `path` is, or those in it, oldest first, complete or not.
+def diff(argv: list[str]) -> int:
+    """Print which tensors of two checkpoints differ, and by how much; 1 if any does."""
+    from megalith.checkpoint.compare import Comparison, compare_checkpoints
+    from megalith.checkpoint.load import open_checkpoint
+
+    options = parse_options(DiffOptions, argv, prog="megalith checkpoint diff")
+    if not 0 <= options.atol < math.inf:
+        raise ConfigError(f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol 1e-6.")
+    a, b = (open_checkpoint(newest_in(folder_named(name))) for name in (options.a, options.b))
+    differing, same = list[Comparison](), 0
+    for found in compare_checkpoints(a, b, atol=options.atol, only=options.only):
+        same += found.kind == "same"
+        differing += [] if found.kind == "same" else [found]
+    if options.json:
+        print_json(
+            {"a": str(a.path), "b": str(b.path), "step_a": a.step, "step_b": b.step, "atol": options.atol,
+             "same": same, "different": [asdict(each) | {"largest": _finite(each.largest)} for each in differing]}
+        )  # fmt: skip
+        return int(bool(differing))
+    print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
+    for each in differing:
+        print(f"  {each.name}: {_in_words(each)}")
+    print(f"{same} tensors are the same, {len(differing)} are not")
+    return int(bool(differing))
+
+
+def _in_words(found: "Comparison") -> str:
+    if found.kind == "values":
+        types = "" if found.a == found.b else f" ({found.a} and {found.b})"
+        return f"{found.differing:,} of {found.numel:,} elements differ, by {found.largest:.3g} at most{types}"
+    return f"{found.a} in a, {found.b} in b" if found.kind == "shape" else f"{found.kind} ({found.a or found.b})"
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def folder_named(name: str) -> Path:
+    """The folder that a person means: a path, or the name of a run under runs/.
 
     Raises:
-        CheckpointError: there is no such folder, or nothing in it that could be a checkpoint.
+        CheckpointError: there is no such folder.
+    """
+    runs = Path("runs")
+    for path in (Path(name), runs / name):
+        if path.is_dir():
+            return path
+    if Path(name).exists():
+        raise CheckpointError(f"{name} is a file. Use the folder that it is in, or the folder of a run.")
+    there = sorted(path.name for path in runs.iterdir() if path.is_dir()) if runs.is_dir() else []
+    advice = did_you_mean(name, there) or (f" Runs: {', '.join(there)}." if there else "")
+    raise CheckpointError(
+        f"{name}: no such folder, neither here nor under {runs}/.{advice} Use a step_NNNNNNN folder, or a run."
+    )
+
+
+def checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoint that the folder `path` is, or those in it, oldest first, complete or not.
+
+    Raises:
+        CheckpointError: there is nothing in it that could be a checkpoint.
     """
     from megalith.checkpoint.format import MANIFEST, step_folders
     from megalith.checkpoint.load import open_checkpoint
 
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder. Use a step_NNNNNNN folder, or the folder of a run.")
     if (path / MANIFEST).exists() or path.name.startswith("step_"):
         return [path]
     found = [each for folder in (path / "checkpoints", path) for each in step_folders(folder).values()]

@@ -85,11 +85,14 @@ def test_an_interrupted_save_is_no_sound_checkpoint_and_not_the_newest(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("verify", "nowhere"), "nowhere: no such folder. Use a step_NNNNNNN folder"),
+        (("verify", "nowhere"), "nowhere: no such folder, neither here nor under runs/. Use a step_NNNNNNN folder"),
+        (("info", "file.txt"), "file.txt is a file. Use the folder that it is in, or the folder of a run."),
+        (("diff", ".", "file.txt"), "not a complete checkpoint: it has no manifest.json"),
+        (("diff", ".", ".", "--atol", "-1"), "--atol=-1.0 must be a finite number of at least 0. Use"),
         (("info", "."), "not a complete checkpoint: it has no manifest.json"),
         (
             ("verfy", "."),
-            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of info, verify.",
+            "verfy is not something `megalith checkpoint` does. Did you mean verify? Use one of info, verify, diff.",
         ),
     ],
 )
@@ -101,10 +104,43 @@ def test_what_is_no_checkpoint_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("")
     assert call(*words) == 2
     assert text in capsys.readouterr().err
 
 
 def test_help_needs_no_torch(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
-    assert "usage: megalith checkpoint {info,verify} PATH [--json]" in capsys.readouterr().out
+    assert "usage: megalith checkpoint {info,verify,diff} PATH [PATH] [--json]" in capsys.readouterr().out
+
+
+def test_runs_are_found_by_name(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    here = tmp_path_factory.mktemp("here")
+    (here / "runs").mkdir()
+    (here / "runs" / "first").symlink_to(run)
+    monkeypatch.chdir(here)
+    assert call("info", "first") == 0 and call("verify", "first") == 0 and call("diff", "first", "first") == 0
+    assert "runs/first/checkpoints/step_0000002: step 2" in capsys.readouterr().out
+    assert call("info", "frist") == 2
+    assert "frist: no such folder, neither here nor under runs/. Did you mean first?" in capsys.readouterr().err
+
+
+def test_diff_names_what_differs_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))
+    assert call("diff", one, two) == 1
+    told = capsys.readouterr().out
+    assert "model.norm.weight: 7 of 7 elements differ, by 1 at most" in told
+    assert "1 tensors are the same, 1 are not" in told
+    assert call("diff", one, one) == 0 and call("diff", one, two, "--atol", "1") == 0
+    assert call("diff", one, run, "--only", "optimizer.*") == 0
+    capsys.readouterr()
+    assert call("diff", one, two, "--json") == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["step_a"], found["step_b"], found["same"]) == (1, 2, 1)
+    assert [(each["name"], each["largest"]) for each in found["different"]] == [("model.norm.weight", 1.0)]
+    assert call("diff", one, two, "--only", "nothing.*") == 2
+    assert "--only=nothing.* matches none of the tensors" in capsys.readouterr().err
+    assert call("diff", one) == 2
