@@ -103,7 +103,7 @@ class Decoder(nn.Module):
                 core=build_attend(context, config.num_layers - 1, mesh),
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
-        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if shares_table(config) else None)
+        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.shares_table() else None)
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
@@ -169,11 +169,6 @@ def build_chunks(
             )
         )  # fmt: skip
     return chunks
-
-
-def shares_table(config: ModelConfig) -> bool:
-    """Whether the stage with the loss needs the embedding's table, too."""
-    return config.tied_embeddings or config.mtp.depths > 0
 
 
 def declared_parameters(model: nn.Module) -> Iterator[tuple[Declared, nn.Module, str]]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -68,6 +69,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
         tied_embeddings="tied" in needs, dropout=DropoutConfig(residual=0.2 if "dropout" in needs else 0.0),
+        mtp=MTPConfig(depths=int("further" in needs)),
     )  # fmt: skip
     replicas = 2 if "replicas" in needs else 1
     return model, ParallelConfig(

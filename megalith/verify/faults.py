@@ -47,7 +47,8 @@ from megalith.plan.context import Numbers, Slices
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
-from megalith.train import loss
+from megalith.train import loss, step
+from megalith.train.loss import share_of_means
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -55,6 +56,7 @@ Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
+    "further",
 ]  # fmt: skip
 
 
@@ -73,7 +75,8 @@ class Fault:
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
     tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
     two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
-    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`)."""
+    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`), or
+    layers that predict further ahead (`further`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -193,13 +196,21 @@ def _bias_before_sum(self: RowLinear, x: Tensor) -> Tensor:
     return self.region.leave(y if self.bias_name is None else y + getattr(self, self.bias_name))
 
 
-def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any) -> Tensor:
+def _local_mean(self: Decoder, ids: Tensor, labels: Tensor, tokens: Any, **received: Any) -> tuple[Tensor, ...]:
     """Each rank divides by its own number of labels, as if all had as many."""
-    total = ORIGINAL_LOSS(self, ids, labels, tokens, **received)
-    return total if labels.is_meta else total * labels.numel() / max(1, int((labels >= 0).sum()))
+    own, *further = ORIGINAL_LOSSES(self, ids, labels, tokens, **received)
+    return own if labels.is_meta else own * labels.numel() / max(1, int((labels >= 0).sum())), *further
 
 
-ORIGINAL_LOSS = Decoder.loss
+def _depths_over_own_labels(
+    losses: Sequence[Tensor], *, num_labels: Sequence[int], weight: float, mesh: Mesh, scale: float = 1.0
+) -> Tensor:
+    """Further losses are divided by a rank's part of the labels instead of by the count of all."""
+    counts = [num_labels[0], *(count // mesh.dp_cp.size for count in num_labels[1:])]
+    return share_of_means(losses, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
+
+
+ORIGINAL_LOSSES = Decoder.losses
 
 
 # --- faults in the sums of gradients
@@ -370,7 +381,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "loss_scaled_per_rank", "Every rank divides its loss by its own number of labels.",
-        "numbers", ("dp", "uneven masks"), lambda: replaced(Decoder, "loss", _local_mean),
+        "numbers", ("dp", "uneven masks"), lambda: replaced(Decoder, "losses", _local_mean),
+    ),
+    Fault(
+        "further_loss_scaled_per_rank", "Losses of tokens further ahead are divided by a rank's part of their labels.",
+        "numbers", ("dp", "further"), lambda: replaced(step, "share_of_means", _depths_over_own_labels),
+    ),
+    Fault(
+        "further_table_not_summed", "The last stage's copy of the table that further predictions read is not summed.",
+        "numbers", ("pp", "further"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
     ),
     Fault(
         "ring_never_turned", "Context-parallel ranks never exchange keys and values, and use their own for all.",

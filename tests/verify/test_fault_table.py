@@ -23,6 +23,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "vocab_loss_local": (True, "wrong loss"),
     "dp_sum_averaged": (False, "wrong gradients"),
     "loss_scaled_per_rank": (False, "wrong loss"),
+    "further_loss_scaled_per_rank": (False, "wrong gradients"),
+    "further_table_not_summed": (False, "wrong gradients"),
     "ring_never_turned": (False, "wrong loss"),
     "ring_gradients_kept": (False, "wrong gradients"),
     "cp_positions_local": (False, "wrong loss"),
