@@ -6,7 +6,7 @@ them to the others while the next forward runs.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,8 @@ from megalith.parallel.alike import require_alike
 from megalith.parallel.engine import (
     SHARD_AXES,
     Owned,
+    Parameters,
+    divide_frozen,
     require_alike_slices,
     sum_shared_slices,
     tensor_axes,
@@ -80,19 +82,29 @@ class Stack:
         return (self.stop - self.start) // self.columns
 
 
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Weights of a matmul that are not trained, and have no place in the buffer."""
+
+    rows: int
+
+
 class FlatSink:
     """Puts the gradient of one layer's weights straight into their slots of the flat buffer.
 
     The first contribution of a step overwrites what the step before left there, so that nothing has to be zeroed.
     """
 
-    def __init__(self, stacks: Sequence[Stack], engine: "DataParallel") -> None:
-        self.stacks, self.engine = tuple(stacks), engine
-        self.rows_of = [stack.rows for stack in stacks]
+    def __init__(self, parts: Sequence[Stack | Frozen], engine: "DataParallel") -> None:
+        """`parts`: the rows of the layer's matrix, in order."""
+        self.stacks, self.engine = tuple(part for part in parts if isinstance(part, Stack)), engine
+        self.columns = self.stacks[0].columns
+        self.rows_of = [part.rows for part in parts]
+        self.trained = [isinstance(part, Stack) for part in parts]
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`: x [t, i], dy [t, o]."""
-        for stack, part in zip(self.stacks, dy.split(self.rows_of, dim=1), strict=True):
+        for stack, part in self._shares(dy.split(self.rows_of, dim=1)):
             total = self.engine.total(stack)
             if not self.engine.is_fresh(stack.numbers):
                 add_product_(total, x, part)
@@ -104,7 +116,7 @@ class FlatSink:
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""
-        for stack, part in zip(self.stacks, dw.view(-1, self.stacks[0].columns).split(self.rows_of), strict=True):
+        for stack, part in self._shares(dw.view(-1, self.columns).split(self.rows_of)):
             total = self.engine.total(stack)
             if self.engine.is_fresh(stack.numbers):
                 total.copy_(part)
@@ -121,6 +133,12 @@ class FlatSink:
         add_rows_(total, rows, dy)
         self.engine.contributed(stack.numbers)
 
+    def _shares(self, parts: Sequence[Tensor]) -> Iterator[tuple[Stack, Tensor]]:
+        """Each stack with its part; what belongs to frozen weights is nobody's."""
+        return zip(
+            self.stacks, (part for part, trained in zip(parts, self.trained, strict=True) if trained), strict=True
+        )
+
 
 class DataParallel:
     """Holds a model's weights and gradients in flat buffers and sums the gradients over every rank with the same slice.
@@ -135,11 +153,13 @@ class DataParallel:
     they are summed, after every microbatch. Buckets then hold only parameters that are summed over the same
     tensor-parallel axes, so that slices of ranks whose other parameters have other sizes still coincide.
 
+    Frozen parameters (`requires_grad` was False) have memory of their own on every rank, and no part in any of this.
+
     Sources: Li et al. 2020, arXiv:2006.15704, section 3.2 (overlap); Rajbhandari et al. 2019, arXiv:1910.02054 (ZeRO).
     """
 
     def __init__(
-        self, model: nn.Module, parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *, device: torch.device,
+        self, model: nn.Module, parameters: Parameters, mesh: Mesh, *, device: torch.device,
         gradient_dtype: torch.dtype, bucket_numel: int, overlap: bool, sinks: bool = True, zero: int = 0,
         reduce_dtype: torch.dtype | None = None, chunks: Sequence[nn.Module] = (), watch: bool = False,
     ) -> None:  # fmt: skip
@@ -147,20 +167,25 @@ class DataParallel:
         is called; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
         self.division = division_of(zero, mesh)
-        self.shards = [shard for shard, _, _ in parameters]
+        trained, frozen = divide_frozen(parameters)
+        self.shards = [shard for shard, _, _ in trained]
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
-        number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(parameters)}
+        number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)}
         kinds = [self._kind(shard) for shard in self.shards]
-        runs = {layer: _runs([number_of[id(weight)] for weight in layer.sunk()], kinds) for layer in layers}
+        runs = {layer: _runs([number_of.get(id(weight)) for weight in layer.sunk()], kinds) for layer in layers}
         self.plan: BucketPlan = plan_buckets(
             [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * self.division.slices.size,
             alone=[n for n, shard in enumerate(self.shards) if self.division.divided and len(shard.stages) > 1],
             together=list({run for layer in layers for run in runs[layer] if len(run) > 1}), kinds=kinds,
         )  # fmt: skip
         # A stage that only hands on what it receives has no parameters, and of their dtype there is nothing to store.
-        dtype = getattr(parameters[0][1], parameters[0][2]).dtype if parameters else gradient_dtype
+        dtype = getattr(trained[0][1], trained[0][2]).dtype if trained else gradient_dtype
         self.weights = torch.zeros(self.plan.numel, dtype=dtype, device=device)
-        self.parameters = _move_into(self.weights, model, parameters, self.plan)
+        places = [self.weights[slot.start : slot.stop] for slot in self.plan.slots]
+        self.parameters = _move_into(places, model, trained)
+        apart = [torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device) for shard, m, name in frozen]
+        still = _move_into(apart, model, frozen)
+        self.frozen = [(shard, one.data) for (shard, _, _), one in zip(frozen, still, strict=True)]
         numel = self.plan.numel // (self.division.slices.size if self.division.gradients else 1)
         self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
         self.owned = self._owned()
@@ -169,8 +194,8 @@ class DataParallel:
             None if self.division.gradients else self.gradients[bucket.start : bucket.stop]
             for bucket in self.plan.buckets
         ]
-        stacks = {layer: [self._stack(run) for run in runs[layer]] for layer in layers}
-        self._uses = self._connect(stacks, list(model) if isinstance(model, nn.ModuleList) else [model], sinks)
+        parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
+        self._uses = self._connect(parts, list(model) if isinstance(model, nn.ModuleList) else [model], sinks)
         self._begin(0)
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
@@ -321,7 +346,8 @@ class DataParallel:
     def checksum(self) -> tuple[int, Group]:
         """A sum over the bytes of the weights; ranks that compute other tokens have the same."""
         self.settle()
-        return int(self.weights.view(torch.uint8).sum(dtype=torch.int64)), self.mesh.dp_cp
+        held = [self.weights, *(weight for _, weight in self.frozen)]
+        return sum(int(weight.view(torch.uint8).sum(dtype=torch.int64)) for weight in held), self.mesh.dp_cp
 
     # --- where things lie
 
@@ -381,15 +407,25 @@ class DataParallel:
         columns = self.shards[numbers[0]].matrix_shape[-1]
         return Stack(tuple(numbers), first.bucket, first.start - start, last.stop - start, columns)
 
+    def _parts(self, layer: TensorParallel, runs: Sequence[Sequence[int]]) -> list[Stack | Frozen]:
+        """The rows of a layer's matrix: what is trained in as few pieces as its runs allow, and what is not."""
+        run_from = {id(self.parameters[run[0]]): run for run in runs}
+        inside = {id(self.parameters[number]) for run in runs for number in run[1:]}
+        return [
+            self._stack(run_from[id(weight)]) if id(weight) in run_from else Frozen(weight.shape[0])
+            for weight in layer.sunk()
+            if id(weight) not in inside
+        ]
+
     def _connect(
-        self, stacks: dict[TensorParallel, list[Stack]], chunks: Sequence[nn.Module], sinks: bool
+        self, layers: dict[TensorParallel, list[Stack | Frozen]], chunks: Sequence[nn.Module], sinks: bool
     ) -> list[int]:
         """Let gradients come here; returns how often each parameter contributes in one microbatch."""
         uses = [0] * len(self.shards)
-        for layer, parts in stacks.items():
+        for layer, parts in layers.items():
             if sinks:
                 layer.sink = FlatSink(parts, self)
-                for number in (number for stack in parts for number in stack.numbers):
+                for number in (number for stack in layer.sink.stacks for number in stack.numbers):
                     uses[number] += 1
         held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
         for number, parameter in enumerate(self.parameters):
@@ -417,29 +453,29 @@ class DataParallel:
         return add
 
 
-def _runs(numbers: Sequence[int], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
-    """The weights of one matmul, cut where their kind changes."""
+def _runs(numbers: Sequence[int | None], kinds: Sequence[tuple[str, ...]]) -> list[tuple[int, ...]]:
+    """The weights of one matmul, cut where their kind changes, and at those that are frozen (None)."""
     runs: list[tuple[int, ...]] = []
+    before: int | None = None
     for number in numbers:
-        if runs and kinds[runs[-1][-1]] == kinds[number]:
+        if number is not None and before is not None and kinds[before] == kinds[number]:
             runs[-1] = (*runs[-1], number)
-        else:
+        elif number is not None:
             runs.append((number,))
+        before = number
     return runs
 
 
-def _move_into(
-    weights: Tensor, model: nn.Module, parameters: Sequence[tuple[Shard, nn.Module, str]], plan: BucketPlan
-) -> list[nn.Parameter]:
-    """Give every parameter its slot of `weights` as memory; a parameter that two layers share stays shared."""
+def _move_into(places: Sequence[Tensor], model: nn.Module, parameters: Parameters) -> list[nn.Parameter]:
+    """Give every parameter its place as memory; a parameter that two layers share stays shared."""
     moved: dict[int, nn.Parameter] = {}
     new = []
-    for (shard, module, name), slot in zip(parameters, plan.slots, strict=True):
+    for (shard, module, name), place in zip(parameters, places, strict=True):
         old = getattr(module, name)
-        view = weights[slot.start : slot.stop].view(shard.matrix_shape)
+        view = place.view(shard.matrix_shape)
         if not old.is_meta:
             view.copy_(old.detach())
-        moved[id(old)] = nn.Parameter(view)
+        moved[id(old)] = nn.Parameter(view, requires_grad=old.requires_grad)
         new.append(moved[id(old)])
     for module in model.modules():
         for name, old in list(module._parameters.items()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.parallel.alike import require_alike, require_alike_where_shared
 from megalith.parallel.group import Group, all_reduce_
@@ -51,6 +51,13 @@ class Engine(Protocol):
         keep their memory for the life of the engine; gradients are valid from `finish` to the next `begin_step`.
         """
 
+    @property
+    def frozen(self) -> Sequence[tuple[Shard, Tensor]]:
+        """What this rank holds of the parameters that are not trained, in the order of registration; empty slices are
+        left out. Those are the parameters whose `requires_grad` was False when the engine was built: they have no
+        gradient, no optimizer state and no part in the norm. Written only by whoever fills or loads weights, before
+        `publish`."""
+
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
 
@@ -70,6 +77,16 @@ class Engine(Protocol):
 
     def checksum(self) -> tuple[int, Group]:
         """A sum over the bytes of the weights that this rank holds, and the ranks on which it must be the same."""
+
+
+Parameters = Sequence[tuple[Shard, nn.Module, str]]
+"""Shard, module and attribute of each."""
+
+
+def divide_frozen(parameters: Parameters) -> tuple[Parameters, Parameters]:
+    """Those that are trained, and those that are not."""
+    trained = [one for one in parameters if getattr(one[1], one[2]).requires_grad]
+    return trained, [one for one in parameters if not getattr(one[1], one[2]).requires_grad]
 
 
 def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
 from megalith.parallel.alike import require_alike
-from megalith.parallel.engine import SHARD_AXES, Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
+from megalith.parallel.engine import (
+    SHARD_AXES,
+    Owned,
+    Parameters,
+    divide_frozen,
+    require_alike_slices,
+    sum_shared_slices,
+    warn_of_zeros,
+)
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
@@ -40,7 +48,7 @@ class FullySharded:
     """
 
     def __init__(
-        self, chunks: Sequence[nn.Module], parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *,
+        self, chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
         device: torch.device, gradient_dtype: torch.dtype, keep_gathered: bool = False, watch: bool = False,
     ) -> None:  # fmt: skip
         """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
@@ -54,18 +62,20 @@ class FullySharded:
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
         _refuse_shared_chunks(chunks)
-        shapes = {shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters}
-        require_alike(shapes, mesh.dp_cp)
+        trained, frozen = divide_frozen(parameters)
+        for part in (trained, frozen):
+            require_alike({shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in part}, mesh.dp_cp)
         for chunk in chunks:
             fully_shard_chunk(chunk, mesh.shard, device, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered)
         places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
-        for shard, module, name in parameters:
+        for shard, module, name in trained:
             mine = rows_of(shard, mesh.shard.rank, mesh.shard.size, SHARD_AXES)
             places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
         found: dict[str, Owned] = {}
         for unit in self.units:
             found |= unit.connect(places.get(id(unit), []), mesh.shard, gradient_dtype=gradient_dtype, watch=watch)
-        self.owned = [found[shard.name] for shard, _, _ in parameters if shard.name in found]
+        self.owned = [found[shard.name] for shard, _, _ in trained if shard.name in found]
+        self.frozen = _my_rows(frozen, mesh.shard)
         require_alike_slices(self.owned, mesh)
         self._told = False
 
@@ -101,8 +111,8 @@ class FullySharded:
 
     def checksum(self) -> tuple[int, Group]:
         """A sum over the bytes of my rows; replicas have the same."""
-        sums = [int(owned.weight.view(torch.uint8).sum(dtype=torch.int64)) for owned in self.owned]
-        return sum(sums), self.mesh.over("dp_replica")
+        held = [*(owned.weight for owned in self.owned), *(rows for _, rows in self.frozen)]
+        return sum(int(rows.view(torch.uint8).sum(dtype=torch.int64)) for rows in held), self.mesh.over("dp_replica")
 
     def _free(self) -> None:
         for unit in self.units:
@@ -136,6 +146,7 @@ class Unit:
     ) -> dict[str, Owned]:  # fmt: skip
         """Let FSDP2 sum the gradients of these rows over `group`, through us. By name: what is mine, empty rows left
         out; weights where FSDP2 sends them from, gradients one after the other in one buffer."""
+        self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
         if not parameters:
             return {}
         self.names = [mine.name for mine, _ in parameters]
@@ -152,7 +163,6 @@ class Unit:
         self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
         self.fsdp.set_reduce_scatter_unused_params(True)  # else what is sent depends on what forward used
-        self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
         self.fsdp.set_custom_reduce_scatter(Sum(group, self if watch else None))  # type: ignore[arg-type]  # the same
         self.fsdp.set_all_reduce_hook(self._arrived)
         return owned
@@ -286,7 +296,7 @@ def fully_shard_chunk(
 
 
 def divide_for_forward(
-    chunks: Sequence[nn.Module], parameters: Sequence[tuple[Shard, nn.Module, str]], mesh: Mesh, *,
+    chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
     device: torch.device, keep_gathered: bool = False,
 ) -> list[tuple[Shard, Tensor]]:  # fmt: skip
     """Divide the weights of a model on the meta device over `mesh.shard` for forward passes alone.
@@ -302,6 +312,11 @@ def divide_for_forward(
         for module in (*_inner_units(chunk), chunk):
             assert isinstance(module, FSDPModule), module
             module.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
+    return _my_rows(parameters, group)
+
+
+def _my_rows(parameters: Parameters, group: Group) -> list[tuple[Shard, Tensor]]:
+    """My rows of each; weights of which I have no row are left out."""
     mine = [
         (rows_of(shard, group.rank, group.size, SHARD_AXES), _local(getattr(module, name)))
         for shard, module, name in parameters

@@ -44,7 +44,8 @@ class Publication:
 
     def _wait_hook(self, module: nn.Module, bucket_of: dict[int, int]) -> Callable[..., None]:
         """Waits for the buckets with weights of a module, in the order in which they arrive."""
-        buckets = sorted({bucket_of[id(parameter)] for parameter in module.parameters()}, reverse=True)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        buckets = sorted({bucket_of[id(parameter)] for parameter in trained}, reverse=True)
 
         def wait(*_: object) -> None:
             if self.arriving:

@@ -60,7 +60,10 @@ def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool
 
 
 def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.device) -> Engine:
-    """Give the parameters of my chunks memory, and a way for their gradients to be summed over ranks."""
+    """Give the parameters of my chunks memory, and a way for their gradients to be summed over ranks.
+
+    Parameters with `requires_grad` False by now are frozen: they get first weights and are saved, and that is all.
+    """
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
     sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
@@ -83,8 +86,8 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
 def _give_first_weights(model: nn.Module, data: Engine, *, seed: int) -> None:
     """Each rank draws the slices that it owns, and gets the others from their owners: the same under every layout."""
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
-    for owned in data.owned:
-        fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=seed)
+    for shard, weight in (*((owned.shard, owned.weight) for owned in data.owned), *data.frozen):
+        fill(weight, shard, init_of[shard.name], seed=seed)
     data.publish()
     data.settle()
 
@@ -96,7 +99,10 @@ def publish_loaded(trainer: Trainer) -> None:
 
 
 def checkpoint_entries(trainer: Trainer) -> list[Entry]:
-    """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is written once."""
+    """Every tensor that a checkpoint holds, with the slice of it that this rank has; each slice is written once.
+
+    Adapters are saved without the weights that they are trained beside, which are somewhere already.
+    """
     here = trainer.mesh.coordinates
     entries = []
     for slot in trainer.optimizer.slots:
@@ -105,10 +111,10 @@ def checkpoint_entries(trainer: Trainer) -> list[Entry]:
             tensors["master"] = slot.master
         mine = is_first_holder(slot.shard, here)
         entries += [Entry(slot.shard, role, tensor, mine) for role, tensor in tensors.items()]
-    return entries
+    return entries + (weight_entries(trainer.data.frozen, trainer.mesh) if trainer.run.lora is None else [])
 
 
 def weight_entries(parameters: Sequence[tuple[Shard, Tensor]], mesh: Mesh) -> list[Entry]:
-    """Weights alone, for reading into a model that is not trained."""
+    """Weights alone, of what is not trained."""
     here = mesh.coordinates
     return [Entry(shard, "param", tensor, is_first_holder(shard, here)) for shard, tensor in parameters]
