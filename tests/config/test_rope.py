@@ -1,0 +1,22 @@
+"""Rotary positions: which layers turn, and how many features."""
+
+from dataclasses import replace
+
+from megalith.config.attention import MLAConfig
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+
+MODEL = ModelConfig(vocab_size=8, hidden_size=24, num_layers=5, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+
+
+def test_layers_without_positions_are_a_pattern_that_repeats() -> None:
+    every_fourth = replace(MODEL, rope=RopeConfig(skip=(False, False, False, True)))
+    assert [every_fourth.turns(layer) for layer in range(5)] == [True, True, True, False, True]
+    assert [MODEL.turns(layer) for layer in range(5)] == [True] * 5
+    assert not replace(MODEL, positions="none").turns(0)
+
+
+def test_features_that_turn_are_a_part_of_a_head_or_those_of_latent_attention() -> None:
+    assert MODEL.rotary_size() == 12
+    assert replace(MODEL, rope=RopeConfig(fraction=0.34)).rotary_size() == 4
+    assert replace(MODEL, mla=MLAConfig(kv_rank=4, rope_dim=6)).rotary_size() == 6

@@ -1,0 +1,48 @@
+"""What becomes of embeddings: scaled as weights of that dtype expect, and told their places."""
+
+from types import SimpleNamespace
+
+import torch
+
+from megalith.models.decoder import declared_parameters
+from megalith.nn.embedding import Entrance, Scale
+from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.tensor import SplitTokens, WholeTokens
+
+
+def built(layers: SimpleNamespace, **changes: object) -> Entrance:
+    region = WholeTokens(mesh_of_one().tp)
+    entrance = Entrance(layers.config(**changes), region, dtype=torch.float64).to_empty(device="cpu")
+    for declared, module, name in declared_parameters(entrance):
+        with torch.no_grad():
+            getattr(module, name).copy_(torch.arange(declared.shard.numel).view(declared.shard.matrix_shape))
+    return entrance
+
+
+def test_a_plain_model_does_nothing(layers: SimpleNamespace) -> None:
+    entrance, x = built(layers), layers.inputs(4)
+    assert entrance(x, layers.tokens(layers.config(), [4])) is x
+    assert not list(declared_parameters(entrance))
+
+
+def test_scales_are_rounded_to_the_dtype_first() -> None:
+    root = 2560**0.5
+    tokens = None
+    assert Scale(root, torch.bfloat16)(torch.ones(1, dtype=torch.float64), tokens) == 50.5  # type: ignore[arg-type]
+    assert Scale(root, torch.float64)(torch.ones(1, dtype=torch.float64), tokens) == root  # type: ignore[arg-type]
+
+
+def test_every_place_of_a_document_has_its_vector_and_documents_begin_again(layers: SimpleNamespace) -> None:
+    config = layers.config(positions="learned")
+    entrance, x = built(layers, positions="learned", embedding_scale=2.0), layers.inputs(5)
+    table = torch.arange(32 * 18, dtype=torch.float64).view(32, 18)
+    y = entrance(x, layers.tokens(config, [3, 2]))
+    assert torch.equal(y, 2 * x + table[torch.tensor([0, 1, 2, 0, 1])])
+    y.sum().backward()
+    assert entrance.positions.weight.grad.sum(1).tolist()[:4] == [36.0, 36.0, 18.0, 0.0]
+
+
+def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(layers: SimpleNamespace) -> None:
+    group = layers.paper(layers.config(), 3, 1).tp
+    assert SplitTokens(group).mine(torch.arange(9)).tolist() == [3, 4, 5]
+    assert WholeTokens(group).mine(torch.arange(9)).tolist() == list(range(9))

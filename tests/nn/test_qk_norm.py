@@ -1,0 +1,66 @@
+"""Norms of queries and keys: their formulas, whole heads or all of them, and over ranks."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.nn.attention import Attention
+from megalith.nn.qk_norm import WholeNorms, l2_normed
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_equals
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return x / (x.square().mean(dims, keepdim=True) + 1e-5).sqrt()
+
+
+def test_per_head_all_heads_share_a_weight(layers: SimpleNamespace) -> None:
+    layer = layers.build(Attention, layers.config(attention=AttentionConfig(qk_norm="head")))
+    w, q, k = layers.weights(layer), seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
+    normed_q, normed_k = layer.norms(q, k)
+    assert w["q_norm.weight"].shape == (4,)
+    assert_equals("q", normed_q, rms(q, (2,)) * w["q_norm.weight"], FP64)
+    assert_equals("k", normed_k, rms(k, (2,)) * w["k_norm.weight"], FP64)
+
+
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_over_all_heads_every_feature_has_its_own_weight(zero_centred: bool, layers: SimpleNamespace) -> None:
+    config = layers.config(attention=AttentionConfig(qk_norm="whole"), norm_zero_centred=zero_centred)
+    layer = layers.build(Attention, config)
+    w, q, k = layers.weights(layer), seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
+    normed_q, normed_k = layer.norms(q, k)
+    offset = 1.0 if zero_centred else 0.0
+    assert w["q_norm.weight"].shape == (6, 4) and w["k_norm.weight"].shape == (3, 4)
+    assert_equals("q", normed_q, rms(q, (1, 2)) * (w["q_norm.weight"] + offset), FP64)
+    assert_equals("k", normed_k, rms(k, (1, 2)) * (w["k_norm.weight"] + offset), FP64)
+
+
+def test_l2_norms_have_no_weight_and_pass_through_rotations() -> None:
+    q, k = seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
+    normed_q, normed_k = l2_normed(q, k, eps=1e-5)
+    assert_equals("q", normed_q, rms(q, (2,)), FP64)
+    assert_equals("k", normed_k, rms(k, (2,)), FP64)
+
+
+def normed_by_ranks(rank: int, world: int, config: ModelConfig, q: Tensor, build: object, real: object) -> Tensor:
+    layer = build(Attention, config, real(config, world, rank))  # type: ignore[operator]  # functions of the conftest
+    assert isinstance(layer.norms, WholeNorms)
+    first = 6 * rank // world
+    normed: Tensor = layer.norms.q_norm(q[:, first : first + layer.num_heads])
+    return normed.detach()
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+def test_over_all_heads_means_over_those_of_other_ranks(tp: int, layers: SimpleNamespace) -> None:
+    config, q = layers.config(attention=AttentionConfig(qk_norm="whole"), num_kv_heads=6), seeded(5, 6, 4)
+    whole, _ = layers.build(Attention, config).norms(q, q)
+    found = run_ranks(normed_by_ranks, tp, config, q, layers.build, layers.real)
+    assert_equals("q", torch.cat(found, dim=1), whole, FP64)

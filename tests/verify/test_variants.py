@@ -1,0 +1,27 @@
+"""The tiny models of the matrix: together they have every choice, and each differs from a plain model where it says."""
+
+from dataclasses import fields
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.tree import differences
+from megalith.train.rules import model_problems
+from megalith.verify.ranks import layout_case
+from megalith.verify.shrink import TrainRun
+from megalith.verify.variants import PLAIN, VARIANTS
+
+SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",
+         "max_seq_len", "vocab_multiple", "init_std", "norm_eps")  # fmt: skip
+
+
+def test_every_choice_of_a_layer_is_in_one_of_them() -> None:
+    changed = {path.split(".")[0] for model in VARIANTS.values() for path, _, _ in differences(PLAIN, model)}
+    choices = {field.name for field in fields(ModelConfig)} - set(SIZES)
+    assert choices - changed <= {"mla", "mtp", "block"} | changed
+    assert choices - changed == set(), choices - changed
+
+
+def test_all_of_them_are_models_that_may_be_trained() -> None:
+    for name, model in VARIANTS.items():
+        run: TrainRun = layout_case(model, ParallelConfig(), 1).run
+        assert model_problems(run) == [], name
