@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import AttentionConfig
+from megalith.config.attention import AttentionConfig, MLAConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 
 PLAIN = ModelConfig(
@@ -51,7 +52,18 @@ GATED = replace(
 )  # fmt: skip
 """Attention with a gate, L2 norms, and every other layer without positions."""
 
+LATENT = replace(
+    PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(
+        kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3, yarn_mscale=0.7,
+    ), rope=RopeConfig(interleaved=True, scaling="yarn", factor=4.0, original_max_position=16),
+)  # fmt: skip
+"""As DeepSeek-V2: keys and values of all heads from a short vector."""
+
+FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
+"""As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a pipeline need."""
+
 VARIANTS = {
     "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
+    "latent": LATENT, "further": FURTHER,
 }  # fmt: skip
