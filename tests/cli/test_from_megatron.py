@@ -102,12 +102,12 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for word in TINY_LLAMA.split() if word != "--swiglu"]
-    assert run(*words, "--num-experts", "8", "--qk-layernorm") == 2
+    words = [*TINY_LLAMA.split(), "--use-mup"]
+    assert run(*words, "--num-experts", "8", "--softmax-type", "off-by-one") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "3 settings must be changed" in printed.err
-    for reason in ("Use --swiglu", "mixture of experts", "norms of queries and keys"):
+    for reason in ("muP", "mixture of experts", "Use --softmax-type learnable"):
         assert reason in printed.err
     assert run(*words, "--json") == 2
     document = json.loads(capsys.readouterr().out)
@@ -115,11 +115,11 @@ def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture
 
 
 def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*TINY_LLAMA.split(), "--hidden-dropout", "0.1"]
+    words = [*TINY_LLAMA.split(), "--embedding-init-method-std", "0.1"]
     assert run(*words) == 0
-    assert "not mapped, which changes the numbers\n  --hidden-dropout 0.1" in capsys.readouterr().err
+    assert "not mapped, which changes the numbers\n  --embedding-init-method-std 0.1" in capsys.readouterr().err
     assert run(*words, "--strict") == 2
-    assert "--hidden-dropout 0.1: there is no dropout here" in capsys.readouterr().err
+    assert "--embedding-init-method-std 0.1: not yet: first weights of another kind" in capsys.readouterr().err
 
 
 def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +246,11 @@ def test_the_pages_example_is_translated_as_the_page_says(tmp_path: Path, capsys
     error = capsys.readouterr().err
     settings = flatten(load_yaml(output, TrainRun))
     defaults = {setting.path: setting.default for setting in describe(TrainRun) if not setting.required}
-    changed = {path: value for path, value in settings.items() if path not in defaults or defaults[path] != value}
+    required = {setting.path for setting in describe(TrainRun) if setting.required}
+    changed = {
+        path: value for path, value in settings.items()
+        if (path in defaults and defaults[path] != value) or (path in required and value is not None)
+    }  # fmt: skip
     del changed["name"]
     assert changed == yaml.safe_load(block("yaml"))
     assert "not mapped" not in error and "done differently" not in error.replace("done differently here\n  --save", "")

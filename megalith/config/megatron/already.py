@@ -66,7 +66,7 @@ ALREADY = (
             --attention-backend --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
             --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
             --flash-attention-version --fused-residual-rmsnorm! --kitchen-attention-backend
-            --mlp-chunks-for-training --no-bias-dropout-fusion! --no-bias-gelu-fusion! --no-bias-swiglu-fusion!
+            --mlp-chunks-for-training --no-bias-dropout-fusion! --no-bias-swiglu-fusion!
             --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
             --no-rope-fusion! --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
             --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!
@@ -115,7 +115,7 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="positions are rotary or refused: there is no table of positions to leave out",
+        reason="Megatron refuses it unless positions are rotary, which have no table that could be left out",
         flags="--no-position-embedding!",
     ),
     Group(
@@ -125,7 +125,7 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="this model has no GELU, and Megatron itself ignores the flag",
+        reason="Megatron itself ignores the flag",
         flags="--onnx-safe --openai-gelu!",
     ),
     Group(
@@ -142,11 +142,6 @@ ALREADY = (
 
 # done differently here
 EXPLAINED = (
-    Group(
-        verdict="explained", effect="none",
-        reason="a norm has one weight that starts at 1 and is not decayed: the same function as 1 + gamma",
-        flags="--apply-layernorm-1p!",
-    ),
     Group(
         verdict="explained", effect="none",
         reason=(

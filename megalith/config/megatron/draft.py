@@ -85,23 +85,13 @@ class Draft:
         return value if isinstance(value, int) and value > 0 else 1
 
 
-ASSUMED = {
-    "--normalization": "LayerNorm",
-    "--hidden-dropout": "0.1",
-    "--attention-dropout": "0.1",
-}
-"""Values of Megatron's that are not ours: these flags are judged even when they are left out."""
-
-
 def judge_unmapped(draft: Draft) -> None:
-    """An entry for every argument that becomes nothing, given or assumed."""
+    """An entry for every argument that was given and becomes nothing."""
     for name, flag in UNMAPPED.items():
-        assumed = ASSUMED.get(name)
-        words = draft.arguments.words.get(name, (assumed,) if assumed else None)
+        words = draft.arguments.words.get(name)
         if words is None:
             continue
         group, typed = flag.group, " ".join((name, *words))
-        typed = typed if draft.arguments.given(name) else f"{typed} (left out)"
         if group.switch is not None and not draft.arguments.given(group.switch):
             entry = Entry(verdict="already", flag=typed, text=f"is read with {group.switch} only")
         elif _is_idle(flag.idle, words):

@@ -19,26 +19,113 @@ MODEL = (
     ),
     Row(
         name="--ffn-hidden-size", takes="int", fields=("model.ffn_hidden_size",),
-        how="left out: 8/3 of the hidden size, rounded down to a multiple of 64",
+        how="left out: 4 times the hidden size; with --swiglu 8/3 of it, rounded down to a multiple of 64",
     ),
-    Row(name="--swiglu", takes="nothing", fields=("model.ffn_hidden_size",), how="needed: the MLP is SwiGLU here"),
+    Row(name="--swiglu", takes="nothing", fields=("model.activation", "model.gated"), how="silu, with a gate"),
+    Row(
+        name="--quick-geglu", takes="nothing", fields=("model.activation", "model.gated"),
+        how="quick_gelu, with a gate",
+    ),
+    Row(
+        name="--squared-relu", takes="nothing", fields=("model.activation", "model.gated"),
+        how="squared_relu, without a gate",
+    ),
+    Row(
+        name="--no-bias-gelu-fusion", takes="nothing", fields=("model.activation",),
+        how="gelu, as without biases; left out: gelu_tanh, which Megatron's fused GELU is",
+    ),
+    Row(
+        name="--activation-func-clamp-value", takes="float", fields=("model.activation_clamp",),
+        how="read where there is a gate",
+    ),
+    Row(
+        name="--glu-linear-offset", takes="float", fields=("model.up_offset",), default=0.0,
+        how="read where there is a gate",
+    ),
     Row(name="--kv-channels", takes="int", fields=("model.head_dim",)),
     Row(
+        name="--normalization", takes="choice", fields=("model.norm",), default="LayerNorm",
+        choices=("LayerNorm", "RMSNorm"), how="LayerNorm: layer; RMSNorm: rms",
+    ),
+    Row(name="--apply-layernorm-1p", takes="nothing", fields=("model.norm_zero_centred",)),
+    Row(
+        name="--qk-layernorm", takes="nothing", fields=("model.attention.qk_norm",),
+        how="head; latent attention has its norms anyway",
+    ),
+    Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
+    Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
+    Row(
+        name="--softmax-type", takes="choice", fields=("model.attention.sinks",), default="vanilla",
+        choices=("vanilla", "learnable", "off-by-one"), how="learnable: true; off-by-one is refused",
+    ),
+    Row(
+        name="--window-size", takes="text", fields=("model.attention.window",),
+        how="the first number and one more, because the token itself counts here",
+    ),
+    Row(
+        name="--window-attn-skip-freq", takes="text", fields=("model.attention.window_layers",),
+        how="a pattern that repeats; a number counts to the layer without a window",
+    ),
+    Row(
+        name="--multi-latent-attention", takes="nothing", fields=("model.rope.interleaved", "model.mla.norm_eps"),
+        how="with the sizes below; its vectors are normed by --norm-epsilon, its positions turn neighbours",
+    ),
+    Row(name="--kv-lora-rank", takes="int", fields=("model.mla.kv_rank",), default=32),
+    Row(name="--q-lora-rank", takes="int", fields=("model.mla.q_rank",)),
+    Row(name="--qk-head-dim", takes="int", fields=("model.mla.nope_dim",), default=128),
+    Row(name="--qk-pos-emb-head-dim", takes="int", fields=("model.mla.rope_dim",), default=64),
+    Row(name="--v-head-dim", takes="int", fields=("model.mla.value_dim",), default=128),
+    Row(
+        name="--rope-type", takes="choice", fields=("model.rope.scaling", "model.rope.original_max_position"),
+        default="yarn", choices=("rope", "yarn"),
+        how="of latent attention; yarn: from 4096 tokens, where --rotary-scaling-factor is above 1",
+    ),
+    Row(name="--rotary-scaling-factor", takes="float", fields=("model.rope.factor",), default=1.0, how="with yarn"),
+    Row(
+        name="--mscale", takes="float", fields=("model.rope.attention_factor",), default=1.0,
+        how="the ratio of what it gives and what --mscale-all-dim gives",
+    ),
+    Row(
+        name="--mscale-all-dim", takes="float", fields=("model.mla.yarn_mscale",), default=0.0,
+        how="unset where it is 0",
+    ),
+    Row(name="--mtp-num-layers", takes="int", fields=("model.mtp.depths",)),
+    Row(
+        name="--mtp-loss-scaling-factor", takes="float", fields=("model.mtp.loss_weight",), default=0.1,
+        how="read with --mtp-num-layers only",
+    ),
+    Row(name="--attention-dropout", takes="float", fields=("model.dropout.attention",), default=0.1),
+    Row(
+        name="--hidden-dropout", takes="float", fields=("model.dropout.embedding", "model.dropout.residual"),
+        default=0.1,
+    ),
+    Row(
         name="--max-position-embeddings", takes="int", fields=("model.max_seq_len",),
-        how="how far the model is meant to read; positions are rotary and have no table",
+        how="how far the model is meant to read; learned positions have a table of so many rows",
     ),
     Row(
         name="--norm-epsilon", takes="float", fields=("model.norm_eps",), default=1e-5, aliases=("--layernorm-epsilon",)
     ),
     Row(
-        name="--position-embedding-type", takes="choice", fields=("model.rope.theta",), default="learned_absolute",
-        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"), how="rope is needed",
+        name="--position-embedding-type", takes="choice", fields=("model.positions",), default="learned_absolute",
+        choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
+        how="rope; learned_absolute: learned; none; the others are refused",
     ),
     Row(
-        name="--use-rotary-position-embeddings", takes="nothing", fields=("model.rope.theta",),
+        name="--use-rotary-position-embeddings", takes="nothing", fields=("model.positions",),
         how="the old spelling of --position-embedding-type rope",
     ),
     Row(name="--rotary-base", takes="float", fields=("model.rope.theta",), default=10_000.0),
+    Row(name="--rotary-percent", takes="float", fields=("model.rope.fraction",), default=1.0),
+    Row(name="--rotary-interleaved", takes="nothing", fields=("model.rope.interleaved",)),
+    Row(
+        name="--rotary-seq-len-interpolation-factor", takes="float", fields=("model.rope.scaling", "model.rope.factor"),
+        how="linear, by this factor",
+    ),
+    Row(
+        name="--no-rope-freq", takes="text", fields=("model.rope.skip",),
+        how="a pattern that repeats; a number counts to the layer without positions",
+    ),
     Row(name="--use-rope-scaling", takes="nothing", fields=("model.rope.scaling",), how="llama3"),
     Row(name="--rope-scaling-factor", takes="float", fields=("model.rope.factor",), default=8.0),
     Row(

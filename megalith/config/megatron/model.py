@@ -1,6 +1,8 @@
 """Megatron's description of a GPT as our `model` settings: the sizes that follow from others, and what must be so."""
 
+from megalith.config.megatron.attention import heads_of_keys, translate_attention
 from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.positions import translate_positions
 
 
 def translate_model(draft: Draft) -> None:
@@ -9,67 +11,86 @@ def translate_model(draft: Draft) -> None:
     draft.need("--hidden-size", "the features per token")
     draft.need("--num-attention-heads", "the number of query heads")
     draft.need("--max-position-embeddings", "the longest context")
-    flags = ("--num-layers", "--hidden-size", "--num-attention-heads", "--kv-channels", "--max-position-embeddings")
+    flags = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
     for flag in (*flags, "--norm-epsilon", "--init-method-std"):
         draft.copy(flag)
     _heads(draft)
+    _norms(draft)
     _mlp(draft)
-    _positions(draft)
+    translate_attention(draft)
+    translate_positions(draft)
     _biases(draft)
+    _dropout(draft)
+    _further(draft)
     tied = not draft.arguments.value("--untie-embeddings-and-output-weights")
     draft.put("--untie-embeddings-and-output-weights", "model.tied_embeddings", tied)
 
 
 def _heads(draft: Draft) -> None:
-    grouped = draft.arguments.value("--group-query-attention")
-    if grouped:
+    latent = draft.arguments.value("--multi-latent-attention")
+    if draft.arguments.value("--group-query-attention") and not latent:
         draft.say("already", "--group-query-attention", "query heads share key/value heads")
-        draft.put("--num-query-groups", "model.num_kv_heads", draft.arguments.value("--num-query-groups"))
+        draft.put("--num-query-groups", "model.num_kv_heads", heads_of_keys(draft))
     else:
-        draft.put("--num-attention-heads", "model.num_kv_heads", draft.number("--num-attention-heads"))
+        draft.put("--num-attention-heads", "model.num_kv_heads", heads_of_keys(draft))
         if draft.arguments.given("--num-query-groups"):
             draft.say("already", "--num-query-groups", "is read with --group-query-attention only")
 
 
+def _norms(draft: Draft) -> None:
+    kind = draft.arguments.value("--normalization")
+    draft.put("--normalization", "model.norm", {"RMSNorm": "rms", "LayerNorm": "layer"}.get(str(kind)))
+    if draft.arguments.value("--apply-layernorm-1p"):
+        draft.put("--apply-layernorm-1p", "model.norm_zero_centred", True)
+
+
 def _mlp(draft: Draft) -> None:
-    """SwiGLU and its width."""
-    if not draft.arguments.value("--swiglu"):
-        text = "the MLP here is SwiGLU; without this, Megatron's has one GELU. Use --swiglu"
-        draft.say("not mapped", "--swiglu", text, "model")
-    if draft.arguments.value("--ffn-hidden-size") is None:
-        width = draft.number("--hidden-size") * 8 // 3 // 64 * 64  # for two matrices up, as wide as 4 h for one
+    """The activation, with a gate or without, and the width."""
+    arguments, flag, activation, gated = draft.arguments, "--swiglu", "silu", True
+    if arguments.value("--quick-geglu"):
+        flag, activation = "--quick-geglu", "quick_gelu"
+    elif arguments.value("--squared-relu"):
+        flag, activation, gated = "--squared-relu", "squared_relu", False
+    elif not arguments.value("--swiglu"):
+        gated, plain = False, arguments.value("--disable-bias-linear") or arguments.value("--no-bias-gelu-fusion")
+        activation, flag = "gelu" if plain else "gelu_tanh", "--no-bias-gelu-fusion"
+    why = "" if activation != "gelu_tanh" else "Megatron's GELU that is fused with its bias is the approximate one"
+    draft.put(flag, "model.activation", activation, why)
+    draft.put(flag, "model.gated", gated)
+    if gated:
+        draft.copy("--activation-func-clamp-value")
+        draft.copy("--glu-linear-offset")
+    if arguments.value("--ffn-hidden-size") is not None:
+        draft.copy("--ffn-hidden-size")
+        return
+    hidden = draft.number("--hidden-size")
+    if arguments.value("--swiglu"):
+        width = hidden * 8 // 3 // 64 * 64  # for two matrices up, as wide as 4 h for one
         draft.put("--swiglu", "model.ffn_hidden_size", width, "8/3 of the hidden size, down to a multiple of 64")
     else:
-        draft.copy("--ffn-hidden-size")
-        if draft.arguments.value("--swiglu"):
-            draft.say("already", "--swiglu", "the MLP is SwiGLU")
-
-
-def _positions(draft: Draft) -> None:
-    flag = "--position-embedding-type"
-    old = "--use-rotary-position-embeddings"
-    kind = "rope" if draft.arguments.value(old) else draft.arguments.value(flag)
-    shown = old if draft.arguments.given(old) else flag
-    if kind == "rope":
-        draft.say("already", shown, "positions are rotary")
-    else:
-        draft.say("not mapped", shown, "positions here are rotary. Use --position-embedding-type rope", "model")
-    draft.copy("--rotary-base")
-    if draft.arguments.value("--use-rope-scaling"):
-        factor = draft.arguments.value("--rope-scaling-factor")
-        draft.put("--use-rope-scaling", "model.rope.scaling", "llama3")
-        draft.put("--rope-scaling-factor", "model.rope.factor", factor)
-        if factor != 8.0:
-            text = "some releases of Megatron do not pass it on and scale by 8: compare with what your release does"
-            draft.say("explained", "--rope-scaling-factor", text)
-    elif draft.arguments.given("--rope-scaling-factor"):
-        draft.say("already", "--rope-scaling-factor", "is read with --use-rope-scaling only")
+        draft.put("--ffn-hidden-size", "model.ffn_hidden_size", 4 * hidden, "4 times the hidden size")
 
 
 def _biases(draft: Draft) -> None:
     linear = not draft.arguments.value("--disable-bias-linear")
+    latent = draft.arguments.value("--multi-latent-attention")
     for setting in ("model.qkv_bias", "model.output_bias", "model.mlp_bias"):
+        if setting == "model.qkv_bias" and latent:
+            continue  # its projections have none
         if setting == "model.qkv_bias" and draft.arguments.value("--add-qkv-bias") and not linear:
             draft.put("--add-qkv-bias", setting, True)
         else:
             draft.put("--disable-bias-linear", setting, linear)
+
+
+def _dropout(draft: Draft) -> None:
+    draft.put("--attention-dropout", "model.dropout.attention", draft.arguments.value("--attention-dropout"))
+    for place in ("embedding", "residual"):
+        draft.put("--hidden-dropout", f"model.dropout.{place}", draft.arguments.value("--hidden-dropout"))
+
+
+def _further(draft: Draft) -> None:
+    """Multi-token prediction."""
+    if draft.arguments.value("--mtp-num-layers"):
+        draft.copy("--mtp-num-layers")
+        draft.copy("--mtp-loss-scaling-factor")

@@ -188,11 +188,6 @@ LATER = (
 NUMBERS = (
     Group(
         verdict="not mapped", effect="numbers",
-        reason="there is no dropout here. Set it to 0 for the same training",
-        flags="--attention-dropout=0 --hidden-dropout=0",
-    ),
-    Group(
-        verdict="not mapped", effect="numbers",
         reason="not yet: a batch size that changes during the run. Use one --global-batch-size",
         flags="--rampup-batch-size --step-batch-size-schedule",
     ),
@@ -203,7 +198,10 @@ NUMBERS = (
     ),
     Group(
         verdict="not mapped", effect="numbers",
-        reason="not yet: first weights of another kind. All matrices start with --init-method-std",
+        reason=(
+            "not yet: first weights of another kind. The table and all matrices start with --init-method-std, because "
+            "one number is all that the models known here were started with"
+        ),
         flags="--embedding-init-method-std --embedding-weights-in-fp32! --init-method-xavier-uniform!",
     ),
     Group(
@@ -291,42 +289,9 @@ NUMBERS = (
 # the network, its data or its first weights
 MODEL = (
     Group(
-        verdict="not mapped", effect="model",
-        reason="the norm here is RMSNorm. Use --normalization RMSNorm",
-        flags="--normalization=RMSNorm",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: other activations than SwiGLU. Use --swiglu",
-        flags="--activation-func-clamp-value --glu-linear-offset=0 --quick-geglu! --squared-relu!",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: norms of queries and keys. Remove it",
-        flags="--qk-l2-norm! --qk-layernorm!",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: attention that is not plain and causal over the whole row. Remove it",
-        flags="--attention-output-gate! --softmax-type=vanilla --window-attn-skip-freq --window-size",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="rotary positions turn all features of every layer in halves. Remove it, or set it to its default",
-        flags="--no-rope-freq --rotary-interleaved! --rotary-percent=1 --rotary-seq-len-interpolation-factor=1",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: multi-latent attention. Remove it",
-        flags="--multi-latent-attention!",
-    ),
-    Group(
         verdict="already", effect="none",
-        reason="is read with --multi-latent-attention only",
-        flags="""
-            --kv-lora-rank --mla-down-proj-fusion! --mscale --mscale-all-dim --q-lora-rank --qk-head-dim
-            --qk-pos-emb-head-dim --rope-type --rotary-scaling-factor --v-head-dim
-        """,
+        reason="the projections down to short vectors are computed apart, with the same result",
+        flags="--mla-down-proj-fusion!",
     ),
     Group(
         verdict="not mapped", effect="model",
@@ -367,16 +332,17 @@ MODEL = (
         """,
     ),
     Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: predicting several tokens at once. Remove it, or set it to 0",
-        flags="--mtp-hybrid-override-pattern --mtp-num-layers=0",
+        verdict="not mapped", effect="model", switch="--mtp-num-layers",
+        reason=(
+            "not yet: further predictions by a layer that is used again, by layers of other kinds, that train nothing "
+            "else, or that read mixed hidden states. Remove it"
+        ),
+        flags="--mtp-detach-heads! --mtp-hsm! --mtp-hybrid-override-pattern --mtp-use-repeated-layer!",
     ),
     Group(
-        verdict="already", effect="none",
-        reason="is read with --mtp-num-layers only",
-        flags="""
-            --mtp-detach-heads! --mtp-hsm! --mtp-loss-scaling-factor --mtp-standalone! --mtp-use-repeated-layer!
-        """,
+        verdict="not mapped", effect="none", switch="--mtp-num-layers",
+        reason="not yet: a stage of their own for further predictions, which are computed where the loss is",
+        flags="--mtp-standalone!",
     ),
     Group(
         verdict="not mapped", effect="model",

@@ -28,11 +28,18 @@ def test_choices_and_defaults_fit() -> None:
 def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
     """Settings of ours without a counterpart; a new one is added here or gets its row."""
     ours = {
-        "name", "parallel.dp", "parallel.overlap", "model.rope.low_freq_factor", "model.rope.high_freq_factor",
-        "model.rope.original_max_position", "data.keep_partial_valid", "data.mock_num_documents",
-        "data.mock_max_tokens", "train.compile", "train.threads", "tokenizer.eod", "checkpoint.max_save_failures",
-        "observe.plots", "observe.peak_tflops", "parallel.check_collectives", "parallel.context.slicing",
-        "parallel.pipeline.schedule", "offload.min_numel", "optim.nesterov", "precision.loss_scale.max_overflows",
-        "recompute.check",
+        "checkpoint.allow_model_changes", "checkpoint.max_save_failures", "checkpoint.missing",
+        "checkpoint.prefer_weights", "checkpoint.skip", "checkpoint.surplus", "data.keep_partial_valid",
+        "data.mock_max_tokens", "data.mock_num_documents", "data.sft.date", "data.sft.loss_on",
+        "data.sft.mock_conversations", "data.sft.overlong", "data.sft.packing", "data.sft.path", "data.sft.shuffle",
+        "data.sft.template", "data.sft.valid_path", "lora.alpha", "lora.load", "lora.rank", "lora.rslora",
+        "lora.targets", "model.attention.scale", "model.attention.softcap", "model.block", "model.embedding_scale",
+        "model.logit_scale", "model.logit_softcap", "model.norm_placement", "model.residual_scale",
+        "model.rope.beta_fast", "model.rope.beta_slow", "model.rope.high_freq_factor", "model.rope.local_theta",
+        "model.rope.low_freq_factor", "model.rope.sections", "model.rope.whole_pairs", "name", "observe.peak_tflops",
+        "observe.plots", "offload.min_numel", "optim.nesterov", "parallel.check_collectives",
+        "parallel.context.slicing", "parallel.dp", "parallel.overlap", "parallel.pipeline.schedule",
+        "parallel.ring_products", "precision.loss_scale.max_overflows", "recompute.check", "recompute.device",
+        "tokenizer.eod", "train.compile", "train.threads",
     }  # fmt: skip
     assert set(setting_names(TrainRun)) - {field for row in MAPPED for field in row.fields} == ours

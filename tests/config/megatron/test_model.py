@@ -43,36 +43,69 @@ def test_embeddings_are_tied_unless_untied(tiny: Translate) -> None:
     assert untied is not None and not untied.model.tied_embeddings
 
 
-def test_rope_scaling_is_llama3s_and_a_factor_of_its_own_is_explained(tiny: Translate) -> None:
-    scaled = tiny("--rotary-base 500000 --use-rope-scaling --rope-scaling-factor 32")
-    assert scaled.run is not None
-    rope = scaled.run.model.rope
-    assert (rope.theta, rope.scaling, rope.factor) == (500_000.0, "llama3", 32.0)
-    assert any(entry.verdict == "explained" and "scale by 8" in entry.text for entry in scaled.entries)
-    plain = tiny("--rope-scaling-factor 32").run
-    assert plain is not None and plain.model.rope.scaling == "none"
+def test_the_activation_is_the_one_that_is_named_and_gelu_without_a_gate_else(tiny: Translate) -> None:
+    def mlp(added: str, *without: str) -> tuple[str, bool]:
+        run = tiny(added, without=without).run
+        assert run is not None
+        return run.model.activation, run.model.gated
+
+    assert mlp("") == ("silu", True)
+    assert mlp("", "--swiglu") == ("gelu", False), "without biases there is nothing to fuse"
+    assert mlp("", "--swiglu", "--disable-bias-linear") == ("gelu_tanh", False)
+    assert mlp("--no-bias-gelu-fusion", "--swiglu", "--disable-bias-linear") == ("gelu", False)
+    assert mlp("--squared-relu", "--swiglu") == ("squared_relu", False)
+    assert mlp("--quick-geglu", "--swiglu") == ("quick_gelu", True)
 
 
-def test_the_old_spelling_of_rotary_positions_is_understood(tiny: Translate) -> None:
-    old = "--use-rotary-position-embeddings --no-position-embedding"
-    assert tiny(old, without=("--position-embedding-type",)).refusals(strict=True) == []
+def test_a_plain_mlp_is_four_times_as_wide_as_the_model(tiny: Translate) -> None:
+    run = tiny(without=("--swiglu", "--ffn-hidden-size")).run
+    assert run is not None and run.model.ffn_hidden_size == 4 * 96
+
+
+def test_limits_of_a_gate_are_read_with_one(tiny: Translate) -> None:
+    limits = "--activation-func-clamp-value 7 --glu-linear-offset 1"
+    gated, plain = tiny(limits).run, tiny(limits, without=("--swiglu",)).run
+    assert gated is not None and (gated.model.activation_clamp, gated.model.up_offset) == (7.0, 1.0)
+    assert plain is not None and (plain.model.activation_clamp, plain.model.up_offset) == (None, 0.0)
+
+
+def test_norms_are_megatrons(tiny: Translate) -> None:
+    default, centred = tiny(without=("--normalization",)).run, tiny("--apply-layernorm-1p").run
+    assert default is not None and default.model.norm == "layer"
+    assert centred is not None and (centred.model.norm, centred.model.norm_zero_centred) == ("rms", True)
+
+
+def test_dropout_that_was_left_out_is_megatrons(tiny: Translate) -> None:
+    run = tiny(without=("--hidden-dropout", "--attention-dropout")).run
+    assert run is not None
+    dropout = run.model.dropout
+    assert (dropout.embedding, dropout.residual, dropout.attention) == (0.1, 0.1, 0.1)
+    off = tiny().run
+    assert off is not None and not off.model.dropout.drops()
+
+
+def test_further_predictions(tiny: Translate) -> None:
+    two, none = tiny("--mtp-num-layers 2 --mtp-loss-scaling-factor 0.3").run, tiny("--mtp-num-layers 0").run
+    assert two is not None and (two.model.mtp.depths, two.model.mtp.loss_weight) == (2, 0.3)
+    assert none is not None and none.model.mtp.depths == 0
+    assert tiny("--mtp-hsm").refusals(strict=True) == [], "asks for nothing without depths"
+
+
+def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
+    without = ("--swiglu", "--normalization", "--position-embedding-type", "--disable-bias-linear", "--ffn-hidden-size")
+    done = tiny(without=(*without, "--untie-embeddings-and-output-weights", "--group-query-attention"))
+    assert done.run is not None and done.refusals(strict=True) == []
+    model = done.run.model
+    assert (model.norm, model.positions, model.activation, model.gated) == ("layer", "learned", "gelu_tanh", False)
+    assert model.tied_embeddings and model.mlp_bias and model.output_bias and model.qkv_bias
 
 
 @pytest.mark.parametrize(
     ("added", "without", "refusal"),
     [
-        ("", ("--swiglu",), "--swiglu (left out): the MLP here is SwiGLU"),
-        ("", ("--normalization",), "--normalization LayerNorm (left out): the norm here is RMSNorm"),
-        ("", ("--position-embedding-type",), "learned_absolute (left out): positions here are rotary"),
-        ("--position-embedding-type yarn", (), "--position-embedding-type yarn: positions here are rotary"),
-        ("--normalization LayerNorm", (), "Use --normalization RMSNorm"),
-        ("--qk-layernorm", (), "--qk-layernorm: not yet: norms of queries and keys"),
         ("--num-experts 8", (), "--num-experts 8: not yet: mixture of experts"),
-        ("--multi-latent-attention", (), "not yet: multi-latent attention"),
-        ("--rotary-percent 0.5", (), "--rotary-percent 0.5: rotary positions turn all features"),
-        ("--mtp-num-layers 1", (), "predicting several tokens"),
-        ("--squared-relu", (), "other activations than SwiGLU"),
-        ("--window-size 128,0", (), "--window-size 128,0: not yet"),
+        ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
+        ("--use-mup", (), "--use-mup: not yet: scaling of weights"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],
 )

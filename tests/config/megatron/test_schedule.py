@@ -83,7 +83,6 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
     [
         ("--rampup-batch-size 2 2 60", "a batch size that changes"),
         ("--decoupled-lr 1e-4", "learning rates of their own"),
-        ("--hidden-dropout 0.1", "there is no dropout here"),
         ("--fp32-residual-connection", "fp32 residual"),
         ("--fp8-format hybrid --fp8-recipe delayed", "8-bit"),
         ("--init-method-xavier-uniform", "first weights of another kind"),
@@ -94,11 +93,3 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
 def test_what_changes_the_numbers_is_refused_when_strict(tiny: Translate, added: str, refusal: str) -> None:
     assert tiny(added).refusals(strict=False) == []
     assert len(strict := tiny(added).refusals(strict=True)) == 1 and refusal in strict[0]
-
-
-def test_dropout_that_was_left_out_counts_as_megatrons(tiny: Translate) -> None:
-    strict = tiny(without=("--hidden-dropout", "--attention-dropout")).refusals(strict=True)
-    assert [text.split(":")[0] for text in strict] == [
-        "--attention-dropout 0.1 (left out)",
-        "--hidden-dropout 0.1 (left out)",
-    ]

@@ -1,0 +1,96 @@
+"""Tests of megalith/config/megatron/attention.py."""
+
+import math
+
+import pytest
+
+from megalith.train.rules import model_problems
+from tests.config.megatron.conftest import Translate
+
+LATENT = (
+    "--multi-latent-attention --kv-lora-rank 16 --q-lora-rank 24 --qk-head-dim 12 --qk-pos-emb-head-dim 8 "
+    "--v-head-dim 10 --qk-layernorm --norm-epsilon 1e-6"
+)
+
+
+@pytest.mark.parametrize(
+    ("added", "kind"),
+    [("", "none"), ("--qk-layernorm", "head"), ("--qk-l2-norm", "l2"), ("--qk-l2-norm --qk-layernorm", "l2")],
+)
+def test_norms_of_queries_and_keys(tiny: Translate, added: str, kind: str) -> None:
+    run = tiny(added).run
+    assert run is not None and run.model.attention.qk_norm == kind
+
+
+def test_gates_and_sinks(tiny: Translate) -> None:
+    run = tiny("--attention-output-gate --softmax-type learnable").run
+    assert run is not None and run.model.attention.gated and run.model.attention.sinks
+    (said,) = tiny("--softmax-type off-by-one").refusals(strict=False)
+    assert "--softmax-type off-by-one: a sink of a fixed score is not known here. Use --softmax-type learnable" in said
+
+
+@pytest.mark.parametrize(
+    ("added", "window", "layers"),
+    [
+        ("--window-size 127,0", 128, ()),
+        ("--window-size (3,0) --window-attn-skip-freq 2", 4, (True, False)),
+        ("--window-size 3,0 --window-attn-skip-freq [0,1]", 4, (False, True)),
+        ("--window-size 3,0 --window-attn-skip-freq [1]*2", 4, (True,)),
+        ("--window-size -1,0", None, ()),
+        ("--window-attn-skip-freq 2", None, ()),
+    ],
+)
+def test_windows_count_the_token_itself_and_leave_out_every_so_manieth_layer(
+    tiny: Translate, added: str, window: int | None, layers: tuple[bool, ...]
+) -> None:
+    run = tiny(added).run
+    assert run is not None
+    assert (run.model.attention.window, run.model.attention.window_layers) == (window, layers)
+    assert model_problems(run) == []
+
+
+@pytest.mark.parametrize("typed", ["128", "1,2,3", "-2,0", "a,b"])
+def test_a_window_that_cannot_be_read_is_a_problem(tiny: Translate, typed: str) -> None:
+    assert tiny(f"--window-size {typed}").problems == (
+        f"--window-size {typed} must be two counts of at least -1. Use --window-size 127,0 for 128 tokens.",
+    )
+
+
+def test_latent_attention_is_translated_with_its_yarn(tiny: Translate) -> None:
+    added = f"{LATENT} --rotary-scaling-factor 40 --mscale 0.5 --mscale-all-dim 1.0"
+    done = tiny(added, without=("--group-query-attention", "--num-query-groups"))
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    model = done.run.model
+    mla, rope = model.mla, model.rope
+    assert mla is not None
+    assert (mla.kv_rank, mla.q_rank, mla.nope_dim, mla.rope_dim, mla.value_dim) == (16, 24, 12, 8, 10)
+    assert (mla.norm_eps, mla.yarn_mscale, model.num_kv_heads, model.head_dim) == (1e-6, 1.0, 6, None)
+    assert (rope.scaling, rope.factor, rope.original_max_position, rope.interleaved) == ("yarn", 40.0, 4096, True)
+    assert rope.attention_factor == (0.05 * math.log(40) + 1) / (0.1 * math.log(40) + 1)
+
+
+def test_latent_attention_is_plain_where_nothing_scales(tiny: Translate) -> None:
+    without = ("--group-query-attention", "--num-query-groups", "--disable-bias-linear")
+    for added in (LATENT, f"{LATENT} --rope-type rope --rotary-scaling-factor 40"):
+        run = tiny(added, without=without).run
+        assert run is not None and run.model.mla is not None
+        assert (run.model.rope.scaling, run.model.rope.attention_factor, run.model.mla.yarn_mscale) == (
+            "none",
+            None,
+            None,
+        )
+        assert not run.model.qkv_bias and run.model.output_bias and model_problems(run) == []
+
+
+@pytest.mark.parametrize(
+    ("added", "refusal"),
+    [
+        ("--group-query-attention", "--group-query-attention: latent attention has no such thing"),
+        ("--attention-output-gate", "--attention-output-gate: latent attention has no such thing. Remove it"),
+        ("--normalization LayerNorm", "Use --qk-layernorm --normalization RMSNorm"),
+        ("--position-embedding-type none", "positions like these are not known in latent attention"),
+    ],
+)
+def test_what_latent_attention_cannot_have_is_refused(tiny: Translate, added: str, refusal: str) -> None:
+    (said,) = tiny(f"{LATENT} {added}", without=("--group-query-attention",)).refusals(strict=False)
+    assert refusal in said
