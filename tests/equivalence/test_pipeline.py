@@ -34,7 +34,7 @@ def parallel(
 
 
 def world_of(layout: ParallelConfig) -> int:
-    return layout.tp * layout.pp * (layout.dp or 1)
+    return layout.tp * layout.cp * layout.pp * (layout.dp or 1)
 
 
 # --- a checkpoint of one layout under another
@@ -66,11 +66,18 @@ MOVES = {
     "pp3 with standalone ends to pp2 zb-v": (parallel(3, layout="E|t*4|L"), parallel(2, schedule="zb-v", vpp=2)),
     "pp2 dp2 zero 1 to one process": (parallel(2, dp=2, zero=1), ParallelConfig()),
     "dp2 zero 2 to pp4": (ParallelConfig(dp=2, zero=2), parallel(4)),
+    "pp2 vpp2 to dp2 zero 3": (parallel(2, vpp=2), ParallelConfig(dp=2, zero=3)),
+    "dp2 zero 3 to pp2 vpp2": (ParallelConfig(dp=2, zero=3), parallel(2, vpp=2)),
+    "dp2 zero 3 to pp2": (ParallelConfig(dp=2, zero=3), parallel(2)),
+    "cp2 to one process": (ParallelConfig(cp=2), ParallelConfig()),
+    "one process to cp2": (ParallelConfig(), ParallelConfig(cp=2)),
+    "pp2 dp2 zero 1 to cp2 dp2 zero 2": (parallel(2, dp=2, zero=1), ParallelConfig(cp=2, dp=2, zero=2)),
 }
+IN_EVERY_RUN = ("pp2 vpp2 to tp2", "dp2 zero 3 to pp2 vpp2", "cp2 to one process")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(MOVES)]
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in MOVES]
 )
 def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path: Path) -> None:
     alone = layout_case(TIED, ParallelConfig(), 1, micro_batch_size=2)
@@ -79,6 +86,8 @@ def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path:
     for layout, load, expected in zip(MOVES[name], (False, True), (first, second), strict=True):
         world = world_of(layout)
         case = layout_case(TIED, layout, world, micro_batch_size=2)
-        losses, stored = run_ranks(two_steps, world, case, str(tmp_path / "moved"), load)[0]
+        moved = str(tmp_path / "moved")
+        ranks = run_ranks(two_steps, world, case, moved, load) if world > 1 else [two_steps(0, 1, case, moved, load)]
+        losses, stored = ranks[0]
         assert losses == pytest.approx(expected, rel=FP64.relative)
     assert_close(stored, weights, FP64)
