@@ -3,11 +3,12 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Literal
 
+from megalith.config.sft import SFTConfig, sft_problems
 from megalith.errors import ConfigError
 
 Sampler = Literal["sequential", "cyclic", "cyclic_per_rank"]
@@ -18,7 +19,7 @@ MOCK_SPLIT = "1,1,1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataConfig:
-    """The pretraining text: exactly one of `mock`, `path`, or the three paths per split."""
+    """What is read: exactly one of `mock`, `path`, the three paths per split, or the conversations of `sft`."""
 
     mock: bool = False
     """Made-up documents that count upwards: no files, no tokenizer."""
@@ -59,6 +60,8 @@ class DataConfig:
     """How many documents the mock corpus has."""
     mock_max_tokens: int = 4096
     """Mock documents are shorter than this."""
+    sft: SFTConfig = field(default_factory=SFTConfig)
+    """Conversations to be fine-tuned on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def per_split_paths(data: DataConfig) -> dict[str, tuple[str, ...]]:
 
 def data_problems(data: DataConfig) -> list[str]:
     """Every rule that this config breaks, as texts. Touches no file: missing files are found when they are opened."""
-    problems = _source_problems(data) + _number_problems(data)
+    problems = _source_problems(data) + _number_problems(data) + sft_problems(data.sft) + _text_problems(data)
     fields = {"path": data.path} | {f"{name}_path": words for name, words in per_split_paths(data).items()}
     for name, words in fields.items():
         if words:
@@ -166,11 +169,13 @@ def _refusal(check: Callable[[], object]) -> list[str]:
 def _source_problems(data: DataConfig) -> list[str]:
     given = [name for name, on in (("mock", data.mock), ("path", bool(data.path))) if on]
     given += [f"{name}_path" for name in per_split_paths(data)][:1]
+    given += ["sft"] if data.sft.used() else []
     problems = []
     if len(given) != 1:
         problems.append(
             f"data has {len(given)} sources ({', '.join(given) or 'none'}): exactly one is needed. "
-            f"Set one of data.path, data.train_path (with data.valid_path and data.test_path), or data.mock=true."
+            f"Set one of data.path, data.train_path (with data.valid_path and data.test_path), data.sft.path, or "
+            f"data.mock=true."
         )
     if data.split is not None and per_split_paths(data):
         problems.append(
@@ -178,6 +183,19 @@ def _source_problems(data: DataConfig) -> list[str]:
             f"per split. Remove data.split, or use data.path."
         )
     return problems
+
+
+def _text_problems(data: DataConfig) -> list[str]:
+    """Settings of running text, which conversations have no use for."""
+    usual = DataConfig()
+    names = ("split", "documents", "eod_mask_loss", "keep_partial_valid", "num_train_samples", "sampler")
+    given = [f"data.{name}={getattr(data, name)}" for name in names if getattr(data, name) != getattr(usual, name)]
+    if not data.sft.used() or not given:
+        return []
+    return [
+        f"{' and '.join(given)} with data.sft: conversations have documents, masks and an order of their own "
+        f"(data.sft.shuffle). Remove {'it' if len(given) == 1 else 'them'}, or use data.path."
+    ]
 
 
 def _number_problems(data: DataConfig) -> list[str]:

@@ -121,4 +121,5 @@ class BlendedDataset:
             )
         member = int(self._order.members[k])
         sample = self._members[member].sample(int(self._order.samples[k]))
+        assert isinstance(sample, Sample), "only running text is blended"
         return replace(sample, dataset_id=self._ids[member])

@@ -2,7 +2,7 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,8 @@ from megalith.data.indexed import IndexedDataset, missing_store_message
 from megalith.data.mock import MockStore
 from megalith.data.pretrain import ContinuedDataset, PretrainDataset, WindowPlan, check_ids, continued
 from megalith.data.sample import Dataset, TokenStore
+from megalith.data.sft import ConversationDataset, build_conversations
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 
 _log = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class Splits:
     train: Dataset | None
     valid: Dataset | None
     test: Dataset | None
+    notes: tuple[str, ...] = ()
+    """What a person should know about them."""
 
 
 def build_datasets(
@@ -58,19 +62,30 @@ def build_datasets(
     vocab_size: int,
     eod: int,
     train_longer: Sequence[int] = (),
+    tokenizer: Tokenizer | None = None,
+    tokenizer_path: str | None = None,
 ) -> Splits:
     """Build the three splits: for so many samples each, one epoch for None, nothing for 0.
 
     `train_longer`: the counts that a run was made longer to since it began with `train_samples`, ascending. What comes
     first stays as it is, whatever follows; where every sample is read once there may be fewer than the last count.
     Every process may call this at once: indices are built by one of them and mapped by all. `eod` ends the documents
-    of mock data; stored data has its own.
+    of mock data; stored data has its own. `tokenizer` and where it lies are for conversations, which are text still.
 
     Raises:
         ConfigError: the settings break a rule.
         DataError: files are missing or damaged, a split is too small, or token ids do not fit the vocabulary.
     """
     raise_all([*data_problems(data), *_seed_problems(seed)])
+    if data.sft.used():
+        assert tokenizer is not None, "conversations need a tokenizer"
+        rows = train_samples if train_samples is None else max([train_samples, *train_longer])
+        counts = {"train": rows, "valid": valid_samples, "test": test_samples}
+        build = partial(
+            build_conversations, data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, tokenizer=tokenizer,
+            tokenizer_path=tokenizer_path,
+        )  # fmt: skip
+        return _conversation_splits(counts, build)
     missing = _missing_stores(data)
     if missing:
         raise DataError("\n".join(f"data: expected a token store at {message}" for message in missing))
@@ -88,6 +103,13 @@ def build_datasets(
             )
         )
     return Splits(train, builder.split("valid", valid_samples), builder.split("test", test_samples))
+
+
+def _conversation_splits(counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]) -> Splits:
+    """The splits of which samples were asked for; what became of their conversations is told."""
+    made = {name: build(split=name, num_samples=count) for name, count in counts.items() if count != 0}
+    notes = tuple(f"{name}: {dataset.report}" for name, dataset in made.items())
+    return Splits(made.get("train"), made.get("valid"), made.get("test"), notes)
 
 
 def _seed_problems(seed: int) -> list[str]:

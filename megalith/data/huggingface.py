@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -61,6 +61,17 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=self._add_special_tokens).ids
+        return ids
+
+    @cached_property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by their texts."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens are written out; nothing is put around it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.config.data import Sampler
-from megalith.data.sample import Dataset, Sample
+from megalith.data.sample import Dataset, PackedSample, Row, Sample
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.parallel.group import Group, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
@@ -40,6 +41,9 @@ class Batch:
     squared_lengths: int
     """Sum of the squares of its documents' lengths as they were read, over the same ranks: padding is no work."""
 
+    num_read: int = 0
+    """Tokens as they were read, without filler, over the same ranks."""
+
     further: tuple[tuple[Tensor, Tensor], ...] = ()
     """(ids, labels), each [t], of every depth that predicts further ahead: those one, two, ... tokens further on in the
     same document; where it ends first, token 0 and no label."""
@@ -58,6 +62,9 @@ class StepBatches:
 
     num_further: tuple[int, ...] = ()
     """The same for every depth that predicts further ahead."""
+
+    num_read: int = 0
+    """Tokens of the global batch as they were read, without filler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +108,8 @@ class Loader:
         self._ahead = self._read()
         if work is not None:
             work.wait()
-        own, *further = (int(number) for number in count)
-        return StepBatches(microbatches, own, tuple(further))
+        read, own, *further = (int(number) for number in count)
+        return StepBatches(microbatches, own, tuple(further), read)
 
     def _read(self) -> tuple[list[Batch], Tensor, dist.Work | None] | None:
         """Read a step, and start counting its labels over the data-parallel ranks."""
@@ -120,7 +127,7 @@ class Loader:
         ]  # fmt: skip
         if self.dropout_seed is not None:
             batches = [with_dropout(batch, at, seed=self.dropout_seed) for batch, at in zip(batches, places)]
-        counts = [(batch.num_labels, *batch.num_further) for batch in batches]
+        counts = [(batch.num_read, batch.num_labels, *batch.num_further) for batch in batches]
         count = torch.tensor([sum(depth) for depth in zip(*counts, strict=True)], device=self.device)
         return batches, count, start_all_reduce_(count, self.dp)
 
@@ -150,9 +157,37 @@ def shuffle_of_epoch(length: int, epoch: int) -> NDArray[np.int64]:
 
 
 def build_batch(
-    samples: Sequence[Sample], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE, further: int = 0
+    samples: Sequence[Row], masks: Masks, *, device: torch.device, slicing: Slicing = WHOLE, further: int = 0
 ) -> Batch:
-    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere else."""
+    """Rows of one microbatch as packed tokens, of which one rank gets its slice: here and nowhere else.
+
+    Rows that were filled document by document know their own labels; `masks` is for the others.
+    """
+    packed = [sample for sample in samples if isinstance(sample, PackedSample)]
+    plain = [sample for sample in samples if isinstance(sample, Sample)]
+    assert not (packed and plain), "rows of two kinds in one microbatch"
+    inputs, labels, lengths, filler = _packed_rows(packed) if packed else _plain_rows(plain, masks)
+    counted = labels >= 0
+    pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
+    shared, tokens = _share(pairs, lengths, slicing, device)
+    (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
+    return Batch(
+        own_ids, own_labels, tokens, int(counted.sum()), sum(length**2 for length in lengths) - filler.squares,
+        num_read=inputs.size - filler.tokens, further=tuple(others),
+        num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
+    )  # fmt: skip
+
+
+class _Filler(NamedTuple):
+    """What is in rows without being anybody's work."""
+
+    tokens: int
+    squares: int
+    """The sum of the squares of its lengths."""
+
+
+def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int], _Filler]:
+    """Inputs and labels [rows, s] of running text, and the lengths of its documents."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])
     inputs, labels, counted = ids[:, :-1], ids[:, 1:].copy(), valid[:, 1:]
@@ -164,13 +199,15 @@ def build_batch(
     else:
         lengths = [inputs.shape[1]] * len(inputs)
     labels[~counted] = -1
-    pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
-    shared, tokens = _share(pairs, lengths, slicing, device)
-    (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
-    return Batch(
-        own_ids, own_labels, tokens, int(counted.sum()), sum(length * length for length in lengths),
-        further=tuple(others), num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
-    )  # fmt: skip
+    return inputs, labels, lengths, _Filler(0, 0)
+
+
+def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int], _Filler]:
+    """The same of rows that were filled document by document, and what fills them up."""
+    inputs, labels = np.stack([sample.ids for sample in samples]), np.stack([sample.labels for sample in samples])
+    filler = [len(sample.ids) - sample.num_valid for sample in samples]
+    lengths = [length for sample in samples for length in sample.lengths]
+    return inputs, labels, lengths, _Filler(sum(filler), sum(length**2 for length in filler))
 
 
 def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[Ids, Ids]:

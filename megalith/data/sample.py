@@ -23,6 +23,28 @@ class Sample:
         """[seq_len + 1], False for padding."""
         return np.arange(len(self.ids)) < self.num_valid
 
+    def blank(self) -> "Sample":
+        """A row as long, in which nothing is read or predicted."""
+        return Sample(np.zeros_like(self.ids), num_valid=0)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedSample:
+    """One row filled with whole documents, each with labels of its own."""
+
+    ids: NDArray[np.int64]  # [seq_len], what is read; zeros in the filler
+    labels: NDArray[np.int64]  # [seq_len], the next token of the same document; -1 where there is no loss
+    lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more
+    num_valid: int  # tokens before the filler
+
+    def blank(self) -> "PackedSample":
+        """A row as long, all of it filler."""
+        size = len(self.ids)
+        return PackedSample(np.zeros_like(self.ids), np.full_like(self.labels, -1), (size,), 0)
+
+
+Row = Sample | PackedSample
+
 
 class Dataset(Protocol):
     """Samples in a fixed order. `sample(k)` depends on k alone, so the count of samples read is all the state."""
@@ -35,8 +57,8 @@ class Dataset(Protocol):
     def fingerprint(self) -> str:
         """A text that changes when the tokens or their order do; kept in checkpoints."""
 
-    def sample(self, k: int) -> Sample:
-        """Sample k.
+    def sample(self, k: int) -> Row:
+        """Sample k; all of a dataset are of one kind.
 
         Raises:
             DataError: there is no sample k, or it holds a token id outside the vocabulary.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.tokenizer import SplitPattern
+from megalith.data.marked import encode_parts
 from megalith.errors import DataError
 
 PATTERNS: dict[SplitPattern, str] = {
@@ -95,6 +96,18 @@ class TiktokenTokenizer:
         ids: list[int] = self._encoding.encode_ordinary(text)
         first = [self.bos] if self._options["add_special_tokens"] and self.bos is not None else []
         return first + ([token + self._shift for token in ids] if self._shift else ids)
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by their texts."""
+        return self._specials
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens are written out; nothing is put around it."""
+        return encode_parts(text, self._specials, self._ordinary)
+
+    def _ordinary(self, text: str) -> list[int]:
+        return [token + self._shift for token in self._encoding.encode_ordinary(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""

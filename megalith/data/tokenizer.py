@@ -1,13 +1,14 @@
 """Text to token ids and back: bytes, a tokenizer read from files, or digits for made-up data."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
-from megalith.data.huggingface import HuggingFaceTokenizer
+from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer
+from megalith.data.marked import encode_parts
 from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
@@ -39,6 +40,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
 
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """Ids of the special tokens, by their texts."""
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The ids of a text in which special tokens are written out, as chat templates do; nothing is put around it."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, in order."""
 
@@ -63,6 +71,15 @@ class ByteTokenizer:
     def encode(self, text: str) -> list[int]:
         """The UTF-8 bytes of the text."""
         return list(text.encode())
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """The end token, as GPT-2 writes it."""
+        return {END_OF_TEXT: self.eod}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The UTF-8 bytes of the text, and the end token where it is written out."""
+        return encode_parts(text, self.specials, self.encode)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The UTF-8 bytes of each text."""
@@ -100,6 +117,19 @@ class NullTokenizer:
             DataError: a word is not one of the ids.
         """
         return [self._id(word) for word in text.split()]
+
+    @property
+    def specials(self) -> Mapping[str, int]:
+        """None that text could name."""
+        return {}
+
+    def encode_marked(self, text: str) -> list[int]:
+        """The numbers in the text.
+
+        Raises:
+            DataError: a word is not one of the ids.
+        """
+        return self.encode(text)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""

@@ -13,11 +13,13 @@ from megalith.recipes.mistral import mistral_7b
 from megalith.recipes.olmo2 import olmo2_1b, olmo2_7b, olmo2_13b
 from megalith.recipes.quickstart import quickstart
 from megalith.recipes.qwen3 import qwen3_0_6b, qwen3_8b
+from megalith.recipes.sft_tiny import sft_tiny
 from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
 from megalith.recipes.smollm import smollm3_3b, smollm_135m
 from megalith.recipes.tiny_cpu import tiny_cpu
 
 _RECIPES = (
+    sft_tiny,
     tiny_cpu,
     quickstart,
     llama_6m,

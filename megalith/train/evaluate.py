@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Batch, Masks, build_batch
-from megalith.data.sample import Dataset, Sample
+from megalith.data.sample import Dataset
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import allocate, declared_parameters
@@ -91,13 +90,15 @@ def run_evaluation(
     splits: Splits = build_datasets(
         run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=counts["train"],
         valid_samples=counts["valid"], test_samples=counts["test"], vocab_size=run.model.vocab_size, eod=tokenizer.eod,
+        tokenizer=tokenizer, tokenizer_path=run.tokenizer.path,
     )  # fmt: skip
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
         raise ConfigError(
             f"--split={split} has no samples in this run. Choose one of train, valid, test that has some."
         )
-    staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
+    merged = replace(run, lora=None)  # adapters are added to the weights as these are read
+    staged = build_staged(merged, mesh, device, dtype=DTYPES[run.precision.params])
     rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)  # all weights are needed here
     entries = weight_entries(held_weights(staged), mesh)
     load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
@@ -135,5 +136,5 @@ def _batches(
         found = [dataset.sample(k) for k in mine[start : start + rows]]
         # Rows without labels fill up the last batch, whose tokens must still divide over sequence-parallel ranks, and
         # are all that a rank has which must still take part in gathering weights.
-        empty = Sample(np.zeros_like((found or [dataset.sample(0)])[0].ids), num_valid=0)
+        empty = (found or [dataset.sample(0)])[0].blank()
         yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing)

@@ -14,13 +14,13 @@ from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.models.adapters import RECORD
 from megalith.models.pretrained import load_pretrained
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
@@ -35,7 +35,15 @@ from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
 from megalith.plan.savings import run_lines
 from megalith.plan.unused import unused_notes
-from megalith.train.build import DTYPES, Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.posttrain.lora import load_adapters, load_base
+from megalith.train.build import (
+    DTYPES,
+    Trainer,
+    build_trainer,
+    checkpoint_entries,
+    publish_loaded,
+    weight_entries,
+)
 from megalith.train.evaluate import evaluate
 from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
 from megalith.train.state import TrainState
@@ -96,7 +104,7 @@ class _Loop:
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
         self.tokenizer = matching_tokenizer(run)
         self.data = self._open_data(saved)
-        self.trainer = build_trainer(run, mesh, device, fill=saved is None and needs_first_weights(run.checkpoint))
+        self.trainer = build_trainer(run, mesh, device, fill=saved is None and needs_first_weights(run))
         self._load(saved)
         _compare_replicas(self.trainer)
         _compare_stages(self.trainer)
@@ -112,6 +120,8 @@ class _Loop:
         )
         self.flops = 0  # of the global batch, since the last logged row
         self.seconds = 0.0  # in steps, since the last logged row
+        self.read = 0  # tokens, since the last logged row
+        self.learnt = 0.0, 0.0  # share of the last step's tokens that are labels, and of its rows that are tokens
         self.lr = 0.0
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
@@ -128,7 +138,7 @@ class _Loop:
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
-        for line in notes:
+        for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
         try:
             with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:
@@ -159,21 +169,21 @@ class _Loop:
         result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
-        # Tokens as they were read: those that slicing by document pads are computed, but are nobody's work. No training
-        # sample has padding of its own.
+        # Tokens as they were read: what slicing by document pads, or fills rows of conversations, is computed, but is
+        # nobody's work.
         squares = sum(batch.squared_lengths for batch in batches.microbatches)
-        self.flops += step_flops(
-            run.model, tokens=rows * run.train.seq_len, squared_lengths=squares * self.mesh.dp.size
-        )
+        self.flops += step_flops(run.model, tokens=batches.num_read, squared_lengths=squares * self.mesh.dp.size)
+        self.read += batches.num_read
         state.step += 1
         state.consumed_samples += rows
-        state.tokens += rows * run.train.seq_len
+        state.tokens += batches.num_read
         if result.updated:
             state.scheduled_samples += rows
             state.skipped_in_a_row = 0
         else:
             state.skipped += 1
             self._note_skipped(result)
+        self.learnt = batches.num_labels / max(1, batches.num_read), batches.num_read / (rows * run.train.seq_len)
         return result
 
     def _note_skipped(self, result: StepResult) -> None:
@@ -185,9 +195,12 @@ class _Loop:
         self.state.skipped_in_a_row += 1
         scale = self.trainer.loss_scale
         lowered = "" if scale is None else f"; the loss scale is {scale.scale:g} now"
-        self.progress.say(
-            f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no update{lowered}"
-        )
+        if result.empty:
+            self.progress.say(f"step {self.state.step}: no label counts in its rows; no update")
+        else:
+            self.progress.say(
+                f"step {self.state.step}: loss {result.loss}, gradient norm {result.grad_norm}; no update{lowered}"
+            )
         if scale is not None and scale.dynamic:
             if scale.exhausted:
                 raise DataError(
@@ -208,7 +221,7 @@ class _Loop:
             return
         since = (state.step - 1) % run.train.log_every + 1
         seconds, devices = self.seconds, self.mesh.world.size
-        per_second = since * run.train.global_batch_size * run.train.seq_len / seconds
+        per_second = self.read / seconds
         tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
         mfu = self.peak and model_flops_utilisation(self.flops, seconds=seconds, devices=devices, peak_tflops=self.peak)
         row = {
@@ -220,9 +233,12 @@ class _Loop:
         }  # fmt: skip
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
+        row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)}
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
-        self.flops, self.seconds = 0, 0.0
+        if run.data.sft.used():
+            row |= {"supervised_share": round(self.learnt[0], 4), "fill": round(self.learnt[1], 4)}
+        self.flops, self.seconds, self.read = 0, 0.0, 0
         self._write(row)
         self.progress.step(
             state.step, {"loss": f"{result.loss:.4f}", "lr": f"{self.lr:.2e}", "tokens/s": f"{per_second:,.0f}"}
@@ -281,7 +297,10 @@ class _Loop:
     def _state_json(self) -> dict[str, Any]:  # Any: JSON
         assert self.data.splits.train is not None
         scale = self.trainer.loss_scale
-        return ({} if scale is None else {"loss_scale": scale.as_json()}) | {
+        extra = ({} if scale is None else {"loss_scale": scale.as_json()}) | (
+            {} if self.base is None else {RECORD: self.base}
+        )  # fmt: skip
+        return extra | {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
             "data": self.data.splits.train.fingerprint, "order_samples": self.data.orders[0],
             "order_longer": list(self.data.orders[1:]), "tokenizer": self.tokenizer.fingerprint,
@@ -289,6 +308,7 @@ class _Loop:
 
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or weights from the one it starts from."""
+        self.base = self._load_base(saved)
         if saved is not None:
             if saved.state["tokenizer"] != self.tokenizer.fingerprint:
                 raise CheckpointError(
@@ -303,6 +323,12 @@ class _Loop:
                 self.trainer.loss_scale.load(saved.state["loss_scale"])
             publish_loaded(self.trainer)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
+        elif self.run_config.lora is not None:
+            if self.run_config.lora.load is not None:
+                weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
+                load_adapters(weights, self.run_config.lora, self.mesh.world, model=self.run_config.model)
+                publish_loaded(self.trainer)
+                self.progress.say(f"adapters start from {self.run_config.lora.load}")
         elif self.run_config.checkpoint.load is not None:
             weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
             source, rules = self.run_config.checkpoint.load, self.run_config.checkpoint
@@ -310,6 +336,19 @@ class _Loop:
                 self.progress.say(f"{source}: {line}")
             publish_loaded(self.trainer)
             self.progress.say(f"starting from {source}")
+
+    def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
+        """Fill the weights that adapters are trained beside, which no checkpoint of this run holds."""
+        run = self.run_config
+        if run.lora is None:
+            return None
+        entries = weight_entries(self.trainer.data.frozen, self.mesh)
+        record, notes = load_base(entries, run.checkpoint, self.mesh.world, model=run.model, saved=saved)
+        publish_loaded(self.trainer)
+        for line in notes:
+            self.progress.say(f"{run.checkpoint.load}: {line}")
+        self.progress.say(f"training adapters beside {record['base']}")
+        return record
 
     def _open_data(self, saved: Checkpoint | None) -> "_RunData":
         """Build the datasets. Their order follows from a count of samples: that of the first start.
@@ -353,7 +392,7 @@ class _Loop:
         return build_datasets(
             run.data, seq_len=train.seq_len, seed=run.seed, train_samples=orders[0], train_longer=orders[1:],
             valid_samples=train.eval_steps * train.global_batch_size, test_samples=0, vocab_size=run.model.vocab_size,
-            eod=self.tokenizer.eod,
+            eod=self.tokenizer.eod, tokenizer=self.tokenizer, tokenizer_path=run.tokenizer.path,
         )  # fmt: skip
 
     def _masks(self) -> Masks:
@@ -369,6 +408,7 @@ class _Loop:
             steps=train.steps - self.state.step, device=self.trainer.device,
             slicing=my_slicing(self.run_config.parallel, self.mesh), sampler=self.run_config.data.sampler,
             dropout_seed=self.run_config.seed if self.run_config.model.dropout.drops() else None,
+            further=self.run_config.model.mtp.depths,
         )  # fmt: skip
 
     def _open_metrics(self) -> MetricsFile:
@@ -392,9 +432,10 @@ class _RunData:
     """The count of training samples that the order was built for, and those that the run was made longer to."""
 
 
-def needs_first_weights(checkpoint: CheckpointConfig) -> bool:
+def needs_first_weights(run: TrainRun) -> bool:
     """Whether a run that begins now draws weights: none are loaded, or some of them may keep what was drawn."""
-    return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
+    checkpoint = run.checkpoint
+    return run.lora is not None or checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

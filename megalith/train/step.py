@@ -28,7 +28,7 @@ class StepResult:
     """Global L2 norm of the gradients before clipping, without the loss scale."""
 
     updated: bool
-    """False when the norm was not finite: nothing changed."""
+    """False when the norm was not finite, or no label counted: nothing changed."""
 
     stop: bool
     """Some rank was asked to stop."""
@@ -38,6 +38,9 @@ class StepResult:
 
     further_losses: tuple[float, ...] = ()
     """The mean of every depth that predicts further ahead."""
+
+    empty: bool = False
+    """No label of the global batch counts, so that there was nothing to learn from."""
 
 
 def train_step(
@@ -62,21 +65,23 @@ def train_step(
     finite = math.isfinite(grad_norm)
     if trainer.loss_scale is not None:
         trainer.loss_scale.update(overflow=not finite)
-    if finite:
+    empty = not any(counts)  # momentum and weight decay would still move the weights
+    if finite and not empty:
         trainer.optimizer.step(
             [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,
             scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
         data.publish()
-    elif trainer.run.optim.nonfinite_grad == "raise":
+    elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(
             f"gradient norm {grad_norm}: not finite in {where_not_finite(trainer)}. Reduce schedule.lr, check the "
             f"data, or set optim.nonfinite_grad=skip."
         )
     loss, *further = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
     return StepResult(
-        loss, grad_norm, finite, stopping > 0, int(zeros) if trainer.run.optim.count_zeros else None, tuple(further)
-    )
+        loss, grad_norm, finite and not empty, stopping > 0, int(zeros) if trainer.run.optim.count_zeros else None,
+        tuple(further), empty,
+    )  # fmt: skip
 
 
 def _share_news(trainer: Trainer, owned: Sequence[Owned], losses: Tensor, stop: bool) -> Tensor:

@@ -203,13 +203,15 @@ def test_all_ranks_name_the_rank_and_the_parameters_where_a_gradient_was_not_fin
     assert "rank 0" not in texts[0] and "rank 1" not in texts[0]
 
 
-def test_a_global_batch_without_labels_costs_nothing() -> None:
+def test_a_global_batch_without_labels_changes_nothing_not_even_by_momentum_or_decay() -> None:
     trainer = build()
+    steps = loader(trainer, steps=2, masked=tuple(range(12, 24)))
+    assert train_step(trainer, steps.next(), lr=LR, weight_decay=DECAY).updated
     before = weights(trainer)
-    step = loader(trainer, steps=1, masked=tuple(range(12))).next()
+    step = steps.next()
     assert step.num_labels == 0
-    result = train_step(trainer, step, lr=LR, weight_decay=0.0)
-    assert (result.loss, result.grad_norm, result.updated) == (0.0, 0.0, True)
+    result = train_step(trainer, step, lr=LR, weight_decay=DECAY)
+    assert (result.loss, result.grad_norm, result.updated, result.empty) == (0.0, 0.0, False, True)
     assert_close(weights(trainer), before, EXACT)
 
 

@@ -1,0 +1,324 @@
+"""Chat templates: conversations as text, and which of the text is learnt. The one file that imports Jinja.
+
+A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the same names here as in
+transformers, so that both render the same text.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalith.config.sft import BUILT_IN_TEMPLATES
+from megalith.config.suggest import did_you_mean
+from megalith.data.huggingface import find_tokenizer_file
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
+
+TEMPLATE_FILE = "chat_template.jinja"
+CONFIG_FILE = "tokenizer_config.json"
+# Noncharacters: no text that is meant for others has them (Unicode 16.0, section 23.7).
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+
+BUILT_IN = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+    "llama3": (
+        "{{ '<|begin_of_text|>' }}{% for message in messages %}"
+        "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}"
+        "{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    ),
+    "identity": (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+        "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+        "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    ),
+}
+assert set(BUILT_IN) == set(BUILT_IN_TEMPLATES)
+
+Message = Mapping[str, Any]  # JSON
+
+
+class Piece(NamedTuple):
+    """Some of a conversation's text."""
+
+    text: str
+    learnt: bool
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A template with what it may ask for."""
+
+    name: str
+    """What messages call it: its file, or the name of a built-in one."""
+
+    source: str
+    specials: Mapping[str, str] = field(default_factory=dict)
+    """bos_token, eos_token and others, as texts."""
+
+    today: datetime | None = None
+    """What `strftime_now` tells; None: the clock."""
+
+    @property
+    def fingerprint(self) -> str:
+        """A text that changes when what it renders may."""
+        told = json.dumps([self.source, dict(self.specials), str(self.today)])
+        return f"template-{hashlib.blake2b(told.encode(), digest_size=16).hexdigest()}"
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, prompt: bool = False) -> str:
+        """The text of a conversation; with `prompt` up to where the assistant is to speak.
+
+        Raises:
+            DataError: the template refuses the messages, or fails.
+        """
+        return self._render(messages, tools, prompt=prompt).replace(_OPEN, "").replace(_CLOSE, "")
+
+    def pieces(self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None) -> list[Piece]:
+        """The text of a conversation, cut where learning begins and ends: at the template's generation blocks if it
+        has any, else turn by turn, from where an assistant's turn departs from what asks for it.
+
+        Raises:
+            DataError: the template fails, or what it makes of the first turns is not how the whole begins.
+        """
+        marked = self._render(messages, tools, prompt=False)
+        if _OPEN in marked:
+            return self._marked_pieces(marked, messages)
+        return self._turns(marked, messages, tools)
+
+    def turn_end(self) -> str:
+        """What the template puts behind an assistant's turn, up to a line's end; often a special token."""
+        answer = "\x02"
+        text = self.render([{"role": "user", "content": "\x01"}, {"role": "assistant", "content": answer}])
+        return text.rpartition(answer)[2].split("\n")[0].strip()
+
+    def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[Piece]:
+        parts = [part.partition(_CLOSE) for part in marked.split(_OPEN)]  # each: learnt text, then what follows
+        answers = [message for message in messages if message["role"] == "assistant"]
+        if len(parts) - 1 != len(answers) and any("train" in message for message in answers):
+            raise DataError(
+                f"{self.name}: {len(parts) - 1} generation blocks for {len(answers)} assistant turns, so that "
+                f'"train" of a message has no block. Use one block for each turn, or remove "train".'
+            )
+        flags = [message.get("train", True) for message in answers] if len(parts) - 1 == len(answers) else []
+        pieces = [Piece(parts[0][0], False)]
+        for number, (learnt, _, rest) in enumerate(parts[1:]):
+            pieces += [Piece(learnt, bool(flags[number]) if flags else True), Piece(rest, False)]
+        return _joined(pieces)
+
+    def _turns(self, whole: str, messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Piece]:
+        ends, pieces = [0], []
+        for number, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self.render(messages[:number], tools=tools, prompt=True)
+            told = self.render(messages[: number + 1], tools=tools)
+            if not whole.startswith(told):
+                raise DataError(self._departs(told, whole, number + 1))
+            ends += [max(_common(asked, told), ends[-1]), len(told)]
+        flags = [bool(m.get("train", True)) for m in messages if m["role"] == "assistant"]
+        for number, (start, end) in enumerate(pairwise([*ends, len(whole)])):
+            pieces.append(Piece(whole[start:end], number % 2 == 1 and flags[number // 2]))
+        return _joined(pieces)
+
+    def _departs(self, told: str, whole: str, count: int) -> str:
+        place = _common(told, whole)
+        return (
+            f"{self.name}: the first {count} messages alone are not how the whole conversation begins: at character "
+            f"{place} they have {told[place : place + 30]!r}, the whole has {whole[place : place + 30]!r}. Use a "
+            f"template with generation blocks, or conversations in which nothing of an earlier turn is left out."
+        )
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
+        plain = [{name: value for name, value in message.items() if name != "train"} for message in messages]
+        try:
+            text: str = self._compiled.render(
+                messages=plain, tools=None if tools is None else list(tools), documents=None,
+                add_generation_prompt=prompt, **self.specials,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program of strangers, which may fail of anything
+            raise DataError(
+                f"{self.name}: the chat template refuses the conversation ({type(error).__name__}: {error}). "
+                f"Use conversations as it expects them, or set another template."
+            ) from error
+        return text
+
+    @cached_property
+    def _compiled(self) -> Any:  # a jinja2.Template
+        jinja = _library()
+        environment = _environment(jinja, self.today)
+        try:
+            return environment.from_string(self.source)
+        except jinja.TemplateError as error:
+            raise DataError(
+                f"{self.name}: not a Jinja template ({type(error).__name__}: {error}). Use the file that came with the "
+                f"model, or one of {', '.join(BUILT_IN)}."
+            ) from error
+
+
+def _common(a: str, b: str) -> int:
+    """Characters that two texts begin with alike."""
+    if b.startswith(a):
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Neighbours of one kind together, and none without text."""
+    found: list[Piece] = []
+    for piece in pieces:
+        if found and found[-1].learnt == piece.learnt:
+            found[-1] = Piece(found[-1].text + piece.text, piece.learnt)
+        elif piece.text:
+            found.append(piece)
+    return found
+
+
+def _library() -> Any:  # the jinja2 module, with the parts that are used here
+    try:
+        for part in ("jinja2.ext", "jinja2.sandbox"):
+            importlib.import_module(part)
+        return importlib.import_module("jinja2")
+    except ImportError as error:
+        raise DataError(
+            f'chat templates need Jinja ({error}). Install it with pip install "megalith[chat]".'
+        ) from error
+
+
+def _environment(jinja: Any, today: datetime | None) -> Any:  # jinja2's own types
+    """A sandbox in which templates find what transformers gives them."""
+    environment = jinja.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja.ext.loopcontrols, _generation_tag(jinja)]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
+
+    def refuse(message: str) -> None:
+        raise jinja.TemplateError(message)
+
+    environment.globals["raise_exception"] = refuse
+    return environment
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:  # Any: JSON
+    """Jinja's own would escape what HTML needs escaped."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _generation_tag(jinja: Any) -> type:  # a jinja2 extension
+    """`{% generation %}`: marks the text inside it, wherever in a macro or loop it stands."""
+
+    def parse(self: Any, parser: Any) -> Any:  # jinja2's own types
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def mark(self: Any, caller: Any) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+    return type("GenerationTag", (jinja.ext.Extension,), {"tags": {"generation"}, "parse": parse, "_mark": mark})
+
+
+def find_template(
+    wanted: str | None, tokenizer: Tokenizer, tokenizer_path: str | None, *, setting: str,
+    today: datetime | None = None,
+) -> ChatTemplate:  # fmt: skip
+    """The template that a setting names, or the tokenizer's own.
+
+    setting: what it is called, for messages.
+
+    Raises:
+        DataError: there is no such file, or no template came with the tokenizer.
+    """
+    settings = _tokenizer_settings(tokenizer_path)
+    specials = _own_specials(tokenizer) | _specials(settings)
+    if wanted in BUILT_IN:
+        assert wanted is not None
+        return ChatTemplate(wanted, BUILT_IN[wanted], specials, today)
+    if wanted is not None:
+        return ChatTemplate(wanted, _template_file(wanted, setting), specials, today)
+    folder = _folder(tokenizer_path)
+    if folder is not None and (folder / TEMPLATE_FILE).is_file():
+        file = folder / TEMPLATE_FILE
+        return ChatTemplate(str(file), file.read_text(encoding="utf-8"), specials, today)
+    own = _default_of(settings.get("chat_template"))
+    if own is None:
+        where = folder if folder is not None else "the tokenizer's folder"
+        raise DataError(
+            f"{tokenizer_path or 'the tokenizer'} has no chat template. Put one into {where}/{TEMPLATE_FILE}, or under "
+            f'"chat_template" of its {CONFIG_FILE}; or set {setting} to one of {", ".join(BUILT_IN)}, or to a Jinja '
+            f"file."
+        )
+    return ChatTemplate(f"{folder}/{CONFIG_FILE}", own, specials, today)
+
+
+def _template_file(wanted: str, setting: str) -> str:
+    try:
+        return Path(wanted).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        advice = did_you_mean(wanted, BUILT_IN) or ""
+        told = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        raise DataError(
+            f"{setting}={wanted}: {told}.{advice} Set it to one of {', '.join(BUILT_IN)}, or to a Jinja file."
+        ) from error
+
+
+def _folder(tokenizer_path: str | None) -> Path | None:
+    if tokenizer_path is None:
+        return None
+    path = Path(tokenizer_path)
+    if path.is_dir():
+        return path
+    return path.parent if path.is_file() else find_tokenizer_file(tokenizer_path).parent
+
+
+def _tokenizer_settings(tokenizer_path: str | None) -> Mapping[str, Any]:  # JSON
+    folder = _folder(tokenizer_path)
+    if folder is None or not (folder / CONFIG_FILE).is_file():
+        return {}
+    file = folder / CONFIG_FILE
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _specials(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The texts of special tokens that templates may ask for: each a text, or an object that has it."""
+    entries = {name: value for name, value in settings.items() if name.endswith("_token")}
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _own_specials(tokenizer: Tokenizer) -> dict[str, str]:
+    """Where a document begins and ends, as the tokenizer writes it."""
+    texts = {number: text for text, number in tokenizer.specials.items()}
+    try:
+        ids = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eod}
+    except DataError:  # it has no end: templates that ask for it get nothing
+        ids = {"bos_token": tokenizer.bos}
+    return {name: texts[number] for name, number in ids.items() if number in texts}
+
+
+def _default_of(found: Any) -> str | None:  # JSON: a text, or a list of named ones
+    if isinstance(found, list):
+        named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None
