@@ -20,7 +20,7 @@ from megalith.errors import ConfigError
 from megalith.infer.generate import generate
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.convert import convert
-from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.models.hf import FAMILIES, HuggingFaceFolder, write_folder
 from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
@@ -40,9 +40,6 @@ BOTH_WAYS = [
     for case in CASES
     for dtype in (torch.float32, torch.bfloat16)
 ]
-THROUGH_OURS = [
-    pytest.param(case, marks=[] if case in ("qwen3", "gpt2", "deepseek_v3") else pytest.mark.slow) for case in FIRST
-]
 LENGTHS = [pytest.param(16, id="16"), pytest.param(64, id="64", marks=pytest.mark.slow)]
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
@@ -56,6 +53,11 @@ UNDER_LAYOUTS = [
     for turn, layout in enumerate(LAYOUTS)
 ]
 """In the default run one layout per family, in turn; that of four processes only with all others."""
+
+
+def some(*names: str) -> list[Any]:
+    """The first case of every family; all but these in `make test-all` only."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.slow) for name in FIRST]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,7 +106,7 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     assert_close(dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT)
 
 
-@pytest.mark.parametrize("name", THROUGH_OURS)
+@pytest.mark.parametrize("name", some("qwen3", "gpt2", "deepseek_v3"))
 def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
     saved(CASES[name], tmp_path / "theirs")
     convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
@@ -158,7 +160,12 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
     assert failed == []
 
 
-@pytest.mark.parametrize("name", FIRST)
+def test_every_family_stands_in_the_table() -> None:
+    kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
+    assert kinds == {family.model_type for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", some("qwen2", "gemma3", "phi3"))
 def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(name: str, tmp_path: Path) -> None:
     theirs, folder = saved(CASES[name], tmp_path / "theirs")
     write_folder(tmp_path / "ours", folder.model_config, folder)
@@ -170,7 +177,7 @@ def test_a_model_is_written_as_a_family_that_has_words_for_all_of_it(name: str, 
         write_folder(tmp_path / "x", odd, folder, family=folder.family)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("name", some("llama", "gemma3", "smollm3", "gpt2", "deepseek_v3"))
 def test_no_value_of_any_field_ends_in_a_traceback(name: str, tmp_path: Path) -> None:
     _, folder = saved(CASES[name], tmp_path)
     written = folder.family.write_config(folder.model_config)
