@@ -15,7 +15,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, layout_case
-from megalith.verify.variants import VARIANTS
+from megalith.verify.variants import FURTHER, LATENT, VARIANTS
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
@@ -380,6 +380,20 @@ def _variants() -> Iterator[Layout]:
         }
         entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
         yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
+    both = replace(LATENT, mtp=FURTHER.mtp, tied_embeddings=True)
+    ends: dict[str, Entry] = {
+        "further, pp2 zb-v": (FURTHER, staged(2, schedule="zb-v", vpp=2), 3),
+        "further, pp2 dp2 zb-h1, zero 2": (FURTHER, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "further and latent tied, pp2 dp2, zero 3": (both, staged(2, dp=2, zero=3), 2),
+        "further and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
+    }  # fmt: skip
+    yield from _entries("variants", ends)
+    yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
+    again = Layout(
+        area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,
+        parallel=ParallelConfig(tp=2, sp=True),
+    )  # fmt: skip
+    yield again
 
 
 def _adapters() -> Iterator[Layout]:
