@@ -84,7 +84,7 @@ def parse_options(cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: 
     command line if there is one, and unknown options are compared with the tree's names, too.
 
     Raises:
-        ConfigError: unknown options.
+        ConfigError: unknown options, and words where numbers belong.
         SystemExit: after `--help` (0), or a value that the option cannot take (2).
     """
     if "--help" in argv or "-h" in argv:
@@ -93,7 +93,26 @@ def parse_options(cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: 
     assert is_dataclass(cls)
     known = [field.name for field in fields(cls) if not _is_positional(cls, field.name)]
     raise_all([_unknown_option(word, known, root) for word in argv if _is_unknown(word, known)])
+    raise_all(_number_problems(cls, argv))
     return tyro.cli(cls, args=list(argv), prog=prog, config=_STYLE)
+
+
+def _number_problems(cls: type, argv: Sequence[str]) -> list[str]:
+    """Options that take a number and were given something else."""
+    hints, problems = get_type_hints(cls), []
+    for place, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        numbers = {int, float}.intersection(options_of(hints.get(name.removeprefix("--").replace("-", "_"))))
+        if not (name.startswith("--") and numbers) or not (equals or argv[place + 1 :]):
+            continue
+        value = value if equals else argv[place + 1]
+        kind: type = numbers.pop()
+        try:
+            kind(value)
+        except ValueError:
+            words, example = ("a whole number", "8") if kind is int else ("a number", "0.5")
+            problems.append(f"{name}={value} is not {words}. Use for example {name} {example}.")
+    return problems
 
 
 def _is_positional(cls: type, name: str) -> bool:

@@ -44,6 +44,9 @@ DEVICES = {
 """SXM modules with one network interface each. Rates are the makers' dense ones (their "sparse" figures are twice
 these); memory is what torch reports of the 80, 80, 141 and 180 GB on the label."""
 
+MOST_GIB = 1 << 20
+"""Of one device: a PiB is more than anything that is built, and a slip of the finger."""
+
 USABLE = 0.94
 """Part of a device's memory that a plan may fill and be sure: the rest is for what the ledger does not know."""
 
@@ -73,7 +76,8 @@ def device_named(text: str, *, world: int, host_memory: int) -> Device:
         return device
     advice = did_you_mean(text, [*DEVICES, "cpu"]) or ""
     raise ConfigError(
-        f"--device={text} is no device known here.{advice} Use one of {', '.join(DEVICES)}, cpu, or a number of GiB."
+        f"--device={text} is no device known here.{advice} Use one of {', '.join(DEVICES)}, cpu, or a number of GiB, "
+        f"at most {MOST_GIB}."
     )
 
 
@@ -89,4 +93,4 @@ def accelerator_named(text: str) -> Device | None:
         gib = float(text.lower().removesuffix("gib").strip())
     except ValueError:
         return None
-    return Device(name=f"{gib:g} GiB", memory=int(gib * GIB)) if 0 < gib < float("inf") else None
+    return Device(name=f"{gib:g} GiB", memory=int(gib * GIB)) if 0 < gib <= MOST_GIB else None

@@ -4,16 +4,28 @@ The dense grid divides the world into tp · cp · dp · pp; the expert grid divi
 etp · ep · edp · pp, so ep is not one more factor of the first. Everything here is arithmetic on plain numbers.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import product
 from math import isqrt, prod
+from typing import TypeAlias
 
 from megalith.errors import PlanError
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 TOKENS = ("tp", "cp", "ep", "dp", "pp")
+
+TRIED = 16
+"""Numbers of ranks that are looked at on either side of one that cannot be."""
+
+Fits: TypeAlias = Callable[[Mapping[str, int], int], bool]
+"""Whether a run could have these degrees on that many ranks."""
+
+
+def anything_fits(degrees: Mapping[str, int], world: int) -> bool:
+    """No rules but those of a grid."""
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +227,20 @@ def expert_grid(
 
 
 def dense_problems(
-    *, world: int, tp: int = 1, cp: int = 1, pp: int = 1, dp: int | None = None, order: str = DEFAULT_ORDER
+    *,
+    world: int,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    dp: int | None = None,
+    order: str = DEFAULT_ORDER,
+    fits: Fits = anything_fits,
 ) -> list[str]:
-    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it can be."""
-    problems = _degree_problems(world, {"tp": tp, "cp": cp, "pp": pp})
+    """Everything that keeps `dense_grid` from being built, as messages for the user; empty when it can be.
+
+    `fits` knows the rules of the rest of a run: only degrees and worlds that it accepts are recommended.
+    """
+    problems = _degree_problems(world, {"tp": tp, "cp": cp, "pp": pp}, fits)
     if dp is not None and dp < 1:
         problems.append(f"parallel.dp={dp} must be at least 1. Leave it unset for world / (tp · cp · pp).")
     elif dp is not None and not problems and tp * cp * pp * dp != world:
@@ -285,7 +307,7 @@ def _ordered(sizes: Mapping[str, int], order: str, offset: int) -> Grid:
     return Grid(axes=axes, sizes=tuple(sizes[axis] for axis in axes), offset=offset)
 
 
-def _degree_problems(world: int, degrees: Mapping[str, int]) -> list[str]:
+def _degree_problems(world: int, degrees: Mapping[str, int], fits: Fits = anything_fits) -> list[str]:
     """Degrees below one, or a product that does not divide the world; with the numbers that would work."""
     problems = [f"parallel.{axis}={size} must be at least 1." for axis, size in degrees.items() if size < 1]
     if world < 1:
@@ -295,18 +317,36 @@ def _degree_problems(world: int, degrees: Mapping[str, int]) -> list[str]:
     model = prod(degrees.values())
     if world % model == 0:
         return []
-    below = world // model * model
-    processes = f"{below} or {below + model}" if below else f"{model}"
-    fixes = [f"use {processes} processes"]
-    for axis, size in degrees.items():
-        rest = model // size
-        if size > 1 and world % rest == 0:
-            fits = divisors(world // rest)
-            fixes.append(f"set parallel.{axis} to one of {fits}")
+    fixes = _axis_fixes(world, degrees, fits)
+    processes = _near_worlds(world, degrees, fits)
+    if processes or not fixes:
+        below = world // model * model
+        processes = processes or ([below, below + model] if below else [model])
+        fixes = [f"use {' or '.join(map(str, processes))} processes", *fixes]
     if len(fixes) == 1:  # no single change is enough
         fixes.append(f"choose {', '.join(degrees)} so that they multiply to a divisor of {world}")
     names, values = " · ".join(f"parallel.{axis}" for axis in degrees), "·".join(map(str, degrees.values()))
     return [f"world_size={world} is not {names} = {values} times an integer: {', or '.join(fixes)}."]
+
+
+def _axis_fixes(world: int, degrees: Mapping[str, int], fits: Fits) -> list[str]:
+    """Changes of one degree that make their product divide the world."""
+    model, fixes = prod(degrees.values()), []
+    for axis, size in degrees.items():
+        rest = model // size
+        if size > 1 and world % rest == 0:
+            found = [degree for degree in divisors(world // rest) if fits({**degrees, axis: degree}, world)]
+            fixes += [f"set parallel.{axis} to {f'one of {found}' if found[1:] else found[0]}"] if found else []
+    return fixes
+
+
+def _near_worlds(world: int, degrees: Mapping[str, int], fits: Fits) -> list[int]:
+    """The next smaller and the next larger number of ranks that the degrees divide and that fit."""
+    model = prod(degrees.values())
+    below = world // model * model
+    sides = (range(below, 0, -model), range(below + model, below + (TRIED + 1) * model, model))
+    found = [next((ranks for ranks in side[:TRIED] if fits(degrees, ranks)), None) for side in sides]
+    return [ranks for ranks in found if ranks is not None]
 
 
 def _raise_problems(problems: Sequence[str], world: int, order: str) -> None:

@@ -88,6 +88,13 @@ def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str
             f"recompute.modules={list(recompute.modules)} belongs to recompute.granularity=selective, but that is "
             f"{kind}. Set recompute.granularity to selective, or remove recompute.modules."
         )
+    repeated = sorted({name for name in recompute.modules if recompute.modules.count(name) > 1})
+    if repeated:
+        once = ", ".join(dict.fromkeys(recompute.modules))
+        problems.append(
+            f"recompute.modules={list(recompute.modules)} names {', '.join(repeated)} more than once. "
+            f"Set recompute.modules to [{once}]."
+        )
     if recompute.check and kind == "none":
         problems.append(
             f"recompute.check=true compares what is computed again, which is nothing with recompute.granularity="

@@ -60,6 +60,11 @@ def resolve(target: str) -> TrainRun:
         return recipes()[target]()
     path = Path(target)
     if path.is_dir():
+        if not (path / "config.yaml").is_file():
+            raise ConfigError(
+                f"{target} has no config.yaml: there is no run in this folder. Use the folder of a run, such as "
+                f"runs/NAME, a recipe's name, or the path of a YAML file."
+            )
         return load_yaml(path / "config.yaml", TrainRun)
     if path.is_file() or path.suffix in (".yaml", ".yml"):
         return load_yaml(path, TrainRun)

@@ -1,7 +1,9 @@
 """Every rule across the settings of a training run: all run before anything is built, all failures come together."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
@@ -40,11 +42,27 @@ def check_run(run: TrainRun, world: int) -> None:
 
 def run_problems(run: TrainRun, world: int) -> list[str]:
     """Every broken rule, as texts; the rules that divide by counts wait until the counts are positive."""
+    p, others = run.parallel, _other_problems(run, world)
+    if _count_problems(run):
+        return others
+    fits = partial(_fits, run, frozenset(others))
+    return dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order, fits=fits) + others
+
+
+def _fits(run: TrainRun, known: frozenset[str], degrees: Mapping[str, int], world: int) -> bool:
+    """Whether other degrees on `world` ranks, which they divide, break no rule beside those that are known already."""
+    p = replace(run.parallel, tp=degrees["tp"], cp=degrees["cp"], pp=degrees["pp"])
+    if p.dp is not None and p.tp * p.cp * p.pp * p.dp != world:
+        return False
+    return known.issuperset(_other_problems(replace(run, parallel=p), world))
+
+
+def _other_problems(run: TrainRun, world: int) -> list[str]:
+    """Every broken rule but that the degrees multiply to the world."""
     p, t = run.parallel, run.train
     counts = _count_problems(run)
     problems = counts + number_problems(run)
     if not counts:
-        problems += dense_problems(world=world, tp=p.tp, cp=p.cp, pp=p.pp, dp=p.dp, order=p.order)
         problems += context_problems(p, run.model, seq_len=t.seq_len)
         problems += dropout_problems(run.model.dropout, cp=p.cp)
         if world % (p.tp * p.cp * p.pp) == 0:

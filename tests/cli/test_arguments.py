@@ -147,14 +147,20 @@ def test_unknown_options_get_did_you_mean_from_options_and_settings() -> None:
     assert "--recipe is not an option" in text
 
 
-def test_a_value_of_the_wrong_type_and_a_missing_recipe_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for line, text in (("tiny_cpu --nproc two", "nproc"), ("--nproc 2", "RECIPE")):
-        with pytest.raises(SystemExit) as stop:
-            parsed(line)
-        assert stop.value.code == 2
-        captured = capsys.readouterr()
-        assert text in captured.err
-        assert captured.out == ""
+@pytest.mark.parametrize("line", ["tiny_cpu --nproc two", "--nproc=two tiny_cpu", "tiny_cpu --nproc two --dry-run"])
+def test_a_word_where_a_number_belongs_is_refused_with_an_example(line: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parsed(line)
+    assert str(error.value) == "--nproc=two is not a whole number. Use for example --nproc 8."
+    assert parsed("tiny_cpu --nproc 2").nproc == 2
+
+
+def test_a_missing_recipe_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed("--nproc 2")
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert "RECIPE" in captured.err and captured.out == ""
 
 
 def test_help_shows_options_and_all_settings_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:

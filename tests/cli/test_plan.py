@@ -127,6 +127,12 @@ def test_a_device_may_be_given_in_gib(capsys: pytest.CaptureFixture[str]) -> Non
         ("plan explian tiny_cpu", ["explian is not something `megalith plan` does. Did you mean explain?"]),
         ("plan estimate tiny_cpu --device h10", ["--device=h10 is no device known here. Did you mean h100?"]),
         ("plan explain tiny_cpu --world 0", ["--world=0 must be at least 1"]),
+        ("plan explain tiny_cpu --world abc", ["--world=abc is not a whole number. Use for example --world 8."]),
+        ("plan explain .", ["there is no run in this folder"]),
+        (
+            "plan estimate tiny_cpu --device 1e99",
+            ["--device=1e99 is no device", "or a number of GiB, at most 1048576."],
+        ),
         (
             "plan estimate tiny_cpu --world 7 --parallel.tp 2 --optim.beta2 2",
             ["world_size=7 is not", "optim.beta2=2.0 must be in"],

@@ -1,6 +1,7 @@
 """Tests of megalith/plan/grid.py."""
 
 import random
+from collections.abc import Mapping
 from itertools import combinations, permutations
 from typing import Any
 
@@ -248,3 +249,19 @@ def test_divisors_are_all_of_them_and_of_absurd_numbers_come_at_once() -> None:
         assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
     assert divisors(10**30)[:3] == [1, 2, 4] and divisors(10**30)[-1] == 10**30
     assert divisors(-4) == []
+
+
+def test_only_degrees_and_worlds_that_the_rest_of_a_run_accepts_are_recommended() -> None:
+    def even_dp(degrees: Mapping[str, int], world: int) -> bool:
+        return world // (degrees["tp"] * degrees["cp"] * degrees["pp"]) % 2 == 0
+
+    (text,) = dense_problems(world=12, tp=5, fits=even_dp)
+    assert text.endswith("= 5·1·1 times an integer: use 10 or 20 processes, or set parallel.tp to one of [1, 2, 3, 6].")
+    (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: world == 4)
+    assert text.endswith("use 4 processes, or choose tp, cp, pp so that they multiply to a divisor of 7.")
+    (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: degrees["tp"] == 7)
+    assert text.endswith(
+        "times an integer: set parallel.tp to 7, or choose tp, cp, pp so that they multiply to a divisor of 7."
+    )
+    (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: False)
+    assert "use 6 or 8 processes" in text, "something must be said"

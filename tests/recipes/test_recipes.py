@@ -44,6 +44,11 @@ def test_a_name_a_file_and_the_folder_of_a_run_are_resolved(tmp_path: Path) -> N
     assert resolve(str(tmp_path)) == run
 
 
+def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no run in this folder. Use the folder of a run, such as runs/NAME"):
+        resolve(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "target, text",
     [

@@ -8,6 +8,7 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
+from megalith.recipes import resolve
 from megalith.train.rules import check_run, model_problems, run_problems
 
 
@@ -136,6 +137,10 @@ CASES = [
     ),
     ({"parallel__cp": "0"}, 1, "parallel.cp=0 must be at least 1", "Set parallel.cp to 1 or more"),
     (
+        {"recompute__granularity": "selective", "recompute__modules": "[norm, mlp, norm]"}, 1,
+        "recompute.modules=['norm', 'mlp', 'norm'] names norm more than once", "Set recompute.modules to [norm, mlp].",
+    ),
+    (
         {"recompute__granularity": "selective", "recompute__modules": "[]"}, 1,
         "recompute.modules=[] names nothing to compute again", "Set recompute.modules to [core_attention]",
     ),
@@ -186,6 +191,23 @@ def test_all_broken_rules_come_in_one_error() -> None:
     text = str(caught.value)
     assert text.startswith("3 settings must be changed")
     assert all(field in text for field in ("model.num_kv_heads=3", "train.seq_len=65", "optim.beta1=2.0"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "world", "said"),
+    [
+        ("llama3_8b", {}, 7, "use 4 or 8 processes, or choose tp, cp, pp"),  # sp: neither 1 nor 7 divides the tokens
+        ("llama3_8b", {"parallel.tp": "4", "parallel.sp": "false"}, 6, "8 processes, or set parallel.tp to one of [3, 6]"),
+        ("tiny_cpu", {"parallel.tp": "3", "model.num_kv_heads": "1"}, 4, "tp to one of [2, 4]"),  # dp 4: too few rows
+        ("tiny_cpu", {"parallel.pp": "3", "parallel.dp": "1"}, 4, "use 3 processes, or choose tp, cp, pp"),
+    ],
+)  # fmt: skip
+def test_only_what_breaks_no_other_rule_is_recommended(
+    recipe: str, settings: dict[str, str], world: int, said: str
+) -> None:
+    run = apply_overrides(resolve(recipe), settings)
+    (text,) = [text for text in run_problems(run, world) if text.startswith("world_size=")]
+    assert said in text
 
 
 def test_no_number_hides_another() -> None:
