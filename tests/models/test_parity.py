@@ -23,6 +23,7 @@ from megalith.models.convert import convert
 from megalith.models.hf import FAMILIES, HuggingFaceFolder, write_folder
 from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
+from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import layout_case, prove_layout
 from tests.models.families import CASES, FIRST, batch, our_gradients, our_model, saved
@@ -81,6 +82,8 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(name: str, t
     print(f"{name}: scores {errors[0]:.1e}, loss {errors[1]:.1e}, gradients {errors[2]:.1e} ({gradients.worst})")
     assert errors[0] <= SCORES and errors[1] <= LOSS and errors[2] <= GRADIENTS, errors
     assert gradients.unpaired == ()
+    counted = num_parameters(replace(folder.model_config, vocab_multiple=1))
+    assert counted == sum(parameter.numel() for parameter in theirs.parameters())
     assert all(tensor.any() for tensor in expected.values()), "equal zeros show nothing"
 
 
