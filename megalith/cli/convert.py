@@ -32,8 +32,12 @@ class ConvertOptions:
     target: Positional[str]
     """Folder to write; it must not exist."""
 
-    to: Literal["megalith", "huggingface"] | None = None
-    """What to write; left out: the other kind than the source."""
+    to: Literal["megalith", "huggingface", "peft"] | None = None
+    """What to write; left out: the other kind than the source. A run that trained adapters becomes a whole model,
+    with the adapters merged into its weights; peft writes the adapters alone, as the peft library has them."""
+
+    base: str | None = None
+    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
 
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Store all weights so; left out: as they are."""
@@ -60,13 +64,17 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
+    from megalith.models.adapters import AdaptedWeights
     from megalith.models.convert import convert, kind_of, plan_moves
     from megalith.models.hf import check_absent
     from megalith.models.pretrained import locate, open_pretrained
+    from megalith.posttrain.export import plan_peft, write_peft
 
     target = Path(options.target)
     check_absent(target)
-    source = open_pretrained(locate(options.source))
+    source = open_pretrained(locate(options.source), base=options.base)
+    if options.base is not None and not isinstance(source.weights, AdaptedWeights):
+        raise ConfigError(f"--base={options.base}: {source.path} holds a model and no adapters. Remove --base.")
     to = options.to or ("huggingface" if kind_of(source) == "megalith" else "megalith")
     if options.vocab_multiple is not None:
         if kind_of(source) == "megalith" or to == "huggingface":
@@ -76,6 +84,11 @@ def main(argv: list[str]) -> int:
             )
         source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
+    if to == "peft":
+        parts = plan_peft(source)
+        nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
+        show_peft(str(source.path), str(target), [part.module for part in parts], nbytes, options)
+        return 0
     moves = plan_moves(source, to, dtype)
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
@@ -111,6 +124,20 @@ def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("convert", total=total)
         yield lambda nbytes: progress.advance(task, nbytes)
+
+
+def show_peft(source: str, target: str, modules: list[str], nbytes: int, options: ConvertOptions) -> None:
+    """What became of adapters: the linear layers of transformers that have them."""
+    if options.json:
+        report = {"source": source, "target": target, "to": "peft", "dry_run": options.dry_run, "nbytes": nbytes}
+        print_json({**report, "modules": modules})
+        return
+    if options.dry_run:
+        print("\n".join(modules))
+        print(f"{len(modules)} linear layers with adapters; nothing was written")
+        return
+    print(f"wrote {target}: adapters of {len(modules)} linear layers, {nbytes / 1e6:.3g} MB, from {source}")
+    print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
 
 
 def show(report: dict[str, Any], *, json: bool) -> None:  # Any: JSON

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 
@@ -51,8 +52,10 @@ def lora_targets(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     return tuple(name for name in lora_matrices(model) if name in lora.targets or EVERY in lora.targets)
 
 
-def lora_problems(lora: LoraConfig | None, model: ModelConfig, *, load: str | None, compiled: bool) -> list[str]:
-    """What keeps a run from training adapters as asked, as messages for the user; `load`: the base's weights."""
+def lora_problems(
+    lora: LoraConfig | None, model: ModelConfig, checkpoint: CheckpointConfig, *, compiled: bool
+) -> list[str]:
+    """What keeps a run from training adapters as asked, as messages for the user."""
     if lora is None:
         return []
     known = (*lora_matrices(model), EVERY)
@@ -69,10 +72,16 @@ def lora_problems(lora: LoraConfig | None, model: ModelConfig, *, load: str | No
                 f"lora.targets={name}: no matrix of this model that can have adapters.{did_you_mean(name, known)} "
                 f"Use one or more of {list(known)}."
             )
-    if load is None:
+    if checkpoint.load is None:
         problems.append(
-            f"checkpoint.load={load} with lora.rank={lora.rank}: adapters are trained beside weights that have learnt "
+            f"checkpoint.load={checkpoint.load} with lora.rank={lora.rank}: adapters are trained beside weights that have learnt "
             f"already. Set checkpoint.load to a run, a checkpoint or a Hugging Face folder."
+        )
+    if checkpoint.skip or checkpoint.missing != "error":
+        problems.append(
+            f"checkpoint.skip={list(checkpoint.skip)} and checkpoint.missing={checkpoint.missing} with lora.rank="
+            f"{lora.rank}: weights that are not loaded would stay as they were drawn. Set checkpoint.skip to nothing "
+            f"and checkpoint.missing=error."
         )
     if compiled:
         problems.append(

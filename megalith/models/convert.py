@@ -40,7 +40,7 @@ class Move:
 
 def kind_of(source: Pretrained) -> Kind:
     """What a source is."""
-    return "huggingface" if source.checkpoint is None else "megalith"
+    return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
 
 
 def family_of(source: Pretrained) -> Family:

@@ -184,7 +184,8 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in placed:
-                placed[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device=device))
+                empty = torch.empty_like(parameter, device=device)
+                placed[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             setattr(module, name, placed[id(parameter)])
         if isinstance(module, ColumnLinear):
             _place_below_one_another(module.sunk())

@@ -33,6 +33,15 @@ from megalith.config.tree import from_dict
 from megalith.data.huggingface import find_tokenizer_file
 from megalith.data.sentencepiece import is_sentencepiece
 from megalith.errors import CheckpointError, ConfigError
+from megalith.models.adapters import (
+    ADAPTER_CONFIG,
+    RECORD,
+    AdaptedWeights,
+    Adapters,
+    checkpoint_adapters,
+    fingerprint,
+    peft_adapters,
+)
 from megalith.models.hf import (
     CONFIG,
     GENERATION,
@@ -134,7 +143,7 @@ def locate(source: str) -> Path:
             f"{source}: no such folder, neither here nor under {RUNS}/.{advice} "
             f"Pass the folder of a run, checkpoint or model."
         )
-    if (path / MANIFEST).exists() or (path / CONFIG).exists():
+    if any((path / name).exists() for name in (MANIFEST, CONFIG, ADAPTER_CONFIG)):
         return path
     for folder in (path / "checkpoints", path):
         if step_folders(folder) and (latest := find_latest(folder)) is not None:
@@ -146,15 +155,19 @@ def locate(source: str) -> Path:
     )
 
 
-def open_pretrained(path: Path) -> Pretrained:
-    """The model in a folder that `locate` gave.
+def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
+    """The model in a folder that `locate` gave; adapters make one with their `base`, unset: where they say it is.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or of an architecture that is not supported.
     """
+    if not (path / MANIFEST).exists() and (path / ADAPTER_CONFIG).exists():
+        return _open_peft(path, base)
     if not (path / MANIFEST).exists() and (path / CONFIG).exists():
         return _open_folder(path)
     checkpoint = open_checkpoint(path)
+    if RECORD in checkpoint.state:
+        return _open_adapted(checkpoint, base)
     model, tokenizer = _settings(checkpoint)
     if tokenizer.kind == "huggingface" and (path / "tokenizer.json").is_file():
         tokenizer = replace(tokenizer, path=str(path))  # the checkpoint brings its own, wherever it was moved to
@@ -178,7 +191,7 @@ def load_pretrained(
     notes = compare_models(opened, model, allow=rules.allow_model_changes)
     if opened.checkpoint is None:
         folder = opened.weights
-        assert isinstance(folder, HuggingFaceFolder)
+        assert isinstance(folder, HuggingFaceFolder | AdaptedWeights)
         _fill_from_folder(entries, folder, world, rules)
     else:
         opened.checkpoint.load_into(entries, world, rules=rules, purpose="start")
@@ -186,9 +199,9 @@ def load_pretrained(
 
 
 def _fill_from_folder(
-    entries: Sequence[Entry], folder: HuggingFaceFolder, world: Group, rules: CheckpointConfig
+    entries: Sequence[Entry], folder: HuggingFaceFolder | AdaptedWeights, world: Group, rules: CheckpointConfig
 ) -> None:
-    """Fill what `rules` ask for from a Hugging Face folder.
+    """Fill what `rules` ask for from a Hugging Face folder, or from a base with adapters.
 
     Raises:
         CheckpointError: on every rank: tensors are missing or surplus that `rules` do not let pass, or of other shapes.
@@ -219,7 +232,7 @@ def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[st
         CheckpointError: some are not; all of these are in a table.
     """
     theirs, ours = (_as_computed(config) for config in (opened.model, model))
-    if opened.checkpoint is None:  # padding is decided here, when a folder is read
+    if isinstance(opened.weights, HuggingFaceFolder):  # padding is decided here, when a folder is read
         theirs = replace(theirs, vocab_multiple=ours.vocab_multiple)
     changed = [
         (f"model.{path}", old, new) for path, old, new in differences_of(theirs, ours) if not _within(path, FREE)
@@ -269,6 +282,76 @@ def _open_folder(path: Path) -> Pretrained:
         tokenizer = TokenizerConfig(kind="null", vocab_size=folder.model_config.vocab_size)
     ids = {name: folder.raw.get(name) for name in TOKEN_IDS}
     return Pretrained(path, folder.model_config, tokenizer, folder, ids)
+
+
+def adapters_in(path: Path) -> Adapters:
+    """The adapters in a folder that `locate` gave, a checkpoint of ours or a PEFT folder.
+
+    Raises:
+        CheckpointError: it has none, or they are damaged, or their base is gone.
+    """
+    weights = open_pretrained(path).weights
+    if isinstance(weights, AdaptedWeights):
+        return weights.adapters
+    raise CheckpointError(
+        f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT folder with "
+        f"{ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
+    )
+
+
+def base_record(source: Pretrained) -> dict[str, str]:
+    """Which weights adapters belong to, for the checkpoint that holds them."""
+    return {"base": str(source.path.absolute()), "fingerprint": fingerprint(source.weights, source.model)}
+
+
+def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: JSON
+    """Refuse to add the adapters in the checkpoint `path` to other weights than those they were trained beside.
+
+    Raises:
+        CheckpointError: it is another base.
+    """
+    if (found := fingerprint(source.weights, source.model)) != record["fingerprint"]:
+        raise CheckpointError(
+            f"{path} holds adapters of another base: they were trained beside {record['base']} ({record['fingerprint']}"
+            f"), and {source.path} is {found}. Use the weights that they were trained with, wherever they are now."
+        )
+
+
+def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
+    """A checkpoint that holds adapters, as the model they make with their base: the weights of checkpoint.load."""
+    record, (model, tokenizer) = checkpoint.state[RECORD], _settings(checkpoint)
+    base_path = where or str(record["base"])
+    if not Path(base_path).is_dir():
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters, and the weights that they were trained beside are not at {base_path}. "
+            f"Put them there, or run `megalith convert {checkpoint.path} TARGET --base FOLDER`, which merges both."
+        )
+    base = open_pretrained(locate(base_path))
+    compare_models(base, model)
+    base = replace(base, model=model)  # rows that pad the vocabulary are the run's
+    require_base(record, base, checkpoint.path)
+    adapters = checkpoint_adapters(checkpoint)
+    weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
+    return Pretrained(checkpoint.path, model, tokenizer, weights, base.token_ids)
+
+
+def _open_peft(path: Path, where: str | None) -> Pretrained:
+    """A PEFT folder, as the model that its adapters make with their base, which must be a folder here."""
+    named = where or read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not isinstance(named, str) or not Path(named).is_dir():
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it to the folder of "
+            f"the model that the adapters were trained with."
+        )
+    base = open_pretrained(locate(named))
+    if not isinstance(base.weights, HuggingFaceFolder):
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no Hugging Face folder. Use the one that "
+            f"`megalith convert {named} TARGET` writes."
+        )
+    adapters = peft_adapters(path, base.weights.family, base.model)
+    weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
+    return Pretrained(path, base.model, base.tokenizer, weights, base.token_ids)
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:

@@ -8,12 +8,12 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import differences, dump_yaml, load_yaml
 from megalith.errors import ConfigError
 
-FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed")
+FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed", "lora")
 """Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
 
 FREE_DATA = (
     "data.cache_path", "data.mmap", "data.num_train_samples", "data.path", "data.train_path", "data.valid_path",
-    "data.test_path", "tokenizer.path",
+    "data.test_path", "tokenizer.path", "lora.load",
 )  # fmt: skip
 """Exceptions: files may move; that they are the same ones is checked by what is in them."""
 

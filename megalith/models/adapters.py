@@ -1,0 +1,307 @@
+"""Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights with them added."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megalith.checkpoint.boxes import Entry, lengths, pieces
+from megalith.checkpoint.load import Checkpoint
+from megalith.checkpoint.safetensors import DTYPES, Reader, TensorInfo, read_header, show_names
+from megalith.config.lora import LoraConfig, lora_matrices, lora_targets
+from megalith.config.model import ModelConfig
+from megalith.config.tree import from_dict
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.hf import PIECE_NBYTES, Weights, read_json
+from megalith.models.names import Family, TensorRule
+from megalith.models.release import parameters
+from megalith.nn.lora import STACKED
+from megalith.plan.shards import Box
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""What a PEFT folder holds."""
+
+RECORD = "adapters"
+"""In the state of a checkpoint that holds adapters alone: which weights they belong to."""
+
+PLAIN_PEFT: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layers_to_transform": (None,),
+    "modules_to_save": (None, []), "lora_bias": (False, None), "layer_replication": (None,),
+    "target_parameters": (None, []), "trainable_token_indices": (None,), "exclude_modules": (None, []),
+}  # fmt: skip
+"""Fields of adapter_config.json that change what adapters compute, and the values with which they are plain LoRA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The A and B of every matrix that has them."""
+
+    path: Path
+    lora: LoraConfig
+    """Rank, scale and targets."""
+
+    names: frozenset[str]
+    """`layers.0.attention.q.lora_a` and so on."""
+
+    read: Callable[[str], Tensor]
+    """One of them, whole, on the host, in fp32 or float64."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedWeights:
+    """A model's weights with adapters added to them: W + scale · B · A."""
+
+    path: Path
+    """Of the adapters."""
+
+    model_config: ModelConfig
+    base: Weights
+    base_path: Path
+    adapters: Adapters
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        """The base's."""
+        return self.base.dtype(parameter)
+
+    def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of a parameter, added up in fp32 or wider."""
+        if f"{parameter}.lora_a" not in self.adapters.names:
+            return self.base.read(parameter, box, dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        weight = self.base.read(parameter, box, wide)
+        return weight.add_(self._product(parameter, box, wide), alpha=self.adapters.lora.scale).to(dtype)
+
+    def fill(self, entries: Sequence[Entry]) -> None:
+        """Fill the tensors of `entries`, a piece at a time."""
+        for entry in entries:
+            for piece in pieces(entry, max_numel=PIECE_NBYTES // 8):
+                piece.values.copy_(self.read(entry.shard.name, piece.box, piece.values.dtype))
+
+    def _product(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+        """A box of B · A."""
+        a, b = (self.adapters.read(f"{parameter}.lora_{word}").to(dtype) for word in "ab")
+        outputs = b.ndim - 1
+        b = b[tuple(slice(start, stop) for start, stop in box[:outputs])]
+        stacked = parameter.rsplit(".", 1)[1] in STACKED
+        a = a[slice(*box[0])] if stacked else a
+        for dim, (start, stop) in enumerate(box[outputs:], start=a.ndim - len(box) + outputs):
+            a = a.narrow(dim, start, stop - start)
+        left = b.flatten(1, -2) if stacked else b.flatten(0, -2)
+        right = a.flatten(2) if stacked else a.flatten(1)
+        return (left @ right).view(lengths(box))
+
+
+def fingerprint(weights: Weights, model: ModelConfig) -> str:
+    """A hash of the names and of some values of every parameter: the same for a model wherever and however it is
+    stored, and another one after any training."""
+    digest = blake2b(digest_size=16)
+    for shard in parameters(model):
+        box = tuple((0, min(length, size)) for length, size in zip(shard.shape, _corner(len(shard.shape)), strict=True))
+        values = weights.read(shard.name, box, weights.dtype(shard.name)).to(torch.float64)
+        digest.update(f"{shard.name} {shard.shape[1:]}".encode() + values.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _corner(dims: int) -> tuple[int, ...]:
+    return (*[1] * (dims - 2), 4, 64)[-dims:]
+
+
+# --- ours
+
+
+def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
+    """Those in a checkpoint of a run that trained adapters.
+
+    Raises:
+        CheckpointError: its config.yaml does not describe them.
+    """
+    try:
+        lora = from_dict(LoraConfig, yaml.safe_load(checkpoint.config_text)["lora"])
+    except (yaml.YAMLError, ConfigError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path / 'config.yaml'} does not describe adapters ({type(error).__name__}: {error}). Use a "
+            f"checkpoint that `megalith train` wrote."
+        ) from error
+    names = frozenset(key.removeprefix("model.") for key in checkpoint.keys() if key.startswith("model."))  # noqa: SIM118  # not a mapping
+
+    def read(name: str) -> Tensor:
+        master = f"optimizer.master.{name}"
+        stored = master if master in checkpoint.manifest.tensors else f"model.{name}"
+        return checkpoint.read(stored, dtype=torch.promote_types(checkpoint.dtype(stored), torch.float32))
+
+    return Adapters(checkpoint.path, lora, names, read)
+
+
+# --- PEFT's
+
+
+@dataclass(frozen=True, slots=True)
+class PeftPart:
+    """One linear layer of transformers, and which of our matrices it is."""
+
+    module: str
+    """`model.layers.0.self_attn.k_proj`"""
+
+    parameter: str
+    part: int | None
+    """Which of the matrices in `parameter`, where it is several."""
+
+    shape: tuple[int, int]
+    """Outputs and inputs."""
+
+    def key(self, word: str) -> str:
+        """Of its adapter `A` or `B`, in a file of PEFT's."""
+        return f"base_model.model.{self.module}.lora_{word}.weight"
+
+
+def peft_parts(family: Family, model: ModelConfig, targets: Sequence[str]) -> list[PeftPart]:
+    """The linear layers of transformers that are our targets.
+
+    Raises:
+        ConfigError: the family keeps one of them as a part of another, or transposed.
+    """
+    found, refused = [], {}
+    for rule in family.rules(model):
+        word = (rule.parameter or "").rsplit(".", 1)[-1]
+        if word not in targets or not (rule.parameter or "").startswith("layers."):
+            continue
+        if not _is_linear(rule):
+            refused[word] = rule.name
+            continue
+        assert rule.parameter is not None
+        part = rule.box[0][0] if word in STACKED else None
+        shape = (rule.shape[0], rule.shape[1])
+        found.append(PeftPart(rule.name.removesuffix(".weight"), rule.parameter, part, shape))
+    if refused:
+        named = "; ".join(f"{word} is in {name}" for word, name in refused.items())
+        raise ConfigError(
+            f"lora.targets={list(targets)}: {family.architecture} keeps matrices together or transposed ({named}), and "
+            f"PEFT's adapters of these are others than ours. Use `megalith convert --to huggingface`, which merges "
+            f"adapters into the weights, or set lora.targets to others when training."
+        )
+    return found
+
+
+def _is_linear(rule: TensorRule) -> bool:
+    """Whether a tensor of theirs is one matrix of ours with outputs as rows, in our order."""
+    kept = [dim for dim in rule.dims if dim is not None]
+    return rule.whole and kept == list(range(len(rule.view))) and rule.name.endswith(".weight") and len(rule.shape) == 2
+
+
+def read_peft_config(path: Path) -> tuple[dict[str, Any], LoraConfig]:
+    """adapter_config.json, and what it says; its targets are still theirs.
+
+    Raises:
+        CheckpointError: these are no plain LoRA adapters.
+    """
+    raw = read_json(path / ADAPTER_CONFIG)
+    wrong = [f"{name}={raw[name]!r}" for name, plain in PLAIN_PEFT.items() if name in raw and raw[name] not in plain]
+    rank, alpha = raw.get("r"), raw.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        wrong.append(f"r={rank!r}")
+    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        wrong.append(f"lora_alpha={alpha!r}")
+    if wrong:
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: {', '.join(wrong)}: these adapters compute something else than W + scale · B · "
+            f"A. Use LoRA adapters without them, or merge them with PEFT and use the merged model."
+        )
+    assert isinstance(rank, int) and isinstance(alpha, int | float)
+    return raw, LoraConfig(rank=rank, alpha=float(alpha), rslora=bool(raw.get("use_rslora", False)), targets=())
+
+
+def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
+    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, and where one of several
+    matrices in a parameter is adapted, the others are by zero.
+
+    Raises:
+        CheckpointError: tensors are of another model, missing, or of the wrong shape; each is named.
+    """
+    _, lora = read_peft_config(path)
+    stored = read_header(path / ADAPTER_WEIGHTS)
+    parts = []
+    for word in lora_matrices(model):
+        try:
+            parts += peft_parts(family, model, [word])
+        except ConfigError:  # a matrix that PEFT cannot have adapted as we do, so its tensors are surplus below
+            continue
+    there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
+    _check_stored(path, there, stored, lora.rank)
+    words = {part.parameter.rsplit(".", 1)[1] for part in there}
+    lora = LoraConfig(
+        rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora,
+        targets=tuple(word for word in lora_matrices(model) if word in words),
+    )  # fmt: skip
+    shapes = {shard.name: shard.shape for shard in parameters(model)}
+    owners = [name for name in shapes if name.startswith("layers.") and name.rsplit(".", 1)[1] in words]
+    names = frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
+    read = _PeftReader(there, stored, shapes, lora.rank)
+    return Adapters(path, lora, names, read)
+
+
+def _check_stored(path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int) -> None:
+    wanted = {part.key("A"): (rank, part.shape[1]) for part in parts}
+    wanted |= {part.key("B"): (part.shape[0], rank) for part in parts}
+    problems = [f"missing: {show_names(missing)}"] if (missing := sorted(wanted.keys() - stored.keys())) else []
+    problems += [f"unknown here: {show_names(extra)}"] if (extra := sorted(stored.keys() - wanted.keys())) else []
+    problems += [
+        f"{name} is {list(stored[name].shape)}, expected {list(shape)}"
+        for name, shape in wanted.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    problems += [f"{name} is stored as {info.dtype}" for name, info in stored.items() if info.dtype not in DTYPES]
+    if not parts:
+        problems.append("it has no adapter of this model's matrices")
+    if problems:
+        raise CheckpointError(
+            f"{path / ADAPTER_WEIGHTS} is for another base: {'; '.join(problems[:4])}. Use the model that the adapters "
+            f"were trained with."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _PeftReader:
+    """Reads adapters of ours out of a file of PEFT's."""
+
+    parts: Sequence[PeftPart]
+    stored: Mapping[str, TensorInfo]
+    shapes: Mapping[str, tuple[int, ...]]
+    rank: int
+
+    def __call__(self, name: str) -> Tensor:
+        parameter, _, word = name.rpartition(".lora_")
+        shape = adapter_shape(self.shapes[parameter], parameter, self.rank, word)
+        values = torch.zeros(shape)
+        with Reader() as reader:
+            for part in self.parts:
+                if part.parameter == parameter:
+                    key = part.key(word.upper())
+                    place = values if part.part is None else values[part.part]
+                    place.copy_(reader.read(key, self.stored[key], (slice(None), slice(None))).view(place.shape))
+        return values
+
+
+def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str) -> tuple[int, ...]:
+    """Of A or B beside a whole parameter."""
+    name = parameter.rsplit(".", 1)[1]
+    inputs = 2 if name == "o" else 1
+    if word == "b":
+        return (*weight[: len(weight) - inputs], rank)
+    return (*weight[:1], rank, *weight[-inputs:]) if name in STACKED else (rank, *weight[-inputs:])
+
+
+def same_adapters(found: Adapters, wanted: LoraConfig, model: ModelConfig) -> list[str]:
+    """How adapters differ from those that a run would train, as texts."""
+    pairs = {
+        "rank": (found.lora.rank, wanted.rank), "alpha": (found.lora.alpha, wanted.alpha),
+        "rslora": (found.lora.rslora, wanted.rslora),
+        "targets": (lora_targets(found.lora, model), lora_targets(wanted, model)),
+    }  # fmt: skip
+    return [f"lora.{name} is {there} there and {here} here" for name, (there, here) in pairs.items() if there != here]

@@ -1,0 +1,1 @@
+"""What is done with a model that has been trained already: adapters, and taking them elsewhere."""

@@ -1,0 +1,93 @@
+"""Adapters for others: a folder that the `peft` library loads."""
+
+import json
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith import storage
+from megalith.checkpoint.safetensors import Planned, write_file
+from megalith.config.lora import lora_targets
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
+from megalith.models.hf import HuggingFaceFolder, check_absent, family_for
+from megalith.models.pretrained import Pretrained
+
+
+def plan_peft(source: Pretrained) -> list[PeftPart]:
+    """The linear layers of transformers that the source's adapters belong to.
+
+    Raises:
+        ConfigError: the source has no adapters, or some that PEFT has no form for.
+    """
+    weights = source.weights
+    if not isinstance(weights, AdaptedWeights):
+        raise ConfigError(
+            f"--to=peft: {source.path} holds a model and no adapters. Use --to huggingface, or the folder of a run "
+            f"that trained adapters (lora.rank)."
+        )
+    base = weights.base
+    family = base.family if isinstance(base, HuggingFaceFolder) else family_for(source.model)
+    return peft_parts(family, source.model, lora_targets(weights.adapters.lora, source.model))
+
+
+def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = None) -> int:
+    """Write adapter_model.safetensors and adapter_config.json; returns the bytes of the tensors.
+
+    `dtype` unset keeps fp32. The folder appears whole or not at all.
+
+    Raises:
+        CheckpointError: the path exists, or the disk refused something.
+        ConfigError: as for `plan_peft`.
+    """
+    parts = plan_peft(source)
+    weights = source.weights
+    assert isinstance(weights, AdaptedWeights)
+    check_absent(path)
+    kept, rank = dtype or torch.float32, weights.adapters.lora.rank
+    plan = []
+    for part in parts:
+        plan += [
+            Planned(part.key("A"), kept, (rank, part.shape[1])),
+            Planned(part.key("B"), kept, (part.shape[0], rank)),
+        ]
+    staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    try:
+        storage.make_folder(staging)
+        write_file(staging / ADAPTER_WEIGHTS, plan, _tensors(parts, weights.adapters, kept), {"format": "pt"})
+        document = json.dumps(peft_config(parts, weights), indent=2) + "\n"
+        storage.write_new(staging / ADAPTER_CONFIG, document.encode())
+        storage.sync_folder(staging)
+        storage.rename(staging, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
+    finally:
+        storage.remove_tree(staging)
+    return sum(planned.nbytes for planned in plan)
+
+
+def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any]:
+    """adapter_config.json."""
+    lora, base = weights.adapters.lora, weights.base
+    whole = lora.alpha == int(lora.alpha)
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(weights.base_path) if isinstance(base, HuggingFaceFolder) else None,
+        "r": lora.rank, "lora_alpha": int(lora.alpha) if whole else lora.alpha, "use_rslora": lora.rslora,
+        "target_modules": sorted({part.module.rsplit(".", 1)[1] for part in parts}),
+        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+    }  # fmt: skip
+
+
+def _tensors(parts: list[PeftPart], adapters: Adapters, dtype: torch.dtype) -> Iterator[Tensor]:
+    """A and B of every part, in order."""
+    for part in parts:
+        for word in "ab":
+            values = adapters.read(f"{part.parameter}.lora_{word}")
+            values = values if part.part is None else values[part.part]
+            outputs_or_rank = adapters.lora.rank if word == "a" else part.shape[0]
+            yield values.reshape(outputs_or_rank, -1).to(dtype)

@@ -1,0 +1,80 @@
+"""A run that trains adapters: its base, and where the adapters start."""
+
+from collections.abc import Sequence
+
+from megalith.checkpoint.agree import together
+from megalith.checkpoint.boxes import Entry, pieces
+from megalith.checkpoint.load import Checkpoint
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.lora import LoraConfig
+from megalith.config.model import ModelConfig
+from megalith.errors import CheckpointError
+from megalith.models.adapters import RECORD, Adapters, same_adapters
+from megalith.models.pretrained import (
+    adapters_in,
+    base_record,
+    load_pretrained,
+    locate,
+    open_pretrained,
+    require_base,
+)
+from megalith.parallel.group import Group
+
+
+def load_base(
+    entries: Sequence[Entry], rules: CheckpointConfig, world: Group, *, model: ModelConfig, saved: Checkpoint | None
+) -> tuple[dict[str, str], list[str]]:
+    """Fill frozen weights from `rules.load`: which they are, for checkpoints, and how the models differ, as lines.
+
+    Collective over `world`. `saved`: adapters that were trained beside such weights before.
+
+    Raises:
+        CheckpointError: on every rank: they are of another model, or not those that `saved` was trained beside.
+    """
+    assert rules.load is not None, "a rule asks for it"
+    source = rules.load
+    notes = load_pretrained(entries, source, world, model=model, rules=rules)
+    record = together(lambda: _record(source, saved) if world.rank == 0 else None, world)[0]
+    assert record is not None
+    return record, notes
+
+
+def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
+    base = open_pretrained(locate(source))
+    if saved is not None:
+        require_base(saved.state[RECORD], base, saved.path)
+    return base_record(base)
+
+
+def load_adapters(entries: Sequence[Entry], lora: LoraConfig, world: Group, *, model: ModelConfig) -> None:
+    """Fill adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: they are of another rank, scale, targets or model.
+    """
+    source = lora.load
+    assert source is not None
+    path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    assert path is not None
+    together(lambda: _fill(entries, adapters_in(path), lora, model), world)
+
+
+def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
+    if differences := same_adapters(found, lora, model):
+        raise CheckpointError(
+            f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set these to what is "
+            f"there."
+        )
+    for entry in entries:
+        if entry.shard.name not in found.names:
+            raise CheckpointError(
+                f"lora.load={lora.load} has no {entry.shard.name}. Use adapters of a model with as many layers."
+            )
+        values = found.read(entry.shard.name)
+        if tuple(values.shape) != entry.shard.shape:
+            raise CheckpointError(
+                f"lora.load={lora.load}: {entry.shard.name} is {list(values.shape)} there, expected "
+                f"{list(entry.shard.shape)}. Use adapters of this model."
+            )
+        for piece in pieces(entry):
+            piece.values.copy_(values[tuple(slice(start, stop) for start, stop in piece.box)])

@@ -1,0 +1,69 @@
+from typing import Any
+
+import pytest
+
+from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.lora import LoraConfig, lora_matrices, lora_problems, lora_targets
+from megalith.config.model import ModelConfig
+from megalith.testing.tiny import tiny_run
+from megalith.train.rules import run_problems
+
+MODEL = tiny_run().model
+LOADED = CheckpointConfig(load="base")
+
+
+def problems(**changes: Any) -> list[str]:
+    return lora_problems(LoraConfig(**changes), MODEL, LOADED, compiled=False)
+
+
+def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
+    assert lora_targets(LoraConfig(), MODEL) == ("q", "kv", "o", "gate_up", "down")
+    assert lora_targets(LoraConfig(targets=("down", "q")), MODEL) == ("q", "down")
+    other = ModelConfig(vocab_size=8, gated=False, attention=AttentionConfig(gated=True), **SIZES)
+    assert lora_matrices(other) == ("q", "kv", "gate", "o", "up", "down")
+    latent = ModelConfig(vocab_size=8, mla=MLAConfig(kv_rank=4), **SIZES)
+    assert lora_matrices(latent) == ("gate_up", "down")
+
+
+SIZES: dict[str, int] = {
+    "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 8, "max_seq_len": 8,
+}  # fmt: skip
+
+
+def test_the_scale_is_alpha_over_the_rank_or_over_its_root() -> None:
+    assert LoraConfig(rank=16, alpha=32).scale == 2.0
+    assert LoraConfig(rank=16, alpha=32, rslora=True).scale == 8.0
+
+
+def test_a_run_without_adapters_has_no_problem_with_them() -> None:
+    assert lora_problems(None, MODEL, CheckpointConfig(), compiled=True) == []
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"rank": 0}, "lora.rank=0 must be at least 1. Use 16."),
+        ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use twice lora.rank."),
+        ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use twice lora.rank."),
+        ({"targets": ()}, "lora.targets=[] leaves nothing to train. Use one or more of ['q', 'kv', 'o', 'gate_up', "),
+        ({"targets": ("gate_upp",)}, "lora.targets=gate_upp: no matrix of this model that can have adapters. Did you "),
+        (
+            {"targets": ("up",)},
+            "lora.targets=up: no matrix of this model that can have adapters. Use one or more of ['q', 'kv', 'o', 'gate_up', 'down', 'linear']",
+        ),
+    ],
+)
+def test_odd_values_are_refused_in_words(changes: dict[str, Any], text: str) -> None:
+    (found,) = problems(**changes)
+    assert text in found
+
+
+def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
+    run = tiny_run({"lora.rank": "0", "lora.targets": "[qq]", "train.compile": "true", "checkpoint.skip": "[head.*]"})
+    found = [text for text in run_problems(run, 1) if "lora" in text]
+    assert len(found) == 5
+    assert any(text.startswith("checkpoint.load=None with lora.rank=0: adapters are trained beside") for text in found)
+    assert any("Set train.compile=false." in text for text in found)
+    assert any("would stay as they were drawn" in text for text in found)
