@@ -107,6 +107,45 @@ def test_documents_start_after_each_end_and_drop_the_label_that_crosses() -> Non
     assert batch.num_labels == 4
 
 
+def test_further_depths_read_and_predict_tokens_further_on_in_the_same_document() -> None:
+    sample = Sample(np.array([5, 6, 9, 7, 8, 9, 4], dtype=np.int64), 7)
+    (first, second), whole = (
+        build_batch([sample], Masks(eod=9, documents=documents), device=CPU, further=2).further
+        for documents in (True, False)
+    )
+    assert [x.tolist() for x in first] == [[6, 9, 0, 8, 9, 0], [9, -1, -1, 9, -1, -1]]
+    assert [x.tolist() for x in second] == [[9, 0, 0, 9, 0, 0], [-1] * 6]
+    assert [x.tolist() for x in whole[1]] == [[9, 7, 8, 9, 0, 0], [7, 8, 9, 4, -1, -1]]
+
+
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_ranks_that_share_rows_share_what_further_depths_read(by: Literal["row", "document"]) -> None:
+    draw = np.random.default_rng(0)
+    samples = [Sample(draw.integers(1, 9, 13), 11) for _ in range(2)]
+    masks = Masks(eod=4, documents=True)
+    whole = build_batch(samples, masks, device=CPU, further=2)
+    for depth, (ids, labels) in enumerate(whole.further):
+        found = {}
+        for rank in range(2):
+            mine = build_batch(samples, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by), further=2)
+            assert mine.num_further == whole.num_further and mine.num_labels == whole.num_labels
+            context = mine.tokens.context
+            assert context is not None
+            places = context.slices.as_read(rank).tolist()
+            pairs = zip(mine.further[depth][0].tolist(), mine.further[depth][1].tolist(), strict=True)
+            found |= {place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0}
+        assert found == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
+        assert whole.num_further[depth] == int((labels >= 0).sum()) < whole.num_labels
+
+
+def test_labels_of_every_depth_are_counted_over_the_step() -> None:
+    step = Loader(
+        Counting(), Masks(), alone("dp"), global_batch_size=8, micro_batch_size=2, consumed=0, steps=1, device=CPU,
+        further=2,
+    ).next()  # fmt: skip
+    assert (step.num_labels, step.num_further) == (30, (8 * 3 - 2, 8 * 2 - 2))
+
+
 def test_end_of_document_labels_can_be_masked_without_documents() -> None:
     sample = Sample(np.array([5, 9, 7, 8], dtype=np.int64), 4)
     batch = build_batch([sample], Masks(eod=9, eod_mask_loss=True), device=CPU)

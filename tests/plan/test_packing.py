@@ -10,6 +10,7 @@ from megalith.plan.packing import (
     documents_of_rows,
     labels_inside_documents,
     pad_documents,
+    tokens_further_on,
 )
 
 
@@ -84,6 +85,15 @@ def test_a_label_crosses_into_another_document_only_after_its_end() -> None:
     inside = labels_inside_documents(ids, eod=9).reshape(-1)
     for token in range(3):  # within a row, the next token is the label
         assert inside[token] == (layout.document[token] == layout.document[token + 1])
+
+
+@pytest.mark.parametrize("distance", [1, 2, 5])
+def test_a_token_further_on_is_of_the_same_document_or_none(distance: int) -> None:
+    lengths = [3, 1, 6, 2]
+    document = np.repeat(np.arange(4), lengths)
+    for token, found in enumerate(tokens_further_on(lengths, distance).tolist()):
+        inside = token + distance < 12 and document[token + distance] == document[token]
+        assert found == (token + distance if inside else -1)
 
 
 def test_padding_adds_empty_documents() -> None:

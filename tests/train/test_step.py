@@ -237,3 +237,17 @@ def test_compiled_layers_compute_what_plain_ones_do() -> None:
     step = loader(eager, steps=1).next()
     expected, found = gradients(eager, step), gradients(compiled, step)
     assert_close(found, expected, FP32_DEEP)
+
+
+def test_losses_of_further_depths_are_told_apart_and_trained_on() -> None:
+    plain, deep = build(precision__params="fp64"), build(precision__params="fp64", model__mtp__depths="2")
+    (first,) = run_steps(plain, 1)
+    batches = Loader(
+        RaggedRows(12, deep.run.model.vocab_size, 36, (1, 5)), Masks(), mesh_of_one().dp, global_batch_size=12,
+        micro_batch_size=4, consumed=0, steps=3, device=CPU, further=2,
+    )  # fmt: skip
+    results = [train_step(deep, batches.next(), lr=LR, weight_decay=DECAY) for _ in range(3)]
+    assert first.further_losses == () and results[0].loss == pytest.approx(first.loss, rel=FP64.relative)
+    assert results[0].grad_norm > first.grad_norm
+    for before, after in zip(results[0].further_losses, results[2].further_losses, strict=True):
+        assert 0.0 < after < before

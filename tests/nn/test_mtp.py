@@ -1,0 +1,188 @@
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.kernels.tokens import Tokens, tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
+from megalith.nn.mtp import FurtherPrediction
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.plan.packing import tokens_further_on
+from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 37, "vocab_multiple": 4, "hidden_size": 12, "num_layers": 2, "num_heads": 3, "num_kv_heads": 3,
+    "ffn_hidden_size": 10, "max_seq_len": 32, "init_std": 0.3,
+}  # fmt: skip
+LENGTHS = [5, 1, 3]
+
+
+def config(depths: int = 2, **changes: Any) -> ModelConfig:
+    return ModelConfig(**SIZES, mtp=MTPConfig(depths=depths), **changes)
+
+
+def model(config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Decoder:
+    """Random weights; norms are not one."""
+    made = Decoder(config, mesh_of_one(), dtype=dtype, **options)
+    allocate(made, torch.device("cpu"))
+    initialise(made, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand(parameter.shape, generator=generator, dtype=torch.float64).to(dtype))
+    return made
+
+
+def text() -> tuple[Tensor, Tensor, Tokens]:
+    """Ids and labels of three documents; the last token of each has no label."""
+    ids = torch.randint(0, 37, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    labels = ids.roll(-1)
+    labels[torch.tensor(LENGTHS).cumsum(0) - 1] = -1
+    return ids, labels, tokens_of_lengths(LENGTHS)
+
+
+def further(ids: Tensor, labels: Tensor, depths: int) -> tuple[tuple[Tensor, Tensor], ...]:
+    """What the loader hands to each depth."""
+    pairs = []
+    for depth in range(1, depths + 1):
+        source = torch.from_numpy(tokens_further_on(LENGTHS, depth))
+        pairs.append((torch.where(source >= 0, ids[source], 0), torch.where(source >= 0, labels[source], -1)))
+    return tuple(pairs)
+
+
+def normed(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
+    made, (ids, labels, tokens) = model(config()), text()
+    made.layers = torch.nn.ModuleList()  # what the depths read is then known
+    hidden = made(ids, tokens)
+    losses = made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    turned = made.rotations.given_to(tokens)
+    x = hidden
+    for depth, ((their_ids, their_labels), found) in enumerate(zip(further(ids, labels, 2), losses[1:], strict=True)):
+        layer = made.further.depths[depth]
+        assert isinstance(layer, FurtherPrediction)
+        w = {d.shard.name: getattr(module, name) for d, module, name in declared_parameters(layer)}
+        name = f"mtp.{depth}"
+        halves = [
+            normed(made.embed.weight[their_ids], w[f"{name}.embed_norm.weight"]),
+            normed(x, w[f"{name}.hidden_norm.weight"]),
+        ]
+        u = torch.cat(halves, -1) @ w[f"{name}.project"].T
+        x = normed(layer.layer(u, turned), w[f"{name}.norm.weight"])
+        scores = (x @ made.head.weight[:37].T).log_softmax(-1)
+        kept = their_labels >= 0
+        assert_equals("loss", found, -scores[kept, their_labels[kept]].sum(), FP64)
+
+
+def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
+    ids, labels, tokens = text()
+    plain = model(config(depths=0)).loss(ids, labels, tokens)
+    deep = model(config())
+    with torch.no_grad():  # their random norms are drawn one after the other
+        for mine, theirs in zip(deep.parameters(), model(config(depths=0)).parameters(), strict=False):
+            mine.copy_(theirs)
+    losses = deep.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    assert len(losses) == 3 and len(deep.losses(ids, labels, tokens)) == 1
+    assert_equals("loss", losses[0], plain, EXACT)
+
+
+def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> Tensor:
+    """The loss of one token at one depth."""
+    pairs = list(further(ids, ids.roll(-1), depth + 1))
+    pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
+    return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), further=tuple(pairs))[1 + depth]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_depth_sees_what_it_predicts_or_another_document(depth: int) -> None:
+    made, (ids, labels, _) = model(config()), text()
+    places = [place for place, label in enumerate(further(ids, labels, 2)[depth][1].tolist()) if label >= 0]
+    assert places == ([0, 1, 2, 6] if depth == 0 else [0, 1])
+    for place in places:
+        predicted, first = place + depth + 2, 6 if place >= 6 else 0
+        unseen = torch.arange(len(ids))
+        changed = torch.where((unseen >= predicted) | (unseen < first), (ids + 1) % 37, ids)
+        found = loss_at(made, changed, depth, place, int(ids[predicted]))
+        assert torch.equal(found, loss_at(made, ids, depth, place, int(ids[predicted])))
+        changed = torch.where(unseen == predicted - 1, (ids + 1) % 37, ids)  # the last that it reads
+        assert not torch.equal(found, loss_at(made, changed, depth, place, int(ids[predicted])))
+
+
+@pytest.mark.parametrize("granularity", ["full", "selective"])
+def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
+    ids, labels, tokens = text()
+    found = []
+    for options in ({}, {"recompute": RecomputeConfig(granularity=granularity), "offload": OffloadConfig(layers=1)}):
+        made = model(config(), **options)
+        torch.stack(made.losses(ids, labels, tokens, further=further(ids, labels, 2))).sum().backward()
+        found.append({name: part.grad for name, part in made.named_parameters() if part.grad is not None})
+    assert_close(found[0], found[1], FP64)
+    assert any(name.startswith("further.depths.1.layer") for name in found[0])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
+def test_the_stage_with_the_loss_has_the_depths_and_a_copy_of_the_table(tied: bool, pipeline: PipelineConfig) -> None:
+    parallel = ParallelConfig(pp=2, pipeline=pipeline)
+    sizes = replace(config(), tied_embeddings=tied, num_layers=4)
+    grid = model_grid(parallel, sizes, 2)
+    held: list[dict[str, tuple[int, ...]]] = []
+    for rank in range(2):
+        chunks = torch.nn.ModuleList(build_chunks(sizes, mesh_on_paper(grid, rank=rank), parallel))
+        shards = [declared.shard for declared, _, _ in declared_parameters(chunks)]
+        assert len({shard.name for shard in shards}) == len(shards)
+        held.append({shard.name: shard.stages for shard in shards})
+    last = 0 if pipeline.vpp == 2 else 1  # in a V both ends lie on the first rank
+    assert held[last]["embed.weight"] == ((0,) if last == 0 else (0, 1)) and held[0]["embed.weight"]
+    assert {name.split(".")[1] for name in held[last] if name.startswith("mtp.")} == {"0", "1"}
+    assert not any(name.startswith("mtp.") for name in held[1 - last])
+    assert ("head.weight" in held[last]) == (not tied)
+
+
+def test_depths_are_those_of_transformers() -> None:
+    layers = pytest.importorskip("transformers.modeling_layers")
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+    theirs_config = LlamaConfig(
+        hidden_size=12, intermediate_size=10, num_attention_heads=3, num_key_value_heads=3, rms_norm_eps=1e-5,
+        attn_implementation="eager",
+    )  # fmt: skip
+    theirs = layers.MtpLayer(theirs_config, LlamaDecoderLayer, LlamaRMSNorm, 0)
+    made = model(config(depths=1), dtype=torch.float32)
+    ours = made.further.depths[0]
+    assert isinstance(ours, FurtherPrediction)
+    w = {d.shard.name[6:]: getattr(module, name) for d, module, name in declared_parameters(ours)}
+    block = theirs.mtp_block
+    pairs = {
+        "embed_norm.weight": theirs.enorm.weight, "hidden_norm.weight": theirs.hnorm.weight,
+        "project": theirs.eh_proj.weight, "norm.weight": theirs.post_norm.weight,
+        "layer.attention_norm.weight": block.input_layernorm.weight, "layer.attention.q": block.self_attn.q_proj.weight,
+        "layer.attention.o": block.self_attn.o_proj.weight, "layer.mlp.down": block.mlp.down_proj.weight,
+        "layer.mlp_norm.weight": block.post_attention_layernorm.weight,
+    }  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in pairs.items():
+            parameter.copy_(w[name])
+        block.self_attn.k_proj.weight.copy_(w["layer.attention.kv"][:12])
+        block.self_attn.v_proj.weight.copy_(w["layer.attention.kv"][12:])
+        block.mlp.gate_proj.weight.copy_(w["layer.mlp.gate_up"][:10])
+        block.mlp.up_proj.weight.copy_(w["layer.mlp.gate_up"][10:])
+    hidden, ids, tokens = torch.randn(7, 12), torch.arange(7), tokens_of_lengths([7])
+    positions = torch.arange(7)[None]
+    rotary = LlamaRotaryEmbedding(theirs_config)(hidden[None], positions)
+    mask = torch.full((1, 1, 7, 7), -math.inf).triu(1)
+    expected = theirs(made.embed.weight[ids][None], hidden[None], rotary, mask, positions, None)
+    assert_equals("hidden states", ours(hidden, ids, made.rotations.given_to(tokens)), expected[0], PARITY)
