@@ -22,6 +22,7 @@ SUMMARIES = {
     "train": "train a recipe; the same command resumes",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",
     "generate": "write text with a checkpoint or a Hugging Face folder",
+    "chat": "talk with a tuned model in the terminal",
     "recipes": "list, show and compare ready-made runs, with parameters and memory",
     "plan": "what a layout costs, before anything starts",
     "verify": "prove on this machine that a layout computes what one process computes",

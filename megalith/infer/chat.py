@@ -1,0 +1,121 @@
+"""A conversation with a model: the template writes what was said so far, the model the next turn."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import yaml
+
+from megalith.config.sample import SampleConfig
+from megalith.data.chat_template import ChatTemplate, Message, find_template
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import DataError
+from megalith.infer.generate import generate
+from megalith.infer.load import Writer
+from megalith.infer.text import Transcript
+from megalith.models.pretrained import Pretrained
+
+
+class Until:
+    """Text that is shown up to where a certain text begins; what may be the beginning of it is held back."""
+
+    def __init__(self, end: str) -> None:
+        self._end, self._held = end, ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Take some text; return what can be shown now."""
+        self._held += text
+        place = self._held.find(self._end) if self._end else -1
+        if place >= 0:
+            self.found = True
+        else:
+            ends = range(min(len(self._end) - 1, len(self._held)), 0, -1)
+            held = next((size for size in ends if self._end.startswith(self._held[-size:])), 0)
+            place = len(self._held) - held
+        shown, self._held = self._held[:place], self._held[place:]
+        return shown
+
+    def finish(self) -> str:
+        """What was held back, once nothing follows."""
+        return "" if self.found else self._held
+
+
+@dataclass(slots=True)
+class Chat:
+    """One conversation, which goes on turn by turn."""
+
+    writer: Writer
+    template: ChatTemplate
+    sample: SampleConfig
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin again."""
+        self.messages = [] if self.system is None else [{"role": "system", "content": self.system}]
+
+    def say(self, text: str, show: Callable[[str], None]) -> str:
+        """Tell the model something and get its answer; `show` gets it piece by piece.
+
+        Every tensor-parallel rank calls this with the same text. The conversation stays as it was if this fails.
+
+        Raises:
+            DataError: the template refuses it, or the conversation is longer than the model reads.
+            CheckpointError: the model's scores are not finite.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        tokenizer = self.writer.tokenizer
+        prompt = self.template.render(messages, prompt=True)
+        ids, longest = tokenizer.encode_marked(prompt), self.writer.model.config.max_seq_len
+        if len(ids) >= longest:
+            raise DataError(
+                f"the conversation has {len(ids)} tokens, and the model reads at most {longest} together with its "
+                f"answer. Use /reset to begin again."
+            )
+        ends, end = turn_ends(self.template, tokenizer)
+        transcript, until, answer = Transcript(prompt, ids, tokenizer), Until(end), ""
+        for written in generate(self.writer.model, [ids], self.sample, stops=self.writer.stops | ends):
+            before = len(transcript.text)
+            transcript.add(written)
+            new = until.push(transcript.text[before:])
+            new += until.finish() if written.finish is not None else ""
+            answer += new
+            show(new)
+            if until.found:
+                break
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        return answer
+
+
+def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
+    """What ends a turn: tokens, or a text where the tokenizer has no token for it."""
+    end = template.turn_end()
+    number = tokenizer.specials.get(end)
+    return (frozenset(), end) if number is None else (frozenset({number}), "")
+
+
+def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) -> ChatTemplate:
+    """The template asked for, else the one the run was tuned with, else the tokenizer's own.
+
+    Raises:
+        DataError: there is none, or the model has no tokenizer at all.
+    """
+    if source.tokenizer.kind == "null":
+        raise DataError(
+            f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it reads numbers and no text. Use a model with "
+            f"a tokenizer, or run `megalith generate`."
+        )
+    return find_template(wanted or _tuned_with(source), tokenizer, source.tokenizer.path, setting="--template")
+
+
+def _tuned_with(source: Pretrained) -> str | None:
+    """`data.sft.template` of the run that made a checkpoint."""
+    if source.checkpoint is None:
+        return None
+    settings = yaml.safe_load(source.checkpoint.config_text)
+    for name in ("data", "sft", "template"):
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings if isinstance(settings, str) else None
