@@ -29,6 +29,7 @@ from megalith.models.gemma import GEMMA
 from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
 from megalith.models.gpt2 import GPT2
+from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
 from megalith.models.jobs import done_in_order
 from megalith.models.llama import LLAMA
@@ -54,7 +55,7 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2,
+    DEEPSEEK_V3, DEEPSEEK_V2, GPT_OSS,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
