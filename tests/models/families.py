@@ -5,7 +5,7 @@ share keys, windows are smaller than a row, norms and biases are random, so that
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +38,10 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+# So that the blend of kept and stretched wavelengths, and its rounding, fall among the few pairs that there are.
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 24,
+    "rope_type": "yarn", "rope_theta": 30.0, "factor": 4.0, "original_max_position_embeddings": 200, "beta_fast": 8.0,
+    "beta_slow": 0.5,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 3.0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1_000.0, "factor": 3.0}
@@ -142,9 +144,9 @@ def their_model(case: Case, *, std: float | None = None) -> Any:  # of a class t
     return model
 
 
-def our_model(folder: HuggingFaceFolder) -> Decoder:
-    """The same weights in a model of ours."""
-    model = Decoder(folder.model_config, mesh_of_one())
+def our_model(folder: HuggingFaceFolder, **changes: Any) -> Decoder:
+    """The same weights in a model of ours, with settings changed."""
+    model = Decoder(replace(folder.model_config, **changes), mesh_of_one())
     allocate(model, torch.device("cpu"))
     folder.fill([Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)])
     return model

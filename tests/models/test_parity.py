@@ -41,6 +41,31 @@ BOTH_WAYS = [
     for case in CASES
     for dtype in (torch.float32, torch.bfloat16)
 ]
+FAULTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "rope", {"high_freq_factor": 2.0}),
+    ("llama, every head its own", "rope", {"factor": 2.0}),
+    ("llama, dynamic", "rope", {"factor": 2.0}),
+    ("mistral", "attention", {"window": 5}),
+    ("qwen2", "attention", {"window_layers": (True, False)}),
+    ("qwen2, yarn", "rope", {"attention_factor": 1.0}),
+    ("qwen2, yarn", "rope", {"whole_pairs": False}),
+    ("qwen3", "attention", {"scale": 0.3}),
+    ("gemma", "", {"activation": "gelu"}),
+    ("gemma", "", {"embedding_scale": 1.0}),
+    ("gemma", "", {"norm_zero_centred": False}),
+    ("gemma2", "", {"logit_softcap": None}),
+    ("gemma2", "attention", {"softcap": None}),
+    ("gemma2", "attention", {"scale": None}),
+    ("gemma3", "rope", {"local_theta": None}),
+    ("gemma3", "rope", {"scaling": "none"}),
+    ("gemma3, five of six", "attention", {"window_layers": (True,)}),
+    ("olmo2", "", {"norm_eps": 1e-2}),
+    ("smollm3", "rope", {"skip": ()}),
+    ("granite", "", {"residual_scale": 1.0}),
+    ("granite", "", {"logit_scale": 1.0}),
+]
+"""One setting wrong: what the comparison must be able to see."""
+
 LENGTHS = [pytest.param(16, id="16"), pytest.param(64, id="64", marks=pytest.mark.slow)]
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),
@@ -85,6 +110,18 @@ def test_scores_loss_and_every_gradient_equal_those_of_transformers(name: str, t
     counted = num_parameters(replace(folder.model_config, vocab_multiple=1))
     assert counted == sum(parameter.numel() for parameter in theirs.parameters())
     assert all(tensor.any() for tensor in expected.values()), "equal zeros show nothing"
+
+
+@pytest.mark.parametrize(("name", "part", "change"), FAULTS)
+def test_every_setting_that_a_family_needs_is_seen_in_the_scores(
+    name: str, part: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs, folder = saved(CASES[name], tmp_path)
+    changes = {part: replace(getattr(folder.model_config, part), **change)} if part else change
+    ids, _ = batch(theirs.config.vocab_size)
+    ours = our_model(folder, **changes)
+    scores = ours.head.logits(ours(ids.flatten(), tokens_of_rows(*ids.shape)))
+    assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) > 3 * SCORES
 
 
 @pytest.mark.parametrize(("name", "dtype"), BOTH_WAYS)
