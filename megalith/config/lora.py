@@ -74,8 +74,8 @@ def lora_problems(
             )
     if checkpoint.load is None:
         problems.append(
-            f"checkpoint.load={checkpoint.load} with lora.rank={lora.rank}: adapters are trained beside weights that have learnt "
-            f"already. Set checkpoint.load to a run, a checkpoint or a Hugging Face folder."
+            f"checkpoint.load={checkpoint.load} with lora.rank={lora.rank}: adapters are trained beside weights that "
+            f"have learnt already. Set checkpoint.load to a run, a checkpoint or a Hugging Face folder."
         )
     if checkpoint.skip or checkpoint.missing != "error":
         problems.append(

@@ -1,0 +1,190 @@
+"""Adapters go out as the peft library has them, come back the same, and make the same model merged and beside it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalith.checkpoint.boxes import Entry
+from megalith.cli.main import main
+from megalith.config.tree import to_dict
+from megalith.errors import CheckpointError, ConfigError
+from megalith.kernels.tokens import tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, declared_parameters
+from megalith.models.pretrained import adapters_in, load_pretrained, locate, open_pretrained
+from megalith.parallel.mesh import mesh_of_one
+from megalith.posttrain.export import plan_peft
+from megalith.testing.tiny import tiny_run
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+CPU = torch.device("cpu")
+IDS = torch.arange(11) * 7 % 61
+GPT2: dict[str, Any] = {"n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32}
+SIZES: dict[str, Any] = {
+    "vocab_size": 257, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 20,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+
+
+def folder(path: Path, kind: str = "LlamaConfig", **changes: Any) -> Path:
+    """A random model of theirs."""
+    torch.manual_seed(2)
+    config = getattr(transformers, kind)(**(changes or LLAMA))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(path)
+    return path
+
+
+def train(path: Path, load: Path, **settings: str) -> Path:
+    """Three steps of adapters beside it, fast enough that they matter."""
+    read = open_pretrained(load).model
+    fixed = {"lora.rank": "3", "train.steps": "3", "schedule.lr": "0.1", "checkpoint.load": str(load)}
+    run = tiny_run(fixed | settings | {"train.eval_steps": "0"})
+    run_training(replace(run, model=read), RunFolder(path), mesh_of_one(), CPU, show=False)
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("peft")
+    run = train(path / "run", folder(path / "base"))
+    assert main(["convert", str(run), str(path / "adapters"), "--to", "peft"]) == 0
+    assert main(["convert", str(run), str(path / "merged")]) == 0
+    return path
+
+
+def theirs(path: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval()
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS.unsqueeze(0)).logits[0]
+
+
+def ours(source: Path) -> Tensor:
+    """Logits of our own model, filled from a run, a checkpoint or any folder."""
+    opened = open_pretrained(locate(str(source)))
+    model = Decoder(opened.model, mesh_of_one())
+    allocate(model, CPU)
+    entries = [Entry(d.shard, "param", getattr(m, n)) for d, m, n in declared_parameters(model)]
+    load_pretrained(entries, str(source), mesh_of_one().world, model=opened.model)
+    with torch.no_grad():
+        return model.head.logits(model(IDS, tokens_of_lengths([len(IDS)], device="cpu")))
+
+
+def test_the_library_loads_them_and_computes_what_we_do(trained: Path) -> None:
+    model = peft.PeftModel.from_pretrained(theirs(trained / "base"), trained / "adapters")
+    found = ours(trained / "run")
+    torch.testing.assert_close(logits(model.eval()), found, rtol=0, atol=2e-5)
+    assert (found - logits(theirs(trained / "base"))).abs().max() > 0.1, "adapters do something"
+
+
+def test_the_merged_model_is_the_base_with_adapters(trained: Path) -> None:
+    model = peft.PeftModel.from_pretrained(theirs(trained / "base"), trained / "adapters")
+    merged, plain = load_file(trained / "merged/model.safetensors"), model.merge_and_unload().state_dict()
+    for name, value in merged.items():
+        torch.testing.assert_close(value, plain[name], rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(theirs(trained / "merged")), ours(trained / "run"), rtol=0, atol=2e-5)
+
+
+def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(trained / "run"), str(tmp_path / "release"), "--to", "megalith"]) == 0
+    assert torch.equal(ours(tmp_path / "release"), ours(trained / "run"))
+
+
+def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> None:
+    there, here = adapters_in(trained / "adapters"), adapters_in(locate(str(trained / "run")))
+    assert there.names == here.names and to_dict(there.lora)["rank"] == 3
+    assert all(torch.equal(there.read(name), here.read(name)) for name in there.names)
+    torch.testing.assert_close(ours(trained / "adapters"), ours(trained / "run"), rtol=0, atol=1e-6)
+    run = train(tmp_path / "run", trained / "base", **{"lora.load": str(trained / "adapters"), "schedule.lr": "0.0"})
+    torch.testing.assert_close(ours(run), ours(trained / "run"), rtol=0, atol=1e-6)
+
+
+def test_adapters_that_the_library_made_are_read(trained: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(
+        r=2, lora_alpha=3, use_rslora=True, target_modules=["q_proj", "v_proj"], init_lora_weights=False
+    )
+    model = peft.get_peft_model(theirs(trained / "base"), config)
+    model.save_pretrained(tmp_path / "theirs")
+    found = adapters_in(tmp_path / "theirs")
+    assert (found.lora.targets, found.lora.rank, found.lora.rslora) == (("q", "kv"), 2, True)
+    torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"use_dora": True}, "use_dora=True: these adapters compute something else"),
+        ({"r": 0}, "r=0: these adapters"),
+        (
+            {"base_model_name_or_path": "someone/model"},
+            "base_model_name_or_path='someone/model' is no folder here. Set",
+        ),
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(trained: Path, tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    save_file(load_file(trained / "adapters/adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    raw = json.loads((trained / "adapters/adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(CheckpointError, match=text):
+        open_pretrained(locate(str(tmp_path)))
+
+
+def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: Path) -> None:
+    other = folder(tmp_path / "other", **LLAMA | {"hidden_size": 32})
+    with pytest.raises(
+        CheckpointError, match=r"is for another base: .*q_proj.lora_A.weight is \[3, 24\], expected \[3, 32\]"
+    ):
+        open_pretrained(locate(str(trained / "adapters")), base=str(other))
+    tensors = load_file(trained / "adapters/adapter_model.safetensors")
+    tensors["base_model.model.lm_head.lora_A.weight"] = tensors.pop(sorted(tensors)[0])
+    (tmp_path / "damaged").mkdir()
+    save_file(tensors, tmp_path / "damaged/adapter_model.safetensors")
+    (tmp_path / "damaged/adapter_config.json").write_text((trained / "adapters/adapter_config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"missing: base_model.*; unknown here: base_model.model.lm_head.lora_A"):
+        open_pretrained(locate(str(tmp_path / "damaged")))
+
+
+FUSED = {
+    "Phi3Config": ("qkv_proj", LLAMA), "GPTNeoXConfig": ("query_key_value", SIZES),
+    "GPT2Config": ("c_attn", GPT2 | {name: SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_families_that_keep_matrices_together_are_refused_by_name_and_merge(kind: str, tmp_path: Path) -> None:
+    tensor, sizes = FUSED[kind]
+    run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
+    with pytest.raises(ConfigError, match=rf"keeps matrices together or transposed \(q is in .*{tensor}.*--to hugg"):
+        plan_peft(open_pretrained(locate(str(run))))
+    assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
+
+
+def test_a_model_without_adapters_has_none_to_export(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(trained / "base"), str(trained / "none"), "--to", "peft"]) == 2
+    assert "holds a model and no adapters. Use --to huggingface" in capsys.readouterr().err
+    assert main(["convert", str(trained / "base"), str(trained / "none"), "--base", str(trained / "run")]) == 2
+    assert "--base=" in capsys.readouterr().err
+
+
+def test_a_dry_run_lists_the_linear_layers(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "model.layers.1.self_attn.v_proj" in lines
+    assert lines[-1] == "14 linear layers with adapters; nothing was written" and not (trained / "x").exists()

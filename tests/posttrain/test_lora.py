@@ -1,0 +1,164 @@
+"""A run that trains adapters: it learns, resumes to the same bits, keeps its base elsewhere, and knows it again."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.cli.main import main
+from megalith.config.tree import Override, dump_yaml
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.adapters import RECORD
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.pretrained import adapters_in, locate, open_pretrained
+from megalith.models.release import release_run, write_release
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import mesh_of_one
+from megalith.plan.shards import Box
+from megalith.testing.tiny import tiny_run
+from megalith.train.evaluate import run_evaluation
+from megalith.train.folder import RunFolder
+from megalith.train.loop import Outcome, run_training
+
+CPU = torch.device("cpu")
+LORA: dict[str, Override] = {"lora.rank": "3", "schedule.lr": "0.03", "checkpoint.every": "4"}
+
+
+class Drawn:
+    """First weights, read as those of a folder are."""
+
+    def __init__(self, seed: int) -> None:
+        self.model = Decoder(tiny_run().model, mesh_of_one())
+        allocate(self.model, CPU)
+        initialise(self.model, seed=seed)
+        self.found = {
+            d.shard.name: getattr(m, n).data.view(d.shard.shape) for d, m, n in declared_parameters(self.model)
+        }
+
+    def dtype(self, parameter: str) -> torch.dtype:
+        return torch.float32
+
+    def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+        return self.found[parameter][tuple(slice(*span) for span in box)].to(dtype)
+
+
+def base(path: Path, seed: int = 3) -> Path:
+    """A checkpoint with weights of the tiny model."""
+    run = tiny_run()
+    text = release_run("base", run.model, run.tokenizer, path)
+    write_release(path, run.model, Drawn(seed), config_text=dump_yaml(text))
+    return path
+
+
+def train(path: Path, load: Path, settings: Mapping[str, Override] | None = None) -> Outcome:
+    run = tiny_run({"checkpoint.load": str(load), **LORA, **(settings or {})})
+    return run_training(run, RunFolder(path), mesh_of_one(), CPU, show=False)
+
+
+def losses(path: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps beside a base."""
+    folder = tmp_path_factory.mktemp("lora")
+    train(folder / "run", base(folder / "base"))
+    return folder / "run"
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    found = open_checkpoint(path)
+    return {key: found.read(key) for key in found.keys()}  # noqa: SIM118  # not a mapping
+
+
+def test_the_loss_falls_and_a_checkpoint_holds_adapters_alone(trained: Path) -> None:
+    assert losses(trained)[-1] < losses(trained)[0] - 0.02
+    stored = tensors(trained / "checkpoints" / "step_0000008")
+    assert all(".lora_" in key for key in stored)
+    whole = sum(f.stat().st_size for f in (trained.parent / "base").iterdir())
+    assert sum(t.numel() for k, t in stored.items() if k.startswith("model.")) < 0.25 * whole / 4
+
+
+def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: Path) -> None:
+    load = trained.parent / "base"
+    train(tmp_path / "run", load, {"train.steps": "4", "schedule.style": "constant"})
+    train(tmp_path / "run", load, {"schedule.style": "constant"})
+    train(tmp_path / "once", load, {"schedule.style": "constant"})
+    assert losses(tmp_path / "run") == losses(tmp_path / "once")
+    again, once = (tensors(tmp_path / name / "checkpoints" / "step_0000008") for name in ("run", "once"))
+    assert again.keys() == once.keys() and all(torch.equal(again[key], once[key]) for key in once)
+
+
+def test_opened_it_is_the_base_with_the_product_added(trained: Path) -> None:
+    opened = open_pretrained(locate(str(trained)))
+    found, plain = adapters_in(opened.path), Drawn(3)
+    assert (found.lora.rank, opened.model) == (3, tiny_run().model)
+    for name, shape in (("attention.kv", (2, 2, 6, 24)), ("attention.o", (24, 4, 6)), ("mlp.gate_up", (2, 20, 24))):
+        name = f"layers.1.{name}"
+        whole: Box = tuple((0, n) for n in shape)
+        a, b = found.read(f"{name}.lora_a"), found.read(f"{name}.lora_b")
+        left = b.reshape(a.shape[0] if name[-1] != "o" else 1, -1, 3)
+        product = (left @ a.reshape(left.shape[0], 3, -1)).view(shape)
+        expected = plain.read(name, whole, torch.float32) + found.lora.scale * product
+        merged = opened.weights.read(name, whole, torch.float32)
+        torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-7)
+        assert not torch.equal(merged, plain.read(name, whole, torch.float32))
+        box: Box = tuple((n // 3, n) for n in shape)
+        part = merged[tuple(slice(*span) for span in box)]
+        torch.testing.assert_close(opened.weights.read(name, box, torch.float32), part, rtol=1e-6, atol=1e-8)
+    norm: Box = ((0, 24),)
+    assert torch.equal(
+        opened.weights.read("norm.weight", norm, torch.float32), plain.read("norm.weight", norm, torch.float32)
+    )
+
+
+def test_text_is_written_and_evaluated_with_the_adapters(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_evaluation(
+        tiny_run({"checkpoint.load": str(trained.parent / "base"), **LORA}), RunFolder(trained), mesh_of_one(), CPU,
+        split="valid", samples=12,
+    )  # fmt: skip
+    rows = [row for row in read_metrics(trained / "metrics.jsonl") if "eval_loss" in row]
+    assert found.loss == pytest.approx(rows[-1]["eval_loss"], rel=1e-5)
+    assert main(["generate", str(trained), "a", "--max-new-tokens", "3", "--greedy"]) == 0
+    capsys.readouterr()
+
+
+def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -> None:
+    load = trained.parent / "base"
+    train(tmp_path / "run", load, {"lora.load": str(trained), "train.steps": "1", "schedule.lr": "0.0"})
+    first, last = tensors(tmp_path / "run/checkpoints/step_0000001"), tensors(trained / "checkpoints/step_0000008")
+    assert all(torch.equal(first[key], last[key]) for key in first if key.startswith("model."))
+    with pytest.raises(
+        CheckpointError, match=r"lora.load=.*: other adapters than this run's: lora.rank is 3 there and 2"
+    ):
+        train(tmp_path / "two", load, {"lora.load": str(trained), "lora.rank": "2"})
+    with pytest.raises(CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"):
+        train(tmp_path / "three", load, {"lora.load": str(load)})
+
+
+def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
+    other = base(tmp_path / "other", seed=4)
+    with pytest.raises(CheckpointError, match=r"holds adapters of another base: they were trained beside .*/base"):
+        open_pretrained(locate(str(trained)), base=str(other))
+    config = tiny_run({"checkpoint.load": str(other), **LORA, "train.steps": "9"})
+    with pytest.raises(CheckpointError, match="Use the weights that they were trained with, wherever they are now"):
+        run_training(config, RunFolder(trained), mesh_of_one(), CPU, show=False)
+
+
+def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> None:
+    train(tmp_path / "run", base(tmp_path / "base"), {"train.steps": "1"})
+    (tmp_path / "base").rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"the weights that they were trained beside are not at .*--base FOLDER"):
+        open_pretrained(locate(str(tmp_path / "run")))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
+    record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
+    assert record["base"] == str(tmp_path / "base") and len(record["fingerprint"]) == 32
+
+
+def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
+    with pytest.raises(ConfigError, match="lora.alpha: 32.0 before, 8.0 now"):
+        train(trained, trained.parent / "base", {"lora.alpha": "8.0"})
