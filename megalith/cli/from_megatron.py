@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from megalith.cli.arguments import parse_options
@@ -63,6 +64,7 @@ def main(argv: list[str]) -> int:
     own, words = split_own(argv)
     options = parse_options(FromMegatron, own, prog="megalith from-megatron")
     launch = _launch(options, words)
+    _refuse_a_script_among(words)
     words = with_files([*launch.arguments, *words] if options.script else launch.arguments)
     if not words:
         raise ConfigError(f"there are {len(words)} arguments to translate. Pass Megatron's own, or --script FILE.")
@@ -155,6 +157,19 @@ def _variable(word: str) -> tuple[str, str]:
     if not equals or not (name.isidentifier() or name.isdecimal()):
         raise ConfigError(f"--set {word}: expected NAME=VALUE. Use for example --set DATA_PATH=/data/text_document.")
     return name, value
+
+
+def _refuse_a_script_among(words: Sequence[str]) -> None:
+    """A script that stands before the first argument is meant to be read.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    first = list(takewhile(lambda word: not word.startswith("-"), words))
+    script = next((word for word in first if word.endswith((".sh", ".bash"))), None)
+    if script is not None:
+        there = "" if Path(script).is_file() else ", and there is no such file here"
+        raise ConfigError(f"{script} is no argument of Megatron's{there}. Use --script FILE to read a launch script.")
 
 
 def _tokenizer_vocab(words: Sequence[str]) -> int | None:

@@ -262,3 +262,18 @@ def test_the_page_names_every_mapped_argument() -> None:
         names = ", ".join(f"`{name}`" for name in (row.name, *row.aliases))
         line = f"| {names} | {', '.join(f'`{field}`' for field in row.fields)} | {row.how} |".replace("|  |", "| |")
         assert line in PAGE, f"docs/coming_from_megatron.md lacks this line of its table:\n{line}"
+
+
+@pytest.mark.parametrize("words", [["nosuch.sh"], ["bash", "nosuch.sh", "--num-layers", "2"]])
+def test_a_script_without_its_option_is_offered_it(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*words) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "megalith from-megatron: nosuch.sh is no argument of Megatron's, and there is no such file here. "
+        "Use --script FILE to read a launch script.\n"
+    )
+
+
+def test_a_stray_word_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("stray", *TINY_LLAMA.split()) == 2
+    assert capsys.readouterr().err.count("stray stands before the first argument") == 1

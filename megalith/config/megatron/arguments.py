@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from megalith.config.fields import Plain
@@ -95,8 +96,8 @@ def with_files(words: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or is not what Megatron expects.
     """
-    result: list[str] = []
-    for name, behind in _flags(words, result):
+    result = list(takewhile(lambda word: not word.startswith("--"), words))  # a problem, which `read_arguments` tells
+    for name, behind in _flags(words[len(result) :], []):
         if name not in FILE_FLAGS or len(behind) != 1:
             result += [name, *behind]
         elif name == FILE_FLAGS[0]:

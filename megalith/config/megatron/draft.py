@@ -50,12 +50,25 @@ class Draft:
     problems: list[str] = field(default_factory=list)
     """What keeps the run from being written at all."""
 
-    def put(self, flag: str, setting: str, value: Plain, text: str = "") -> None:
-        """A setting and the argument it comes from, listed if it was given or differs from our default."""
+    unsure: set[str] = field(default_factory=set)
+    """Settings computed from what is missing or wrong, of a run that is refused: their values are shown to nobody."""
+
+    def put(self, flag: str, setting: str, value: Plain, text: str = "", *, of: Iterable[str] = ()) -> None:
+        """A setting and the argument it comes from, listed if it was given or differs from our default.
+
+        of: further arguments and settings that the value was computed from; nothing is listed where one is not known.
+        """
         self.settings[setting] = value
-        if self.arguments.given(flag) or value != _default(setting):
+        if not all(self.sure(name) for name in of):
+            self.unsure.add(setting)
+        elif self.arguments.given(flag) or value != _default(setting):
             typed = self.arguments.typed(flag)
             self.entries.append(Entry(verdict="mapped", flag=typed, text=text, setting=setting, value=value))
+
+    def sure(self, name: str) -> bool:
+        """Is the value of an argument or a setting there, and no count below one?"""
+        value = self.arguments.value(name) if name.startswith("--") else self.settings.get(name)
+        return value is not None and name not in self.unsure and not (isinstance(value, int) and value < 1)
 
     def copy(self, flag: str) -> None:
         """A setting that has the argument's value; left out without a default, ours stays."""

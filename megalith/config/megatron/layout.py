@@ -87,7 +87,7 @@ def _chunks(draft: Draft) -> None:
     elif given == [_LAYOUT]:
         stages, pp = count_stages(str(draft.arguments.value(_LAYOUT))), draft.number(_PP)
         vpp = stages // pp if stages % pp == 0 else 1  # another number is refused with the rules of the run
-        draft.put(_LAYOUT, "parallel.pipeline.vpp", vpp, f"{stages} stages on {pp} ranks")
+        draft.put(_LAYOUT, "parallel.pipeline.vpp", vpp, f"{stages} stages on {pp} ranks", of=(_PP,))
 
 
 def _layers_per_chunk(draft: Draft) -> None:
@@ -98,14 +98,15 @@ def _layers_per_chunk(draft: Draft) -> None:
         return
     counted = sum(bool(draft.arguments.value(flag)) for flag in _COUNTED)
     layers, pp, each = draft.number("--num-layers") + counted, draft.number(_PP), draft.number(_PER_CHUNK)
-    if layers % (pp * each):
+    if layers % (pp * each) and all(draft.sure(flag) for flag in ("--num-layers", _PP, _PER_CHUNK)):
         extra = f" and {counted} that count as one" if counted else ""
         draft.problems.append(
             f"{draft.arguments.typed(_PER_CHUNK)}: {layers - counted} layers{extra} do not divide into chunks of "
             f"{each} on {pp} ranks. Use a number that divides, or {_LAYOUT}."
         )
         return
-    draft.put(_PER_CHUNK, "parallel.pipeline.vpp", layers // pp // each, f"{layers} layers / {pp} ranks / {each}")
+    text = f"{layers} layers / {pp} ranks / {each}"
+    draft.put(_PER_CHUNK, "parallel.pipeline.vpp", layers // pp // each, text, of=("--num-layers", _PP, _PER_CHUNK))
 
 
 def count_stages(layout: str) -> int:

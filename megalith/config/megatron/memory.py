@@ -15,6 +15,7 @@ _OF_OTHER_MODELS = (
 
 def translate_memory(draft: Draft) -> None:
     """What backward computes again, and what waits in host memory."""
+    _check_range(draft, _OFFLOAD, least=0, most=draft.number("--num-layers") - 1)
     draft.copy(_OFFLOAD)
     granularity, flag = draft.arguments.value(_GRANULARITY), _GRANULARITY
     if granularity is None and draft.arguments.value(_SHORT):
@@ -31,10 +32,20 @@ def translate_memory(draft: Draft) -> None:
     draft.put(flag, "recompute.granularity", granularity)
     if modules:
         draft.put(_MODULES if draft.arguments.given(_MODULES) else flag, "recompute.modules", modules)
+    _check_range(draft, _LAYERS, least=1, most=draft.number("--num-layers"))
     for name in (_METHOD, _LAYERS):
         draft.copy(name)
     if draft.arguments.value(_SHARD):
         draft.put(_SHARD, "recompute.shard_inputs", True)
+
+
+def _check_range(draft: Draft, flag: str, *, least: int, most: int) -> None:
+    """A count of layers that the model has."""
+    value = draft.arguments.value(flag)
+    if value is None or not draft.sure("--num-layers") or least <= value <= most:
+        return
+    layers, range_ = draft.arguments.typed("--num-layers"), f"from {least} to {most}" if most > least else f"{least}"
+    draft.problems.append(f"{flag} {value} with {layers}: expected {range_}. Set {flag} to one of these, or remove it.")
 
 
 def _modules(draft: Draft) -> list[str]:

@@ -32,7 +32,8 @@ def _heads(draft: Draft) -> None:
         draft.say("already", "--group-query-attention", "query heads share key/value heads")
         draft.put("--num-query-groups", "model.num_kv_heads", heads_of_keys(draft))
     else:
-        draft.put("--num-attention-heads", "model.num_kv_heads", heads_of_keys(draft))
+        heads = "--num-attention-heads"
+        draft.put(heads, "model.num_kv_heads", heads_of_keys(draft), of=(heads,))
         if draft.arguments.given("--num-query-groups"):
             draft.say("already", "--num-query-groups", "is read with --group-query-attention only")
 
@@ -63,12 +64,14 @@ def _mlp(draft: Draft) -> None:
     if arguments.value("--ffn-hidden-size") is not None:
         draft.copy("--ffn-hidden-size")
         return
-    hidden = draft.number("--hidden-size")
+    hidden, wide = draft.number("--hidden-size"), ("--hidden-size",)
     if arguments.value("--swiglu"):
         width = hidden * 8 // 3 // 64 * 64  # for two matrices up, as wide as 4 h for one
-        draft.put("--swiglu", "model.ffn_hidden_size", width, "8/3 of the hidden size, down to a multiple of 64")
+        draft.put(
+            "--swiglu", "model.ffn_hidden_size", width, "8/3 of the hidden size, down to a multiple of 64", of=wide
+        )
     else:
-        draft.put("--ffn-hidden-size", "model.ffn_hidden_size", 4 * hidden, "4 times the hidden size")
+        draft.put("--ffn-hidden-size", "model.ffn_hidden_size", 4 * hidden, "4 times the hidden size", of=wide)
 
 
 def _biases(draft: Draft) -> None:

@@ -40,11 +40,11 @@ def _steps(draft: Draft, name: str) -> tuple[str, float] | None:
     return None
 
 
-def _put_steps(draft: Draft, flag: str, setting: str, steps: float) -> None:
+def _put_steps(draft: Draft, flag: str, setting: str, steps: float, *, of: tuple[str, ...] = ()) -> None:
     """A length in whole steps; a fraction of one is rounded, and said to be."""
-    whole = round(steps)
-    draft.put(flag, setting, whole)
-    if abs(whole - steps) > 1e-6 * max(steps, 1.0):
+    whole, of = round(steps), (*of, "train.global_batch_size") if flag.endswith("-samples") else of
+    draft.put(flag, setting, whole, of=of)
+    if setting not in draft.unsure and abs(whole - steps) > 1e-6 * max(steps, 1.0):
         text = f"{steps:.6g} steps are rounded to {whole}: lengths are whole steps here"
         draft.say("explained", flag, text, "numbers")
 
@@ -56,7 +56,8 @@ def _warmup(draft: Draft) -> None:
         draft.problems.append(f"{draft.arguments.typed(flag)} and {given[0]}: expected one of them. Remove one.")
     elif fraction is not None:
         decay = _steps(draft, "--lr-decay")
-        _put_steps(draft, flag, "schedule.warmup_steps", fraction * (decay[1] if decay else total_steps(draft)))
+        steps = fraction * (decay[1] if decay else total_steps(draft))
+        _put_steps(draft, flag, "schedule.warmup_steps", steps, of=() if decay else ("train.steps",))
     elif given is not None:
         _put_steps(draft, given[0], "schedule.warmup_steps", given[1])
     if draft.settings.get("schedule.warmup_steps"):

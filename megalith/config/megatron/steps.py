@@ -4,6 +4,8 @@ from megalith.config.data import parse_split
 from megalith.config.megatron.draft import Draft
 from megalith.errors import ConfigError
 
+_SIZE = ("train.global_batch_size",)
+
 
 def translate_steps(draft: Draft, dp: int | None) -> None:
     """Batches and steps. `dp`: data-parallel ranks of the job, where known."""
@@ -33,10 +35,11 @@ def _global_batch(draft: Draft, dp: int | None) -> None:
     if draft.arguments.value(flag) is not None:
         draft.copy(flag)
     elif dp is not None:
-        draft.put(flag, setting, size * dp, f"--micro-batch-size {size} · {dp} data-parallel ranks")
+        text = f"--micro-batch-size {size} · {dp} data-parallel ranks"
+        draft.put(flag, setting, size * dp, text, of=("--micro-batch-size",))
     else:
         draft.problems.append(
-            f"{flag} is missing: Megatron takes --micro-batch-size {size} times the data-parallel ranks, and how many "
+            f"{flag} is missing: Megatron takes --micro-batch-size times the data-parallel ranks, and how many "
             f"those are is not known. Pass {flag}, or --world with the number of ranks that the job runs on."
         )
 
@@ -44,16 +47,22 @@ def _global_batch(draft: Draft, dp: int | None) -> None:
 def _length(draft: Draft) -> None:
     steps, samples = draft.arguments.value("--train-iters"), draft.arguments.value("--train-samples")
     if (steps is None) == (samples is None):
-        draft.problems.append(
-            f"--train-iters {steps} and --train-samples {samples}: expected exactly one of them. Set the one you mean."
-        )
+        draft.problems.append(_length_problem(draft))
     if steps is not None:
         draft.copy("--train-iters")
     elif samples is not None:
         size = global_batch(draft)
-        draft.put("--train-samples", "train.steps", samples // size, f"/ {size} per step")
-        if samples % size:
+        draft.put("--train-samples", "train.steps", samples // size, f"/ {size} per step", of=_SIZE)
+        if samples % size and draft.sure(_SIZE[0]):
             draft.put("--train-samples", "data.num_train_samples", samples, "so that the order is Megatron's")
+
+
+def _length_problem(draft: Draft) -> str:
+    """Both lengths of a run, or neither, as they were typed."""
+    flags = ("--train-iters", "--train-samples")
+    typed = [draft.arguments.typed(flag) for flag in flags if draft.arguments.given(flag)]
+    given = " and ".join(typed) or f"{' and '.join(flags)} are missing"
+    return f"{given}: expected exactly one of them. Set the one you mean."
 
 
 def _evaluation(draft: Draft) -> None:

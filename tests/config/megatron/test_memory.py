@@ -51,8 +51,6 @@ def test_an_unknown_module_is_refused(tiny: Translate) -> None:
     [
         ("--recompute-granularity selective --recompute-num-layers 2", "count whole layers, which recompute.granul"),
         ("--recompute-granularity full --distribute-saved-activations", "but parallel.tp=1. Set parallel.tp to 2"),
-        ("--recompute-granularity full --recompute-num-layers 0", "recompute.num_layers=0 must be at least 1"),
-        ("--cpu-offloading-num-layers 2", "offload.layers=2 must be at least 0 and less than the 2 layers"),
     ],
 )
 def test_what_cannot_work_is_told_with_the_words_of_the_rules(tiny: Translate, added: str, rule: str) -> None:
@@ -65,3 +63,23 @@ def test_what_cannot_work_is_told_with_the_words_of_the_rules(tiny: Translate, a
 def test_layers_wait_in_host_memory(tiny: Translate) -> None:
     run = tiny("--cpu-offloading-num-layers 1").run
     assert run is not None and run.offload.layers == 1
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        ("--cpu-offloading-num-layers 2", "--cpu-offloading-num-layers 2 with --num-layers 2: expected from 0 to 1."),
+        ("--cpu-offloading-num-layers -1", "--cpu-offloading-num-layers -1 with --num-layers 2: expected from 0 to 1."),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3",
+            "--recompute-num-layers 3 with --num-layers 2: expected from 1 to 2. Set --recompute-num-layers to one of",
+        ),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 0",
+            "--recompute-num-layers 0 with --num-layers 2: expected from 1 to 2.",
+        ),
+    ],
+)
+def test_counts_of_layers_that_the_model_does_not_have_are_refused(tiny: Translate, added: str, text: str) -> None:
+    (problem,) = tiny(added).problems
+    assert problem.startswith(text)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megalith.config.megatron.translate import Translation
 from tests.config.megatron.conftest import Translate
 
 
@@ -79,3 +80,29 @@ def test_other_first_weights_are_refused(tiny: Translate) -> None:
         assert len(refusals) == 1 and "checkpoint folders" in refusals[0]
     assert len(tiny("--load x --save x --save-interval 5 --finetune").refusals(strict=False)) == 1
     assert tiny("--finetune --no-load-optim").refusals(strict=True) == []  # Megatron reads them with --load only
+
+
+def test_nothing_is_told_of_values_that_follow_from_missing_or_wrong_ones(tiny: Translate) -> None:
+    def told(translation: Translation) -> dict[str | None, object]:
+        assert translation.run is None and translation.problems
+        return {entry.setting: entry.value for entry in translation.entries if entry.verdict == "mapped"}
+
+    for size in ("", "--micro-batch-size x"):
+        samples = tiny(
+            f"{size} --train-samples 100 --lr-warmup-samples 7",
+            without=("--global-batch-size", "--micro-batch-size", "--train-iters"), world=4,
+        )  # fmt: skip
+        hidden = {"train.global_batch_size", "train.steps", "schedule.warmup_steps", "data.num_train_samples"}
+        assert hidden.isdisjoint(told(samples))
+        assert not any("rounded" in entry.text for entry in samples.entries)
+    wide = tiny("", without=("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention"))
+    assert {"model.ffn_hidden_size", "model.num_kv_heads"}.isdisjoint(told(wide))
+    known = tiny("--train-samples 100 --micro-batch-size x", without=("--micro-batch-size", "--train-iters"))
+    assert told(known)["train.steps"] == 16, "what follows from known ones is still told"
+
+
+def test_what_is_wrong_with_a_length_is_told_as_it_was_typed(tiny: Translate) -> None:
+    (text,) = tiny("", without=("--train-iters",)).problems
+    assert text == "--train-iters and --train-samples are missing: expected exactly one of them. Set the one you mean."
+    (text,) = tiny("--train-samples 60").problems
+    assert text.startswith("--train-iters 50 and --train-samples 60: expected exactly one of them.")
