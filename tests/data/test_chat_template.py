@@ -1,0 +1,135 @@
+"""Templates render as in transformers, and say which of the text is learnt."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalith.data.chat_template import BUILT_IN, ChatTemplate, Piece, find_template
+from megalith.data.tokenizer import ByteTokenizer
+from megalith.errors import DataError
+
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "be <b>brief</b>"}, {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yo"}, {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "no"},
+]  # fmt: skip
+WITHOUT_BLOCKS = """{% for message in messages %}
+    {%- if message.role == 'user' and loop.index0 > 1 and messages[loop.index0 - 1].role == 'user' %}
+        {{- raise_exception('roles must alternate') }}
+    {%- endif %}
+    {{- '[' + message.role + ']' + message.content | trim + eos_token -}}
+{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+MANY_FEATURES = """{% set ns = namespace(n=0) %}{{ bos_token }}{% for m in messages %}
+{% if m.role == 'system' %}{% continue %}{% endif %}
+{% set ns.n = ns.n + 1 %}
+  {% if ns.n > 3 %}
+  {% break %}
+  {% endif %}
+{{ ns.n }}: {{ {"c": m.content, "é": 1} | tojson(indent=1) }} {{ strftime_now("%Y-%m") }}
+{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"""
+
+
+def learnt(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[str]:
+    return [piece.text for piece in template.pieces(talk) if piece.learnt]
+
+
+@pytest.mark.parametrize("source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES])
+@pytest.mark.parametrize("prompt", [False, True])
+def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
+    theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    tools = [{"name": "f", "text": "<&>"}]
+    (expected,), _ = theirs([TALK], tools=tools, chat_template=source, add_generation_prompt=prompt, **specials)
+    assert ChatTemplate("t", source, specials).render(TALK, tools=tools, prompt=prompt) == expected
+
+
+def test_generation_blocks_are_what_is_learnt_and_the_pieces_are_the_whole() -> None:
+    template = ChatTemplate("chatml", BUILT_IN["chatml"])
+    assert learnt(template) == ["yo<|im_end|>", "no<|im_end|>"]
+    assert "".join(piece.text for piece in template.pieces(TALK)) == template.render(TALK)
+    assert template.turn_end() == "<|im_end|>"
+    assert ChatTemplate("llama3", BUILT_IN["llama3"]).turn_end() == "<|eot_id|>"
+
+
+def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt() -> None:
+    template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
+    assert learnt(template) == ["yo</s>", "no</s>"]
+    assert template.pieces(TALK)[0] == Piece("[system]be <b>brief</b></s>[user]hi</s>[assistant]", False)
+    no_prompt = ChatTemplate("t", WITHOUT_BLOCKS.split("{%- if add")[0], {"eos_token": "</s>"})
+    assert learnt(no_prompt) == ["[assistant]yo</s>", "[assistant]no</s>"], "no one else writes its header"
+
+
+@pytest.mark.parametrize("source", [BUILT_IN["identity"], WITHOUT_BLOCKS])
+def test_a_message_can_be_left_out(source: str) -> None:
+    talk = [*TALK[:2], {**TALK[2], "train": False}, *TALK[3:]]
+    template = ChatTemplate("t", source, {"eos_token": "</s>"})
+    assert learnt(template, talk) == ["no</s>"]
+    assert template.render(talk) == template.render(TALK), "templates do not see it"
+
+
+def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_difference() -> None:
+    forgets = "{% for m in messages %}{{ '[' + m.role + ']' + (m.content if loop.last or m.role == 'user' else '-') }}"
+    template = ChatTemplate("t.jinja", forgets + "{% endfor %}")
+    message = (
+        r"t.jinja: the first 3 messages alone are not how .* at character \d+ they have 'yo', the whole has '-.user"
+    )
+    with pytest.raises(DataError, match=message):
+        template.pieces(TALK)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ raise_exception('no tools here') }}", r"t: the chat template refuses .*TemplateError: no tools here"),
+        ("{{ messages[99].content }}", r"t: the chat template refuses the conversation \(UndefinedError"),
+        ("{{ messages.append(1) }}", r"t: the chat template refuses the conversation \(SecurityError"),
+        ("{{ ''.__class__.__mro__ }}", r"t: the chat template refuses the conversation \(SecurityError"),
+        ("{% for %}", r"t: not a Jinja template \(TemplateSyntaxError: .*Use the file that came with the model"),
+    ],
+)
+def test_templates_that_fail_or_do_what_they_should_not_are_told(source: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        ChatTemplate("t", source).render(TALK)
+
+
+def test_train_needs_a_block_for_each_turn() -> None:
+    one = "{% generation %}{{ messages[2].content }}{% endgeneration %}"
+    assert learnt(ChatTemplate("t", one)) == ["yo"]
+    with pytest.raises(DataError, match=r't: 1 generation blocks for 2 assistant turns.*or remove "train"'):
+        ChatTemplate("t", one).pieces([*TALK[:4], {**TALK[4], "train": False}])
+
+
+def test_a_day_that_is_set_is_told_instead_of_today() -> None:
+    source = '{{ strftime_now("%d %b %Y") }}'
+    assert ChatTemplate("t", source, today=datetime(2024, 7, 26)).render([]) == "26 Jul 2024"
+    assert ChatTemplate("t", source).fingerprint != ChatTemplate("t", source, today=datetime(2024, 7, 26)).fingerprint
+
+
+def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}
+    bytes_ = ByteTokenizer()
+
+    def found(wanted: str | None = None) -> ChatTemplate:
+        return find_template(wanted, bytes_, str(tmp_path), setting="data.sft.template")
+
+    def say(template: object) -> None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+
+    with pytest.raises(DataError, match=r"has no chat template. Put one into .*chat_template.jinja, or under"):
+        found()
+    say([{"name": "tool_use", "template": "no"}, {"name": "default", "template": "a{{ eos_token }}"}])
+    assert found().render([]) == "a</s>"
+    say("b{{ bos_token }}")
+    assert found().render([]) == "b<s>"
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert found().render([]) == "c", "the file of its own comes first, as in transformers"
+    assert found("chatml").source == BUILT_IN["chatml"]
+    (tmp_path / "mine.jinja").write_text("d")
+    assert found(str(tmp_path / "mine.jinja")).render([]) == "d"
+    with pytest.raises(DataError, match=r"data.sft.template=chatlm: No such file.* Did you mean .*chatml"):
+        found("chatlm")
+    assert find_template("identity", bytes_, None, setting="x").specials == {"eos_token": "<|endoftext|>"}

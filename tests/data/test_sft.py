@@ -1,0 +1,177 @@
+"""Rows are filled with whole conversations: what is learnt, what is counted, in which order, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megalith.config.data import DataConfig
+from megalith.config.sft import Packing, SFTConfig
+from megalith.data.build import Splits, build_datasets
+from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
+from megalith.data.sft import ConversationDataset, build_conversations
+from megalith.data.tokenizer import ByteTokenizer, Tokenizer
+from megalith.errors import ConfigError, DataError
+
+BYTES = ByteTokenizer()
+PLAIN = SFTConfig(mock_conversations=1, template="identity")
+
+
+def write(path: Path, *rows: object) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def talk(user: str, answer: str, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": answer, **more}]}
+
+
+def build(
+    data: DataConfig, *, seq_len: int = 16, num_samples: int | None = None, tokenizer: Tokenizer = BYTES, seed: int = 1
+) -> ConversationDataset:
+    return build_conversations(
+        data, split="train", seq_len=seq_len, seed=seed, num_samples=num_samples, vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer, tokenizer_path=None,
+    )  # fmt: skip
+
+
+def of_files(*paths: str, **settings: Any) -> DataConfig:
+    return DataConfig(sft=SFTConfig(path=paths, template="identity", **settings))
+
+
+def test_a_row_is_read_and_learnt_document_by_document_and_ends_in_filler(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("abc", "de"), talk("f", "gh"))
+    row = build(of_files(path, shuffle="none", packing="greedy")).sample(0)
+    assert row.lengths == (5, 3, 8) and row.num_valid == 8
+    assert bytes(row.ids[:8].tolist()) == b"abcdefgh", "the end of a turn is predicted, and nothing follows it"
+    assert row.labels[:8].tolist() == [-1, -1, 100, 101, 256, 103, 104, 256]
+    assert (row.labels[8:] == -1).all() and (row.ids[8:] == 0).all()
+    assert row.blank().lengths == (16,) and (row.blank().labels == -1).all()
+
+
+def test_the_end_of_a_turn_is_learnt_even_where_it_is_the_padding_token(tmp_path: Path) -> None:
+    class EndIsZero(ByteTokenizer):
+        eod = 0
+
+    path = write(tmp_path / "a.jsonl", talk("abc", "de"))
+    assert build(of_files(path), tokenizer=EndIsZero()).sample(0).labels[:5].tolist() == [-1, -1, 100, 101, 0]
+
+
+def test_everything_can_be_learnt_and_single_turns_can_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("abc", "de"))
+    assert build(of_files(path, loss_on="all")).sample(0).labels[:5].tolist() == [98, 99, 100, 101, 256]
+    path = write(tmp_path / "b.jsonl", talk("abc", "de", train=False), talk("ab", "c"))
+    dataset = build(of_files(path))
+    assert dataset.report.masked == 1 and dataset.sample(0).lengths == (3, 13)
+    with pytest.raises(DataError, match=r"b.jsonl:1: \"train\" says what .*Set data.sft.loss_on=assistant"):
+        build(of_files(path, loss_on="all"))
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "greedy", "row"])
+def test_every_epoch_has_every_conversation_once_in_an_order_of_its_own(packing: Packing, tmp_path: Path) -> None:
+    rows = [talk(f"{n:02}" + "x" * (n % 5), "y" * (1 + n % 3)) for n in range(31)]
+    path = write(tmp_path / "a.jsonl", *rows)
+    dataset = build(of_files(path, packing=packing), num_samples=60)
+    assert dataset.num_samples >= 60
+    starts: list[int] = []
+    for k in range(dataset.num_samples):
+        row = dataset.sample(k)
+        begins = np.cumsum([0, *row.lengths])[:-1]
+        starts += [int(bytes(row.ids[at : at + 2].tolist())) for at in begins if at < row.num_valid]
+    epochs = [starts[at : at + 31] for at in range(0, len(starts), 31)]
+    assert len(starts) % 31 == 0 and len(epochs) >= 2
+    assert all(sorted(epoch) == list(range(31)) for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    unshuffled = build(of_files(path, packing=packing, shuffle="none"), num_samples=60)
+    assert unshuffled.sample(0).ids.tolist() == unshuffled.sample(unshuffled.report.rows).ids.tolist()
+
+
+def test_row_packing_keeps_lines_apart_and_their_conversations_together(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "s"}
+    several = {"messages": [*talk("a", "b")["messages"], system, *talk("c", "d")["messages"]]}
+    path = write(tmp_path / "a.jsonl", several, talk("e", "f"))
+    dataset = build(of_files(path, packing="row", shuffle="none"))
+    assert [dataset.sample(k).lengths for k in range(2)] == [(2, 3, 11), (2, 14)]
+
+
+def test_a_sample_depends_on_its_number_alone_and_a_longer_run_begins_the_same(tmp_path: Path) -> None:
+    data = DataConfig(sft=replace(PLAIN, mock_conversations=25))
+    short, long = (build(data, seq_len=200, num_samples=count) for count in (3, 70))
+    assert short.fingerprint == long.fingerprint
+    for k in (2, 0, 1):
+        assert short.sample(k).ids.tolist() == long.sample(k).ids.tolist()
+        assert short.sample(k).lengths == long.sample(k).lengths
+    other = build(data, seq_len=200, num_samples=3, seed=2)
+    assert other.fingerprint != short.fingerprint and other.sample(0).ids.tolist() != short.sample(0).ids.tolist()
+
+
+def test_conversations_that_are_too_long_are_refused_cut_or_left_out_and_counted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("ab", "c"), talk("a" * 6, "b" * 20), talk("a" * 30, "b"))
+    message = r"a.jsonl:2: a conversation of 27 tokens.*train.seq_len=16 holds 17.*2 of 3.*Set train.seq_len to 31, or"
+    with pytest.raises(DataError, match=message):
+        build(of_files(path))
+    cut = build(of_files(path, overlong="truncate"))
+    assert (cut.report.truncated, cut.report.dropped, cut.report.masked) == (1, 0, 1)
+    assert sorted(cut.sample(k).num_valid for k in range(2)) == [3, 16]
+    assert str(cut.report).startswith(
+        "3 conversations, 1 cut, 1 left out without a token to learn; 2 rows an epoch, 59"
+    )
+    left = build(of_files(path, overlong="drop"))
+    assert (left.report.truncated, left.report.dropped, left.num_samples) == (0, 2, 1)
+
+
+def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("ab", "c", train=False), {"messages": [{"role": "user", "content": "x"}]})
+    with pytest.raises(DataError, match=r"of 2 conversations 0 are too long and 2 have nothing to learn.*a.jsonl:1"):
+        build(of_files(path))
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"0 conversations were found. Set data.sft.path"):
+        build(of_files(str(tmp_path / "empty.jsonl")))
+
+
+def test_tokens_across_the_border_of_a_turn_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["abc abc abc zz bcd bcd"] * 20, vocab_size=262, path=str(tmp_path / "tokenizer"))
+    path = write(tmp_path / "a.jsonl", talk("zz", " d"), talk("zz a", "bc"))
+    message = (
+        r"a.jsonl:2: turn by turn the conversation has \d+ tokens, as a whole \d+, and token \d+ is the first that"
+    )
+    with pytest.raises(DataError, match=message):
+        build(of_files(path), tokenizer=tokenizer)
+
+
+def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    train_bpe(["abc abc"], vocab_size=258, path=str(folder))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    row = build(of_files(write(tmp_path / "a.jsonl", talk("ab", "c"))), tokenizer=tokenizer).sample(0)
+    assert row.labels[row.num_valid - 1] == tokenizer.eod
+
+
+def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_change(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("ab", "c"))
+    first = build(of_files(path))
+    kept = {file.name for file in (tmp_path / "cache").glob("*.json")}
+    assert len(kept) == 2 and build(of_files(path)).fingerprint == first.fingerprint
+    assert {file.name for file in (tmp_path / "cache").glob("*.json")} == kept
+    write(tmp_path / "a.jsonl", talk("ab", "cd"))
+    assert build(of_files(path)).fingerprint != first.fingerprint
+
+
+def splits(data: DataConfig, **counts: int) -> Splits:
+    samples = {"train_samples": 0, "valid_samples": 0, "test_samples": 0} | counts
+    return build_datasets(data, seq_len=300, seed=1, vocab_size=257, eod=256, tokenizer=BYTES, **samples)
+
+
+def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> None:
+    made = splits(DataConfig(sft=PLAIN), train_samples=2, valid_samples=1)
+    assert made.train is not None and made.valid is not None and made.test is None
+    assert [note.split(" ")[:2] for note in made.notes] == [["train:", "1"], ["valid:", "100"]]
+    path = write(tmp_path / "a.jsonl", talk("ab", "c"))
+    assert splits(of_files(path, valid_path=(path,)), valid_samples=1).valid is not None
+    with pytest.raises(ConfigError, match=r"data.sft has no valid conversations.*Set data.sft.valid_path, or"):
+        splits(of_files(path), valid_samples=1)
+    with pytest.raises(ConfigError, match="data.sft has no test conversations"):
+        splits(DataConfig(sft=PLAIN), test_samples=1)

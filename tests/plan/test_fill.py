@@ -1,0 +1,49 @@
+import random
+
+import pytest
+
+from megalith.errors import PlanError
+from megalith.plan.fill import Filled, fill_best, fill_by_group, fill_in_order
+
+
+def rows(filled: Filled) -> list[list[int]]:
+    return [filled.row(number).tolist() for number in range(filled.num_rows)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 37) for _ in range(101)]
+    groups = [number // 3 for number in range(101)]
+    for filled in (fill_in_order(lengths, 37), fill_best(lengths, 37), fill_by_group(lengths, groups, 37)):
+        assert sorted(filled.documents.tolist()) == list(range(101))
+        assert max(sum(lengths[number] for number in row) for row in rows(filled)) <= 37
+        assert all(row for row in rows(filled))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_best_fit_leaves_less_room_than_the_order_of_the_files(seed: int) -> None:
+    draw = random.Random(seed)
+    lengths = [draw.randint(1, 30) for _ in range(300)]
+    fewest = -(-sum(lengths) // 64)
+    assert fewest <= fill_best(lengths, 64).num_rows <= 11 * fewest / 9 + 4
+    assert fill_best(lengths, 64).num_rows < fill_in_order(lengths, 64).num_rows
+
+
+def test_in_order_keeps_the_order_and_groups_share_no_row() -> None:
+    assert rows(fill_in_order([3, 3, 3, 6, 1], 6)) == [[0, 1], [2], [3], [4]]
+    assert rows(fill_by_group([2, 2, 3, 1, 6], "aaabb", 6)) == [[0, 1], [2], [3], [4]]
+    assert rows(fill_by_group([2, 2, 1, 1], ["a", "a", "b", "a"], 6)) == [[0, 1], [2], [3]]
+    assert rows(fill_best([], 6)) == rows(fill_in_order([], 6)) == []
+
+
+def test_the_number_of_rows_depends_on_lengths_alone() -> None:
+    lengths = [random.Random(7).randint(1, 30) for _ in range(60)]
+    assert fill_best(lengths, 40).num_rows == fill_best(lengths[::-1], 40).num_rows
+
+
+@pytest.mark.parametrize("lengths", [[3, 7], [0, 2]])
+def test_what_fits_no_row_is_refused(lengths: list[int]) -> None:
+    for fill in (fill_best, fill_in_order):
+        with pytest.raises(PlanError, match=r"do not fit rows of 6 tokens. Use lengths of 1 to 6"):
+            fill(lengths, 6)
