@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalith.config.attention import AttentionConfig
+from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
@@ -49,7 +51,7 @@ def judge(fault: Fault) -> Verdict:
         ).problems  # fmt: skip
     where = problems[0].where if problems else None
     try:
-        case = layout_case(model, parallel, world, fault=fault.name)
+        case = layout_case(model, parallel, world, documents="documents" in fault.needs, fault=fault.name)
         found = prove_layout(replace(case, run=replace(case.run, recompute=recompute, offload=offload)))
         return Verdict(fault, where, *_first_difference(found))
     except RankError as error:
@@ -69,12 +71,23 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
         tied_embeddings="tied" in needs, dropout=DropoutConfig(residual=0.2 if "dropout" in needs else 0.0),
-        mtp=MTPConfig(depths=int("further" in needs)),
+        mtp=MTPConfig(depths=int("further" in needs)), attention=attention_of(fault),
+        positions="learned" if "learned positions" in needs else "rope",
     )  # fmt: skip
+    kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
     replicas = 2 if "replicas" in needs else 1
     return model, ParallelConfig(
         tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs,
-        zero=3 if "fsdp" in needs else 1 if "zero" in needs else 0, replicas=replicas,
+        zero=3 if "fsdp" in needs else 2 if "zero 2" in needs else 1 if "zero" in needs else 0, replicas=replicas,
+        context=ContextConfig(kind=kind), rings="rings" in needs,
+    )  # fmt: skip
+
+
+def attention_of(fault: Fault) -> AttentionConfig:
+    """The kind of attention that the fault needs."""
+    return AttentionConfig(
+        qk_norm="whole" if "whole norms" in fault.needs else "none", sinks="sinks" in fault.needs,
+        window=3 if "window" in fault.needs else None,
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ existing classes until its context ends; nothing here is ever reached without `p
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,13 +18,19 @@ from torch import Tensor, nn
 from megalith.config.suggest import did_you_mean
 from megalith.data import loader
 from megalith.errors import ConfigError
+from megalith.kernels import tokens
+from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
-from megalith.kernels.rebuilt import Input
-from megalith.kernels.tokens import Tokens, tokens_of_slices
+from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.scores import Scores
+from megalith.kernels.span_attention import Result, attend, nothing_found
+from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
+from megalith.nn import qk_norm
+from megalith.nn.embedding import LearnedPositions
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
-from megalith.parallel import context, data, engine, publish, tensor
+from megalith.parallel import context, data, engine, publish, recompute, tensor
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
@@ -43,7 +49,7 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
-from megalith.plan.context import Numbers, Slices
+from megalith.plan.context import Numbers, Slices, Spans, plan_spans
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
@@ -56,7 +62,7 @@ Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
-    "further",
+    "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
 ]  # fmt: skip
 
 
@@ -75,8 +81,10 @@ class Fault:
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
     tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
     two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
-    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`), or
-    layers that predict further ahead (`further`)."""
+    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`),
+    or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
+    documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
+    heads (`whole norms`), and what else attention and embeddings can have."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -258,6 +266,29 @@ def _without_replicas() -> AbstractContextManager[None]:
     return replaced(data, "start_all_reduce_", wrong)
 
 
+def _without_replicas_of_rows() -> AbstractContextManager[None]:
+    from megalith.parallel import fsdp
+
+    return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
+
+
+def _over_dp_alone(zero: int, mesh: Mesh) -> data.Division:
+    return data.Division(alone(*engine.SHARD_AXES), mesh.dp, gradients=False)
+
+
+def _last_microbatch_alone(self: data.DataParallel, most: int) -> None:
+    """What earlier microbatches have added to a slice is gone when the next one's sum arrives."""
+    while len(self._sums) > most:
+        index = self._sums[0][0] % len(self.plan.buckets)
+        first, _ = self._slice(index)
+        bucket = self.plan.buckets[index]
+        self.gradients[first : first + (bucket.stop - bucket.start) // self.division.slices.size].zero_()
+        ORIGINAL_COMPLETE(self, len(self._sums) - 1)
+
+
+ORIGINAL_COMPLETE = data.DataParallel._complete
+
+
 def _fsdp_takes_means() -> AbstractContextManager[None]:
     from megalith.parallel import fsdp  # here, because torch's part of it takes half a second to load
 
@@ -285,6 +316,56 @@ def _late_chunk_first(self: Slices, rank: int) -> Numbers:
     return np.concatenate([np.roll(row, len(row) // 2) for row in np.split(read, self.repeats)])
 
 
+def _heads_of_the_next_rank(out: Tensor, group: Group, join: Join) -> Tensor:
+    y = ORIGINAL_TOKENS_FOR_HEADS(out, group, join)
+    return y.roll(out.shape[1], dims=1)
+
+
+def _one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
+    own = np.array_equal(queries, keys)
+    return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
+
+
+def _no_window(self: tokens.Context, near: int, *, window: int | None = None) -> tuple[Spans, ...]:
+    return ORIGINAL_SPANS_OF_GROUPS(self, near)
+
+
+ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
+ORIGINAL_SPANS_OF_GROUPS = tokens.Context.spans_of_groups
+
+
+class _SinksInEveryStep:
+    """A ring whose every step lets the sinks take part in softmax once more."""
+
+    def __init__(self) -> None:
+        self.first = True
+        self.sinks = torch.empty(0)
+
+    def nothing_found(self, q: Tensor, width: int, sinks: Tensor | None = None) -> Result:
+        result = nothing_found(q, width, sinks)
+        self.first, self.sinks = True, result.lse.clone()
+        return result
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores) -> None:
+        attend(q, k, v, spans, result, scores)
+        if not self.first:
+            more = torch.logaddexp(result.lse, self.sinks)
+            result.out.mul_((result.lse - more).exp_().unsqueeze(-1))
+            result.lse.copy_(more)
+        self.first = False
+
+
+def _sinks_in_every_step() -> AbstractContextManager[None]:
+    steps = _SinksInEveryStep()
+    return _both(replaced(context, "nothing_found", steps.nothing_found), replaced(context, "attend", steps.attend))
+
+
+@contextmanager
+def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
 ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
 
 
@@ -293,6 +374,50 @@ def _rows_from_zero(batch: loader.Batch, rows: Sequence[int], *, seed: int) -> l
 
 
 ORIGINAL_WITH_DROPOUT = loader.with_dropout
+
+
+# --- faults in rings, in what is computed again, and in layers of other kinds
+
+
+def _parts_of_the_next_rank(self: SplitTokens, x: Tensor, w: Tensor, product: Any) -> tuple[Tensor, Tensor]:
+    whole, y = ORIGINAL_ENTERED(self, x, w, product)
+    return whole.roll(len(x), dims=0), y.roll(len(x), dims=0)
+
+
+def _sums_for_the_next_rank(self: SplitTokens, x: Tensor, w: Tensor, product: Any) -> Started:
+    return ORIGINAL_LEFT(self, x.roll(len(x) // self.group.size, dims=0), w, product)
+
+
+ORIGINAL_ENTERED, ORIGINAL_LEFT = SplitTokens.entered_product, SplitTokens.left_product
+
+
+class _Stale:
+    """Regions whose second pass reads what was put into the region before."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None
+
+    def recompute(self, function: Callable[..., Tensor], x: Input, *others: Tensor, check: bool = False) -> Tensor:
+        now = value_of(x)
+        before = now if self.last is None or self.last.shape != now.shape else self.last
+        self.last = now.detach().requires_grad_(now.requires_grad)
+        return ORIGINAL_RECOMPUTE(_ThenStale(function, before), x, *others, check=check)
+
+
+class _ThenStale:
+    def __init__(self, function: Callable[..., Tensor], before: Tensor) -> None:
+        self.function, self.before, self.first = function, before, True
+
+    def __call__(self, x: Tensor, *others: Tensor) -> Tensor:
+        first, self.first = self.first, False
+        return self.function(x if first else self.before, *others)
+
+
+ORIGINAL_RECOMPUTE = recompute.recompute
+
+
+def _positions_of_the_first_rank(self: LearnedPositions, x: Tensor, tokens: Tokens) -> Tensor:
+    return x + embedding(tokens.positions[: len(x)], self.weight)
 
 
 # --- faults in the pipeline
@@ -446,6 +571,59 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "fsdp_takes_means", "Fully sharded gradients are averaged after the loss was divided by the global count.",
         "numbers", ("dp", "zero", "fsdp"), _fsdp_takes_means,
+    ),
+    Fault(
+        "fsdp_replicas_not_summed", "Rows of fully sharded gradients are not summed over the replicas.",
+        "numbers", ("dp", "zero", "fsdp", "replicas"), _without_replicas_of_rows,
+    ),
+    Fault(
+        "microbatch_overwritten", "A microbatch's gradients take the place of the earlier ones' in a slice.",
+        "numbers", ("dp", "zero", "zero 2"), lambda: replaced(data.DataParallel, "_complete", _last_microbatch_alone),
+    ),
+    Fault(
+        "cp_left_out_of_sum", "Gradients are summed over dp, and not over the ranks that share rows.",
+        "numbers", ("cp",), lambda: replaced(data, "division_of", _over_dp_alone),
+    ),
+    Fault(
+        "cp_gather_unsorted", "Gathered keys and values stay in the order of ranks, each an early and a late chunk.",
+        "numbers", ("cp", "gather"), lambda: replaced(context, "reorder", lambda x, join: x),
+    ),
+    Fault(
+        "a2a_heads_swapped", "Heads come back from the exchange in the places of another rank's.",
+        "numbers", ("cp", "a2a"), lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
+    ),
+    Fault(
+        "documents_joined_across_ranks", "Tokens see other documents, where the keys are those of another rank.",
+        "numbers", ("cp", "documents"), lambda: replaced(tokens, "plan_spans", _one_document_across_ranks),
+    ),
+    Fault(
+        "ring_gather_owner", "Tokens that came round a ring are taken for those of the rank before their owner.",
+        "numbers", ("tp", "sp", "rings"), lambda: replaced(SplitTokens, "entered_product", _parts_of_the_next_rank),
+    ),
+    Fault(
+        "ring_scatter_owner", "Sums that go round a ring end at the rank before the one whose tokens they are for.",
+        "numbers", ("tp", "sp", "rings"), lambda: replaced(SplitTokens, "left_product", _sums_for_the_next_rank),
+    ),
+    Fault(
+        "window_lost_in_ring", "A layer with a window sees everything that goes round.",
+        "numbers", ("cp", "window"), lambda: replaced(tokens.Context, "spans_of_groups", _no_window),
+    ),
+    Fault(
+        "sinks_in_every_step", "Sinks take part in softmax once for each step of the ring.",
+        "numbers", ("cp", "sinks"), _sinks_in_every_step,
+    ),
+    Fault(
+        "whole_norm_local", "Queries and keys are normed over the rank's own heads.",
+        "types", ("tp", "whole norms"), lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
+    ),
+    Fault(
+        "positions_of_first_rank", "Each rank's part of the tokens gets the learnt positions of the first part.",
+        "numbers", ("tp", "sp", "learned positions"),
+        lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
+    ),
+    Fault(
+        "stale_input_recomputed", "What backward computes again reads an earlier microbatch.",
+        "numbers", ("dp", "recompute"), lambda: replaced(recompute, "recompute", _Stale().recompute),
     ),
     Fault(
         "second_sum_removed", "What backward computes again leaves out the sum over tp.",

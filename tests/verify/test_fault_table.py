@@ -39,6 +39,19 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "replicas_not_summed": (False, "wrong gradients"),
     "slices_not_summed_over_tp": (False, "wrong gradients"),
     "fsdp_takes_means": (False, "wrong gradients"),
+    "fsdp_replicas_not_summed": (False, "wrong gradients"),
+    "microbatch_overwritten": (False, "wrong gradients"),
+    "cp_left_out_of_sum": (False, "wrong gradients"),
+    "cp_gather_unsorted": (False, "wrong loss"),
+    "a2a_heads_swapped": (False, "wrong loss"),
+    "documents_joined_across_ranks": (False, "wrong loss"),
+    "ring_gather_owner": (False, "wrong loss"),
+    "ring_scatter_owner": (False, "wrong loss"),
+    "window_lost_in_ring": (False, "wrong loss"),
+    "sinks_in_every_step": (False, "wrong loss"),
+    "whole_norm_local": (True, "wrong loss"),
+    "positions_of_first_rank": (False, "wrong loss"),
+    "stale_input_recomputed": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
@@ -104,7 +117,17 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "split backward" in fault.needs,
     )
     assert (parallel.zero > 0, parallel.replicas > 1) == ("zero" in fault.needs, "replicas" in fault.needs)
-    assert (parallel.zero == 3) == ("fsdp" in fault.needs)
+    assert (parallel.zero == 2, parallel.zero == 3) == ("zero 2" in fault.needs, "fsdp" in fault.needs)
+    assert parallel.rings == ("rings" in fault.needs)
+    assert [parallel.context.kind == kind for kind in ("gather", "a2a")] == [
+        n in fault.needs for n in ("gather", "a2a")
+    ]
+    assert (model.attention.qk_norm == "whole") == ("whole norms" in fault.needs)
+    assert (model.attention.sinks, model.attention.window is not None) == (
+        "sinks" in fault.needs,
+        "window" in fault.needs,
+    )
+    assert (model.positions == "learned") == ("learned positions" in fault.needs)
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
