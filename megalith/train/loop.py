@@ -21,7 +21,7 @@ from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.models.adapters import RECORD
-from megalith.models.pretrained import load_pretrained
+from megalith.models.pretrained import compare_models, load_pretrained, open_pretrained
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
@@ -317,6 +317,9 @@ class _Loop:
                 )
             rules = self.run_config.checkpoint
             report = saved.load_into(checkpoint_entries(self.trainer), self.mesh.world, rules=rules)
+            theirs = open_pretrained(saved.path)  # a folder may hold a checkpoint and no settings: then no one compared
+            for line in compare_models(theirs, self.run_config.model, allow=rules.allow_model_changes):
+                self.progress.say(f"{saved.path}: {line}")
             # Moments that begin at zero now are corrected for that, as at the beginning of a run.
             self.trainer.optimizer.set_updates(0 if report.fresh_state else int(saved.state["optimizer_updates"]))
             if self.trainer.loss_scale is not None and "loss_scale" in saved.state:

@@ -240,6 +240,19 @@ def test_a_model_with_more_biases_begins_with_the_weights_of_one_without(
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
+def test_a_new_vocabulary_begins_with_the_layers_of_an_old_one(
+    kind: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    save(tmp_path / "checkpoint", 1, tiny.entries(tiny.folder(tmp_path / "folder", tiny.config())), tiny.config())
+    other = tiny.config(vocab_size=61)
+    target = tiny.blank(other)
+    rules = CheckpointConfig(skip=("head.*", "embed.*"), allow_model_changes=("model.vocab_size",))
+    load_pretrained(tiny.entries(target), str(tmp_path / kind), alone("world"), model=other, rules=rules)
+    kept = {name for name, tensor in tiny.tensors(target).items() if (tensor == -7).all()}
+    assert kept == {"embed.weight", "head.weight"}
+
+
+@pytest.mark.parametrize("kind", ["folder", "checkpoint"])
 def test_another_model_is_refused_with_all_that_differs(kind: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.folder(tmp_path / "folder", tiny.config())
     save(tmp_path / "checkpoint", 1, tiny.entries(model), tiny.config())

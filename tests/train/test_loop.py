@@ -258,6 +258,15 @@ def test_what_is_skipped_keeps_its_first_weights_and_a_resume_skips_nothing(
     assert caplog.text.count("kept their initial values") == 1
 
 
+def test_a_resume_compares_models_even_where_only_the_checkpoints_were_kept(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    (tmp_path / "config.yaml").unlink()
+    change: dict[str, Override] = {"train.steps": "3", "model.rope.theta": "500.0"}
+    with pytest.raises(CheckpointError, match=r"model.rope.theta  10000.0     500.0"):
+        train(tmp_path, change)
+    assert train(tmp_path, change | {"checkpoint.allow_model_changes": "[model.rope]"}).step == 3
+
+
 def test_a_run_goes_on_with_another_optimizer_only_when_told_to(tmp_path: Path) -> None:
     train(tmp_path, {"train.steps": "2"})
     change: dict[str, Override] = {"train.steps": "4", "optim.kind": "sgd"}

@@ -53,6 +53,9 @@ class Draft:
     unsure: set[str] = field(default_factory=set)
     """Settings computed from what is missing or wrong, of a run that is refused: their values are shown to nobody."""
 
+    silent: set[str] = field(default_factory=set)
+    """Arguments of which nothing is said for that reason."""
+
     def put(self, flag: str, setting: str, value: Plain, text: str = "", *, of: Iterable[str] = ()) -> None:
         """A setting and the argument it comes from, listed if it was given or differs from our default.
 
@@ -61,6 +64,7 @@ class Draft:
         self.settings[setting] = value
         if not all(self.sure(name) for name in of):
             self.unsure.add(setting)
+            self.silent.add(flag)
         elif self.arguments.given(flag) or value != _default(setting):
             typed = self.arguments.typed(flag)
             self.entries.append(Entry(verdict="mapped", flag=typed, text=text, setting=setting, value=value))
@@ -118,7 +122,7 @@ def mention_the_rest(draft: Draft) -> None:
     """An entry for every argument that nothing was said about: others decided what it could have."""
     said = {entry.flag.split()[0] for entry in draft.entries}
     for name in draft.arguments.values:
-        if name not in said:
+        if name not in said and name not in draft.silent:
             draft.say("already", name, "decides nothing beside the other arguments")
 
 

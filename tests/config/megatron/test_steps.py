@@ -94,6 +94,7 @@ def test_nothing_is_told_of_values_that_follow_from_missing_or_wrong_ones(tiny: 
         )  # fmt: skip
         hidden = {"train.global_batch_size", "train.steps", "schedule.warmup_steps", "data.num_train_samples"}
         assert hidden.isdisjoint(told(samples))
+        assert not any("--train-samples" in entry.flag for entry in samples.entries)
         assert not any("rounded" in entry.text for entry in samples.entries)
     wide = tiny("", without=("--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--group-query-attention"))
     assert {"model.ffn_hidden_size", "model.num_kv_heads"}.isdisjoint(told(wide))
