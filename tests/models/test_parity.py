@@ -202,7 +202,7 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
 
 def test_every_family_stands_in_the_table() -> None:
     kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
-    assert kinds == {family.model_type for family in FAMILIES}
+    assert kinds | {"gpt_oss"} == {family.model_type for family in FAMILIES}  # whose experts are refused
 
 
 @pytest.mark.parametrize("name", some("qwen2", "gemma3", "phi3"))

@@ -1,0 +1,140 @@
+"""DeepSeek's config.json and tensors: dense ones, and layers that predict further ahead."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalith.config.attention import MLAConfig
+from megalith.config.mtp import MTPConfig
+from megalith.errors import ConfigError
+from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.testing.tolerance import EXACT, assert_close
+from tests.models.published import check_published, check_rules
+
+RAW: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168,
+    "initializer_range": 0.02, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8,
+    "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128,
+    "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "seq_aux": True,
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1", "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+DENSE = RAW | {"num_hidden_layers": 3, "num_nextn_predict_layers": 0}
+A_LAYER = 187_107_328 + 396_361_728 + 2 * 7168  # latent attention as in section 4.2 of the report; MLP; norms
+SMALL: dict[str, Any] = DENSE | {
+    "vocab_size": 37, "hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 3,
+    "intermediate_size": 10, "q_lora_rank": 5, "kv_lora_rank": 7, "qk_nope_head_dim": 3, "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}  # fmt: skip
+
+
+def test_the_dense_layers_of_the_published_model_are_read_and_have_as_many_parameters_as_stated() -> None:
+    check_published(DEEPSEEK_V3, DENSE, 2 * 129_280 * 7168 + 7168 + 3 * A_LAYER, reworded=("rope_scaling",))
+
+
+def test_experts_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="first_k_dense_replace=3, num_hidden_layers=61 and n_routed_experts=256"):
+        DEEPSEEK_V3.read_config(RAW)
+    bare = {name: value for name, value in SMALL.items() if name != "first_k_dense_replace"}
+    with pytest.raises(ConfigError, match="first_k_dense_replace=0, num_hidden_layers=2"):
+        DEEPSEEK_V2.read_config(bare)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_bias": True}, "attention_bias=True is not supported: it must be False"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1 is not supported: it must be 3"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' are not supported in a DeepSeek"),
+        ({"num_mtp_layers": 2}, "num_nextn_predict_layers=0, num_mtp_layers=2: expected one whole number"),
+        ({"num_nextn_predict_layers": -1}, "num_nextn_predict_layers=-1"),
+        ({"quantization_config": {"fmt": "e4m3"}}, "quantization_config=.* is not known"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DEEPSEEK_V3.read_config(SMALL | fields)
+
+
+@pytest.mark.parametrize(
+    ("scales", "factor", "mscale"),
+    [
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0, 1.0),
+        ({"mscale": 0.707, "mscale_all_dim": 0}, None, None),
+        ({"mscale": 0.707}, None, None),
+        ({"mscale_all_dim": 0.707}, None, 0.707),
+        ({}, None, None),
+    ],
+)
+def test_scales_count_only_together_in_rotations_and_one_alone_in_scores(
+    scales: dict[str, float], factor: float | None, mscale: float | None
+) -> None:
+    plain = {name: value for name, value in RAW["rope_scaling"].items() if not name.startswith("mscale")}
+    config = DEEPSEEK_V3.read_config(SMALL | {"rope_scaling": plain | scales})
+    assert config.mla is not None
+    assert (config.rope.attention_factor, config.mla.yarn_mscale) == (factor, mscale)
+    assert DEEPSEEK_V3.read_config(DEEPSEEK_V3.write_config(config)) == config
+
+
+def test_a_ratio_of_one_is_written_in_the_words_of_the_release() -> None:
+    written = DEEPSEEK_V3.write_config(DEEPSEEK_V3.read_config(DENSE))["rope_scaling"]
+    assert (written["mscale"], written["mscale_all_dim"]) == (1.0, 1.0) and "attention_factor" not in written
+
+
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None, "tie_word_embeddings": True}])
+def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
+    check_rules(DEEPSEEK_V3, DEEPSEEK_V3.read_config(SMALL | changes | {"num_nextn_predict_layers": 2}))
+
+
+def test_only_latent_attention_and_only_v3_with_further_predictions_are_written(tiny: SimpleNamespace) -> None:
+    with pytest.raises(ConfigError, match="model.mla=None: DeepseekV3ForCausalLM has latent attention"):
+        DEEPSEEK_V3.write_config(tiny.config())
+    config = replace(DEEPSEEK_V3.read_config(SMALL), mtp=MTPConfig(depths=1))
+    with pytest.raises(ConfigError, match="model.mtp.depths=1: DeepseekV2ForCausalLM has no word for it"):
+        DEEPSEEK_V2.write_config(config)
+    assert config.mla is not None
+    odd = replace(config, mla=MLAConfig(kv_rank=7, norm_eps=0.1))
+    with pytest.raises(ConfigError, match="model.mla.norm_eps=0.1: DeepseekV3ForCausalLM has no word for it"):
+        DEEPSEEK_V3.write_config(odd)
+
+
+def test_further_predictions_go_there_and_back_under_the_release_s_names(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 2})
+    weights = tiny.tensors(tiny.model(config))
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    file = tmp_path / "x" / "model.safetensors"
+    tensors = load_file(file)
+    assert torch.equal(tensors["model.layers.3.eh_proj.weight"], weights["mtp.1.project"])
+    assert torch.equal(tensors["model.layers.2.shared_head.norm.weight"], weights["mtp.0.norm.weight"])
+    # Published files repeat the embedding and the head with every such layer.
+    copies = {f"model.layers.2.{name}.weight": torch.zeros(37, 12) for name in ("embed_tokens", "shared_head.head")}
+    save_file(tensors | copies, file, metadata={"format": "pt"})
+    folder = HuggingFaceFolder(tmp_path / "x")
+    assert folder.model_config == config
+    back = tiny.blank(config)
+    folder.fill(tiny.entries(back))
+    assert_close(tiny.tensors(back), weights, EXACT)
+
+
+def test_a_config_that_promises_further_predictions_may_come_without(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
+    write_folder(tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3)
+    file = tmp_path / "x" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("model.layers.2.")}
+    save_file(kept, file, metadata={"format": "pt"})
+    assert HuggingFaceFolder(tmp_path / "x").model_config == replace(config, mtp=MTPConfig())
