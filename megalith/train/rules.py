@@ -8,6 +8,7 @@ from functools import partial
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
 from megalith.config.dropout import dropout_problems
+from megalith.config.lora import lora_problems
 from megalith.config.optim import optim_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import TrainRun
@@ -65,6 +66,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     if not counts:
         problems += context_problems(p, run.model, seq_len=t.seq_len)
         problems += dropout_problems(run.model.dropout, cp=p.cp)
+        problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             problems += batch_problems(
@@ -296,6 +298,17 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
+def conversations_need_text(run: TrainRun, world: int) -> str | None:
+    """Chat templates write text."""
+    kind = run.tokenizer.kind
+    if not run.data.sft.used() or kind != "null":
+        return None
+    return (
+        f"tokenizer.kind={kind} with data.sft: conversations are text, and it knows numbers only. Set tokenizer.kind "
+        f"to byte, or to huggingface with tokenizer.path."
+    )
+
+
 def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     """The order of the samples of a whole run is built before its first step."""
     steps, rows = run.train.steps, run.train.global_batch_size
@@ -339,5 +352,5 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there, text_has_one_position,
     compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps,
-    betas_are_shares, samples_can_be_counted,
+    betas_are_shares, samples_can_be_counted, conversations_need_text,
 )  # fmt: skip
