@@ -8,14 +8,18 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m
+from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 from megalith.recipes.mistral import mistral_7b
 from megalith.recipes.olmo2 import olmo2_1b, olmo2_7b, olmo2_13b
+from megalith.recipes.phi3 import phi3_mini
+from megalith.recipes.pythia import pythia_160m
 from megalith.recipes.quickstart import quickstart
 from megalith.recipes.qwen3 import qwen3_0_6b, qwen3_8b
 from megalith.recipes.sft_tiny import sft_tiny
 from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
 from megalith.recipes.smollm import smollm3_3b, smollm_135m
+from megalith.recipes.starcoder2 import starcoder2_3b
 from megalith.recipes.tiny_cpu import tiny_cpu
 
 _RECIPES = (
@@ -25,7 +29,9 @@ _RECIPES = (
     llama_6m,
     llama_29m,
     llama_125m,
+    gpt2_124m,
     smollm_135m,
+    pythia_160m,
     gemma3_270m,
     llama_350m,
     qwen3_0_6b,
@@ -33,7 +39,9 @@ _RECIPES = (
     llama3_1b,
     olmo2_1b,
     gemma2_2b,
+    starcoder2_3b,
     smollm3_3b,
+    phi3_mini,
     mistral_7b,
     olmo2_7b,
     llama3_8b,
