@@ -1,0 +1,146 @@
+"""Documents packed into rows compute what each computes alone, in float64, under every axis; and none sees another."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.data.loader import Batch, Masks, StepBatches, build_batch
+from megalith.data.sample import PackedSample
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.parallel.context import my_slicing
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64, compare
+from megalith.train.build import Trainer, build_trainer
+from megalith.train.step import train_step
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 3, 8, 1, 11, 2)
+ROWS = ((0, 1, 2), (3, 4, 5))
+"""Documents of each row of 24 tokens, of which 16 and 14 are used."""
+OTHER_ORDER = ((5, 2, 3), (1, 0, 4))
+LAYOUTS: dict[str, dict[str, str]] = {
+    "tp2 sp": {"parallel.tp": "2", "parallel.sp": "true"},
+    "cp2": {"parallel.cp": "2"},
+    "cp2 by document": {"parallel.cp": "2", "parallel.context.slicing": "document"},
+    "pp2": {"parallel.pp": "2"},
+    "dp2": {"parallel.dp": "2"},
+    "cp2 pp2 by document": {"parallel.cp": "2", "parallel.pp": "2", "parallel.context.slicing": "document"},
+    "tp2 cp2 sp, all to all": {
+        "parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.kind": "gather",
+    },
+}  # fmt: skip
+DEFAULT = {"tp2 sp", "cp2 by document"}
+ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in LAYOUTS]
+
+
+def document(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, and labels of which about half count; the first document has none."""
+    draw = np.random.default_rng(number)
+    ids = draw.integers(0, 257, LENGTHS[number] + 1)
+    labels = np.where(draw.random(LENGTHS[number]) < 0.5, ids[1:], -1) if number else np.full(LENGTHS[0], -1)
+    return ids[:-1], labels
+
+
+def row(numbers: Sequence[int], length: int = 24) -> PackedSample:
+    """Some documents and filler."""
+    ids, labels = np.zeros(length, np.int64), np.full(length, -1, np.int64)
+    end = 0
+    for number in numbers:
+        its_ids, its_labels = document(number)
+        ids[end : end + len(its_ids)], labels[end : end + len(its_ids)] = its_ids, its_labels
+        end += len(its_ids)
+    lengths = [LENGTHS[number] for number in numbers] + ([length - end] if end < length else [])
+    return PackedSample(ids, labels, tuple(lengths), end)
+
+
+def step_of(trainer: Trainer, rows: Sequence[Sequence[int]], length: int = 24) -> StepBatches:
+    """My share of a step with these rows, a row in each microbatch."""
+    dp, slicing = trainer.mesh.dp, my_slicing(trainer.run.parallel, trainer.mesh)
+    every = [build_batch([row(numbers, length)], Masks(), device=CPU, slicing=slicing) for numbers in rows]
+    mine = every[dp.rank :: dp.size]
+    return StepBatches(mine, sum(batch.num_labels for batch in every), (), sum(batch.num_read for batch in every))
+
+
+def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer:
+    run = tiny_run({"precision.params": "fp64", "train.seq_len": "24", "optim.clip_grad": "0", **settings})
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return build_trainer(run, mesh, CPU)
+
+
+def gradients(trainer: Trainer, step: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
+    """Loss, norm, and my slices of the gradients; nothing is learnt, so that another step starts from the same."""
+    result = train_step(trainer, step, lr=0.0, weight_decay=0.0)
+    trainer.data.settle()
+    return result.loss, result.grad_norm, {o.shard.name: o.gradient.clone() for o in trainer.data.owned}
+
+
+def _packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float]:
+    trainer = build(settings, rank, world)
+    apart = [(number,) for number in range(len(LENGTHS))]
+    loss, norm, expected = gradients(trainer, step_of(trainer, apart))
+    for rows in (ROWS, OTHER_ORDER):
+        packed, its_norm, found = gradients(trainer, step_of(trainer, rows))
+        difference = compare(found, expected)
+        assert difference.error <= FP64.relative and not difference.unpaired, difference
+        assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(norm, rel=1e-12)
+    return loss, norm
+
+
+def _alone() -> tuple[float, float]:
+    """Every document in a row of its own length: no filler at all."""
+    trainer = build({})
+    batches = [build_batch([row((n,), LENGTHS[n])], Masks(), device=CPU) for n in range(len(LENGTHS))]
+    assert all(len(batch.tokens.lengths) == 1 for batch in batches)
+    loss, norm, expected = gradients(trainer, StepBatches(batches, sum(batch.num_labels for batch in batches)))
+    assert sum(bool(gradient.abs().max() > 0) for gradient in expected.values()) == len(expected)
+    return loss, norm
+
+
+def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_in_any_order() -> None:
+    assert _packed_and_apart(0, 1, {}) == pytest.approx(_alone(), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_they_have_under_every_axis(name: str) -> None:
+    world = 4 if len([key for key in LAYOUTS[name] if key.endswith(("tp", "cp", "pp", "dp"))]) == 2 else 2
+    expected = pytest.approx(_alone(), rel=1e-9)
+    assert all(found == expected for found in run_ranks(_packed_and_apart, world, LAYOUTS[name]))
+
+
+def outputs(batch: Batch) -> Tensor:
+    model = Decoder(tiny_run().model, mesh_of_one())
+    allocate(model, CPU)
+    initialise(model, seed=3)
+    with torch.no_grad():
+        hidden: Tensor = model(batch.ids, batch.tokens)
+    return hidden
+
+
+def test_changing_one_document_leaves_the_outputs_of_the_others_as_they_were_to_the_bit() -> None:
+    first = row((0, 1, 2))
+    changed = PackedSample(first.ids.copy(), first.labels, first.lengths, first.num_valid)
+    changed.ids[5:8] = 200
+    before, after = (outputs(build_batch([each], Masks(), device=CPU)) for each in (first, changed))
+    assert torch.equal(before[:5], after[:5]) and torch.equal(before[8:], after[8:])
+    assert not torch.equal(before[5:8], after[5:8])
+
+
+def test_documents_that_were_one_would_be_seen() -> None:
+    """Rows whose documents see one another give another loss: the proofs above can fail."""
+    trainer = build({})
+    step = step_of(trainer, ROWS)
+    joined = [PackedSample(r.ids, r.labels, (24,), r.num_valid) for r in map(row, ROWS)]
+    batches = [build_batch([each], Masks(), device=CPU) for each in joined]
+    found = gradients(trainer, StepBatches(batches, step.num_labels))[0]
+    assert abs(found - gradients(trainer, step)[0]) > 1e-4
+
+
+def test_filler_is_nobodys_work() -> None:
+    batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
+    assert batch.num_read == 10 and batch.squared_lengths == 25 + 9 + 4
+    assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
