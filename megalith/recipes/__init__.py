@@ -23,8 +23,8 @@ from megalith.recipes.starcoder2 import starcoder2_3b
 from megalith.recipes.tiny_cpu import tiny_cpu
 
 _RECIPES = (
-    sft_tiny,
     tiny_cpu,
+    sft_tiny,
     quickstart,
     llama_6m,
     llama_29m,
