@@ -42,7 +42,8 @@ class FullySharded:
     The layers, the embedding and the head are each gathered together; the last norm, and a table that embedding and
     head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are summed after
     every microbatch, so that only those of one layer are ever held whole, and my rows of them are added up in fp32.
-    Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done.
+    Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done
+    and the layers behind it have been sent.
 
     Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
     """
@@ -50,13 +51,14 @@ class FullySharded:
     def __init__(
         self, chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
         device: torch.device, gradient_dtype: torch.dtype, keep_gathered: bool = False, watch: bool = False,
+        overlap: bool = True,
     ) -> None:  # fmt: skip
         """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
-        `watch`: note which gradients are not finite before they are summed."""
+        `watch`: note which gradients are not finite before they are summed. `overlap`: gather what backward needs next
+        and sum over replicas while it computes."""
         self.mesh = mesh
-        self.units = [
-            Unit(module, mesh.over("dp_replica")) for chunk in chunks for module in (*_inner_units(chunk), chunk)
-        ]
+        self.sums = SumsInOrder(mesh.over("dp_replica"), overlap=overlap)
+        self.units = [Unit(module, self.sums) for chunk in chunks for module in (*_inner_units(chunk), chunk)]
         unit_of: dict[int, Unit] = {}
         for unit in self.units:  # a chunk comes after the units inside it, and gets what they leave
             for module in unit.module.modules():
@@ -74,6 +76,9 @@ class FullySharded:
         found: dict[str, Owned] = {}
         for unit in self.units:
             found |= unit.connect(places.get(id(unit), []), mesh.shard, gradient_dtype=gradient_dtype, watch=watch)
+        self.sums.units = _as_backward_ends(self.units, chunks)
+        for chunk in chunks if not overlap else ():
+            _gather_nothing_ahead(chunk)
         self.owned = [found[shard.name] for shard, _, _ in trained if shard.name in found]
         self.frozen = _my_rows(frozen, mesh.shard)
         require_alike_slices(self.owned, mesh)
@@ -81,6 +86,7 @@ class FullySharded:
 
     def begin_step(self, microbatches: int) -> None:
         """Expect this many backward passes before `finish`."""
+        self.sums.started = 0
         for unit in self.units:
             unit.begin_step(microbatches)
 
@@ -93,7 +99,9 @@ class FullySharded:
         unused = [name for unit in self.units for name in unit.unused()]
         self._told = self._told or warn_of_zeros(unused)
         for unit in self.units:
-            unit.finish()
+            unit.close()
+        self.sums.start(ready_only=False)
+        self.sums.wait()
         self._free()
         sum_shared_slices(self.owned, self.mesh)
         return self.owned
@@ -119,17 +127,40 @@ class FullySharded:
             unit.fsdp.reshard()
 
 
+class SumsInOrder:
+    """Sums of the units' gradients over replicas: in one order, whatever part a unit had in the loss of a replica."""
+
+    def __init__(self, group: Group, *, overlap: bool) -> None:
+        self.group, self.overlap = group, overlap
+        self.units: Sequence[Unit] = ()
+        self.started = 0
+        self._running: list[dist.Work] = []
+
+    def start(self, *, ready_only: bool) -> None:
+        """Start what is next, as far as units are ready, or all that is left."""
+        while self.started < len(self.units) and not (ready_only and not self.units[self.started].ready):
+            gradient = self.units[self.started].gradient
+            work = start_all_reduce_(gradient, self.group) if gradient.numel() else None
+            self._running += [] if work is None else [work]
+            self.started += 1
+
+    def wait(self) -> None:
+        """Until all are there."""
+        for work in self._running:
+            work.wait()
+        self._running.clear()
+
+
 class Unit:
     """Parameters that are gathered together, and the fp32 or float64 gradient of my rows of them."""
 
-    def __init__(self, module: nn.Module, replicas: Group) -> None:
-        self.module, self.replicas = module, replicas
+    def __init__(self, module: nn.Module, sums: SumsInOrder) -> None:
+        self.module, self.sums = module, sums
         self.gradient = torch.empty(0)
         self.names: list[str] = []
         self.seen: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
         self._expected = self._rounds = 0
-        self._running: dist.Work | None = None
         self._sum: Tensor | None = None
         self._read = 0
         self._finite: Tensor | None = None
@@ -176,15 +207,15 @@ class Unit:
         """Names of its parameters, if none of them has had a gradient in this step."""
         return self.names if self._rounds == 0 else []
 
-    def finish(self) -> None:
-        """Wait for the sums of the step; a unit without any has zeros."""
+    @property
+    def ready(self) -> bool:
+        """Whether all its gradients of the step have come, or can come no more."""
+        return not self.names or self._rounds == self._expected
+
+    def close(self) -> None:
+        """No gradient of the step comes any more; a unit without any has zeros."""
         if self._rounds == 0:
             self.gradient.zero_()
-        if self._rounds < self._expected:
-            self._sum_over_replicas()
-        if self._running is not None:
-            self._running.wait()
-        self._running = None
 
     def look_at(self, message: Tensor, ranks: int) -> None:
         """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before they are summed."""
@@ -216,12 +247,8 @@ class Unit:
         if self._read == self._sum.numel():
             self._sum = None
             self._rounds += 1
-            if self._rounds == self._expected:
-                self._sum_over_replicas()
-
-    def _sum_over_replicas(self) -> None:
-        if self.gradient.numel():
-            self._running = start_all_reduce_(self.gradient, self.replicas)
+            if self.sums.overlap:
+                self.sums.start(ready_only=True)
 
 
 class Gather:
@@ -330,8 +357,25 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
     if sum(map(len, held)) > len(set().union(*held)):
         raise PlanError(
             f"parallel.zero=3 with {len(chunks)} chunks on one rank that share the table of the vocabulary: each chunk "
-            f"is cut by itself. Set model.tied_embeddings=false, parallel.pipeline.vpp=1, or parallel.zero=2."
+            f"is cut by itself. Set model.tied_embeddings=false and model.mtp.depths=0, parallel.pipeline.vpp=1, or "
+            f"parallel.zero=2."
         )
+
+
+def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
+    """The last layer first; a chunk's own parameters, of which both ends may have a part, after all inside it."""
+    unit_of = {id(unit.module): unit for unit in units}
+    return [
+        unit_of[id(module)] for chunk in reversed(chunks) for module in (*reversed(list(_inner_units(chunk))), chunk)
+    ]
+
+
+def _gather_nothing_ahead(chunk: nn.Module) -> None:
+    """Let backward gather what it needs when it needs it. FSDP2 has no switch for that, but may be told what to gather
+    ahead: here the chunk's own parameters, which are there."""
+    for module in (*_inner_units(chunk), chunk):
+        assert isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule)
+        module.set_modules_to_backward_prefetch([chunk])
 
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:

@@ -272,11 +272,12 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     """Fully sharded weights are cut chunk by chunk, and without a pipeline the first and the last lie on one rank."""
     p = run.parallel
     alone = world // p.tp <= 1
-    if p.zero != 3 or p.pp > 1 or p.pipeline.vpp == 1 or alone or not run.model.tied_embeddings:
+    if p.zero != 3 or p.pp > 1 or p.pipeline.vpp == 1 or alone or not run.model.shares_table():
         return None
+    cause = "tied_embeddings=true" if run.model.tied_embeddings else f"mtp.depths={run.model.mtp.depths}"
     return (
         f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} and "
-        f"model.tied_embeddings=true: two chunks of a rank share the table of the vocabulary, and each chunk is cut by "
+        f"model.{cause}: two chunks of a rank share the table of the vocabulary, and each chunk is cut by "
         f"itself. Set parallel.pipeline.vpp=1, or parallel.zero=2."
     )
 

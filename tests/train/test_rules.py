@@ -41,6 +41,11 @@ CASES = [
         TIED_CHUNKS, 2, "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.tied_embeddings=true",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
+    (
+        {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__mtp__depths": "1"}, 2,
+        "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.mtp.depths=1",
+        "Set parallel.pipeline.vpp=1, or parallel.zero=2",
+    ),
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
     (
