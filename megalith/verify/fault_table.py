@@ -7,6 +7,7 @@ from typing import Literal
 from megalith.config.attention import AttentionConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.dropout import DropoutConfig
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
@@ -47,12 +48,14 @@ def judge(fault: Fault) -> Verdict:
     recompute, offload = memory_settings(fault)
     with planted(fault.name):
         problems = type_check(
-            model, parallel, world=world, ranks=(world - 1,), recompute=recompute, offload=offload
+            model, parallel, world=world, ranks=(world - 1,), recompute=recompute, offload=offload,
+            lora=adapters_of(fault),
         ).problems  # fmt: skip
     where = problems[0].where if problems else None
     try:
         case = layout_case(model, parallel, world, documents="documents" in fault.needs, fault=fault.name)
-        found = prove_layout(replace(case, run=replace(case.run, recompute=recompute, offload=offload)))
+        run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault))
+        found = prove_layout(replace(case, run=run))
         return Verdict(fault, where, *_first_difference(found))
     except RankError as error:
         told = str(error).split("\nthen:")[0].splitlines()[-1]
@@ -89,6 +92,11 @@ def attention_of(fault: Fault) -> AttentionConfig:
         qk_norm="whole" if "whole norms" in fault.needs else "none", sinks="sinks" in fault.needs,
         window=3 if "window" in fault.needs else None,
     )  # fmt: skip
+
+
+def adapters_of(fault: Fault) -> LoraConfig | None:
+    """The adapters that the fault needs."""
+    return LoraConfig(rank=3) if "adapters" in fault.needs else None
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:

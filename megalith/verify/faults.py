@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megalith.config.lora import LoraConfig
 from megalith.config.suggest import did_you_mean
 from megalith.data import loader
 from megalith.errors import ConfigError
@@ -26,7 +27,7 @@ from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.nn import qk_norm
+from megalith.nn import lora, qk_norm
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
@@ -63,6 +64,7 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
+    "adapters",
 ]  # fmt: skip
 
 
@@ -451,6 +453,14 @@ def _is_shared_head(shard: Shard) -> bool:
     return "tp_kv" in shard.cut and "tp_copy" not in shard.cut
 
 
+def _whole_gradient(weight: Shard, adapters: LoraConfig, region: Region) -> tuple[Shard, Shard]:
+    a, b = ORIGINAL_ADAPTER(weight, adapters, region)
+    return replace(a, invariant=frozenset(region.group.axes)), b
+
+
+ORIGINAL_ADAPTER = lora.column_adapter
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
@@ -620,6 +630,10 @@ FAULTS: tuple[Fault, ...] = (
         "positions_of_first_rank", "Each rank's part of the tokens gets the learnt positions of the first part.",
         "numbers", ("tp", "sp", "learned positions"),
         lambda: replaced(LearnedPositions, "forward", _positions_of_the_first_rank),
+    ),
+    Fault(
+        "adapter_invariant", "The whole half of an adapter says under sp that its gradient is whole, too.",
+        "types", ("tp", "sp", "adapters"), lambda: replaced(lora, "column_adapter", _whole_gradient),
     ),
     Fault(
         "stale_input_recomputed", "What backward computes again reads an earlier microbatch.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Literal
 
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -56,7 +57,9 @@ class Layout:
             self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
             documents=self.documents,
         )  # fmt: skip
-        return replace(case, run=replace(case.run, recompute=self.recompute, offload=self.offload, lora=self.lora))
+        base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
+        run = replace(case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base)
+        return replace(case, run=run)
 
 
 def tiny(
@@ -421,8 +424,9 @@ def _adapters() -> Iterator[Layout]:
     for name, (model, parallel, lora, recompute) in rows.items():
         microbatch = 3 if parallel.pp > 1 else 1
         yield Layout(
-            area="adapters", name=name, model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
-            recompute=recompute, lora=lora, sample=name in ("tp2 sp, rings", "tp2 pp2", "dp2, zero 3"),
+            area="adapters", name=f"adapters, {name}", model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
+            recompute=recompute, lora=lora,
+            documents=name in ("tp2 sp", "cp2"), sample=name in ("tp2 sp, rings", "tp2 pp2", "dp2, zero 3"),
         )  # fmt: skip
 
 

@@ -51,6 +51,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "sinks_in_every_step": (False, "wrong loss"),
     "whole_norm_local": (True, "wrong loss"),
     "positions_of_first_rank": (False, "wrong loss"),
+    "adapter_invariant": (True, "wrong gradients"),
     "stale_input_recomputed": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
     "second_sum_removed": (True, "wrong gradients"),

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
 from megalith.verify import faults
-from megalith.verify.fault_table import attention_of, memory_settings
+from megalith.verify.fault_table import adapters_of, attention_of, memory_settings
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
@@ -31,14 +32,17 @@ REFUSALS = {
     "vocab_loss_local": ("loss", "losses must be I", "over tp_kv, but they are V (every rank has its own)"),
     "second_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
     "whole_norm_local": ("layers.0.attention.norms.q_norm", "Found types: [P, ", "over tp_copy on the Partial operand"),
+    "adapter_invariant": ("layers.0.attention.qkv", "Found types: [V, I]", "args[1]: bf16[24, 3] {"),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
 
 
-def check(*, sp: bool, recompute: RecomputeConfig = KEEP_ALL, model: ModelConfig = MODEL) -> TypeReport:
+def check(
+    *, sp: bool, recompute: RecomputeConfig = KEEP_ALL, model: ModelConfig = MODEL, lora: LoraConfig | None = None
+) -> TypeReport:
     """Two ranks for each of two key/value heads, two of data: every axis of the grid has more than one rank."""
-    return type_check(model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute)
+    return type_check(model, ParallelConfig(tp=4, sp=sp), world=8, ranks=(5,), recompute=recompute, lora=lora)
 
 
 def regions(fault: Fault) -> list[bool]:
@@ -58,7 +62,10 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 @pytest.mark.parametrize(("fault", "sp"), CASES, ids=[f"{fault.name}-{'sp' if sp else 'whole'}" for fault, sp in CASES])
 def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
     with planted(fault.name):
-        report = check(sp=sp, recompute=memory_settings(fault)[0], model=replace(MODEL, attention=attention_of(fault)))
+        report = check(
+            sp=sp, recompute=memory_settings(fault)[0], model=replace(MODEL, attention=attention_of(fault)),
+            lora=adapters_of(fault),
+        )  # fmt: skip
     if fault.found_by == "numbers":
         assert report.ok
         return
