@@ -59,7 +59,7 @@ class ParallelConfig:
 
     overlap: bool = True
     """Communicate while computing: gradient sums behind backward, weights behind forward, stages' messages behind other
-    microbatches. Same numbers either way."""
+    microbatches, keys and values around cp ranks behind attention. Same numbers either way."""
 
     check_collectives: bool = False
     """Compare what all ranks are about to do before every collective, so that a mismatch is an error and not a hang;

@@ -85,7 +85,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             BLOCKS[config.block](
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
-                core=build_attend(context, index, mesh), recompute=recompute,
+                core=build_attend(context, index, mesh, overlap=overlap), recompute=recompute,
             )
             for index in self.stage.layers
         )  # fmt: skip
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
             self.further = FurtherPredictions(
                 config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
                 shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
-                core=build_attend(context, config.num_layers - 1, mesh),
+                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.shares_table() else None)

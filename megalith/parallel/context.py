@@ -57,19 +57,22 @@ class Attend(Protocol):
         """
 
 
-def build_attend(context: ContextConfig, layer: int, mesh: Mesh) -> Attend:
-    """How a layer of the model, numbered over all stages, attends to the tokens of other ranks."""
+def build_attend(context: ContextConfig, layer: int, mesh: Mesh, *, overlap: bool = True) -> Attend:
+    """How a layer of the model, numbered over all stages, attends to the tokens of other ranks.
+
+    `overlap`: what goes round a ring travels while a rank computes.
+    """
     if mesh.cp.size == 1:
         return attention
     match kind_of_layer(context, layer):
         case "ring":
-            return Ring(mesh.cp)
+            return Ring(mesh.cp, overlap=overlap)
         case "gather":
             return Gathered(mesh.cp)
         case "a2a":
             return HeadExchange(mesh.cp)
         case "a2a+ring":
-            return HeadsThenRing(mesh.over("cp_a2a"), mesh.over("cp_ring"))
+            return HeadsThenRing(mesh.over("cp_a2a"), mesh.over("cp_ring"), overlap=overlap)
 
 
 def my_slicing(parallel: ParallelConfig, mesh: Mesh) -> Slicing:
@@ -86,13 +89,14 @@ class Ring:
     """Keys and values go round `group`: see `Attend`."""
 
     group: Group
+    overlap: bool = True
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
     ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
         spans = _context(tokens).spans_of_groups(1, window=scores.window)
-        return ring_attention(q, k, v, self.group, spans, scores, sinks)
+        return ring_attention(q, k, v, self.group, spans, scores, sinks, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ class HeadsThenRing:
 
     near: Group
     ring: Group
+    overlap: bool = True
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
@@ -141,7 +146,8 @@ class HeadsThenRing:
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
         spans = context.spans_of_groups(self.near.size, window=scores.window)
-        out = ring_attention(q, k, v, self.ring, spans, scores, sinks_of_my_heads(sinks, self.near))
+        mine = sinks_of_my_heads(sinks, self.near)
+        out = ring_attention(q, k, v, self.ring, spans, scores, mine, overlap=self.overlap)
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
@@ -221,15 +227,16 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
-    scores: Scores = PLAIN, sinks: Tensor | None = None,
+    scores: Scores = PLAIN, sinks: Tensor | None = None, *, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
 
     spans[r]: what my queries see of the keys of rank number r; the window of `scores` is in them. sinks [n].
+    Without `overlap` every message is waited for before anything else is done; the numbers are the same.
     """
     if group.size == 1:
         return span_attention(q, k, v, spans[0], scores, sinks)
-    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, overlap)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -245,43 +252,44 @@ class RingAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
-        sinks: Tensor | None,
+        sinks: Tensor | None, overlap: bool,
     ) -> Tensor:  # fmt: skip
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
         q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
         result, held = nothing_found(q, widths[1], sinks), own
         for step in range(group.size):
-            coming = start_passing(held, group) if step < group.size - 1 else None
+            coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else None
             attend(q, *_both(held, widths), spans[_owner(group, step)], result, scores)
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse, sinks)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
+        ctx.overlap = overlap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, own, out, lse, sinks = ctx.saved_tensors
-        group, spans, heads, widths = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths
+        group, spans, heads, widths, overlap = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.overlap
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq = torch.zeros_like(q, dtype=lse.dtype)
         find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq)
         first, last = _halves(spans[group.rank])
-        coming, travelling = start_passing(own, group), None
+        coming, travelling = _while_computing(start_passing(own, group), overlap), None
         mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype))
         for step in range(1, group.size):
             held = coming.wait()
-            coming = start_passing(held, group) if step < group.size - 1 else coming
+            coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else coming
             sums = find(held, spans[_owner(group, step)], torch.zeros_like(mine))
-            travelling = _send_home(sums, travelling, group)
+            travelling = _while_computing(_send_home(sums, travelling, group), overlap)
         mine = find(own, last, mine)
         assert travelling is not None
         dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
-        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks
+        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +328,11 @@ def _halves(spans: Spans) -> tuple[Spans, Spans]:
 def _owner(group: Group, step: int) -> int:
     """Whose keys and values I hold in a step."""
     return (group.rank - step) % group.size
+
+
+def _while_computing(started: Started, overlap: bool) -> Started:
+    """Let a message travel on while something is computed, or wait for it here."""
+    return started if overlap else Started(started.wait())
 
 
 def _send_home(sums: Tensor, travelling: Started | None, group: Group) -> Started:

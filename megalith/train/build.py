@@ -72,7 +72,7 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
 
         return FullySharded(
             list(model), parameters, mesh, device=device, gradient_dtype=sums, keep_gathered=len(model) * p.pp > 1,
-            watch=watch,
+            watch=watch, overlap=p.overlap,
         )  # fmt: skip
     return DataParallel(
         model, parameters, mesh, device=device, gradient_dtype=sums,

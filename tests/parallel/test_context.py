@@ -254,6 +254,36 @@ def test_a_ring_hides_a_slow_link_behind_its_steps(world: int) -> None:
     assert min(run_ranks(_hidden_share, world, Case(lengths=(48,), row=48))) > 0.8
 
 
+def _both_ways(rank: int, world: int, kind: ContextKind) -> list[list[Tensor]]:
+    """Output and gradients with and without overlap; and what is under way whenever something is computed."""
+    case = Case(kind, a2a=2 if kind == "a2a+ring" else None)
+    mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
+    slices, tokens = shared(case, mesh, world)
+    read = torch.from_numpy(slices.as_read(rank))
+    found = []
+    for overlap in (True, False):
+        q, k, v, dout = (x[read].clone().requires_grad_() for x in case.whole(torch.float32))
+        late: list[bool] = []
+
+        def note(*args: Any, late: list[bool] = late) -> None:
+            late.append(any(transfer.waits == 0 for transfer in link.transfers))
+            ATTEND(*args)
+
+        with slow_link() as link, replaced(context, "attend", note):
+            out = build_attend(case.parallel(world).context, 0, mesh, overlap=overlap)(q, k, v, tokens)
+            out.backward(dout.detach())
+        assert any(late) == overlap
+        found.append([out.detach(), *(x.grad for x in (q, k, v) if x.grad is not None)])
+    return found
+
+
+@pytest.mark.parametrize(("world", "kind"), [(2, "ring"), (3, "ring"), (4, "a2a+ring")])
+def test_without_overlap_a_ring_waits_before_it_computes_and_changes_no_bit(world: int, kind: ContextKind) -> None:
+    for overlapped, plain in run_ranks(_both_ways, world, kind):
+        assert len(plain) == 4
+        assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
+
+
 def test_a_group_of_one_is_plain_attention() -> None:
     assert build_attend(ContextConfig(kind="a2a"), 0, mesh_of_one()) is attention
 

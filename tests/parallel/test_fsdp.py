@@ -15,13 +15,14 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
+from megalith.errors import PlanError
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.observe.flight import Flight
 from megalith.parallel import engine as engines
-from megalith.parallel.fsdp import FullySharded, Unit
+from megalith.parallel.fsdp import FullySharded, Unit, _refuse_shared_chunks
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.testing.inject import replaced
@@ -42,15 +43,16 @@ MICROBATCHES = 2
 
 def build(
     mesh: Mesh, *, dtype: torch.dtype = torch.float64, watch: bool = False, keep_gathered: bool = False,
-    recompute: RecomputeConfig | None = None, config: ModelConfig = CONFIG,
+    recompute: RecomputeConfig | None = None, config: ModelConfig = CONFIG, overlap: bool = True,
 ) -> tuple[Decoder, FullySharded]:  # fmt: skip
     """A small model, its weights cut into rows."""
     model = Decoder(config, mesh, dtype=dtype, recompute=recompute or RecomputeConfig())
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
     wide = torch.promote_types(dtype, torch.float32)
     data = FullySharded(
-        [model], parameters, mesh, device=CPU, gradient_dtype=wide, watch=watch, keep_gathered=keep_gathered
-    )
+        [model], parameters, mesh, device=CPU, gradient_dtype=wide, watch=watch, keep_gathered=keep_gathered,
+        overlap=overlap,
+    )  # fmt: skip
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
     for owned in data.owned:
         fill(owned.weight, owned.shard, init_of[owned.shard.name], seed=5)
@@ -147,6 +149,57 @@ def test_a_layer_without_a_part_in_the_loss_gets_zeros_and_is_named_once() -> No
         (text,) = said
         assert text.startswith("layers.3.") and "embed.weight" not in text
         assert " had no part in the loss of this step: their gradients are zero" in text
+
+
+def _first_replica_leaves_layers_out(rank: int, world: int, overlap: bool) -> None:
+    """Two replicas of two ranks each; one computes with the first and the last layer alone."""
+    grid = model_grid(ParallelConfig(zero=3, replicas=2), CONFIG, world)
+    mesh = build_mesh(grid, rank=rank)
+    model, data = build(mesh, overlap=overlap)
+    replica = mesh.coordinates["dp_replica"]
+    whole = alone()
+    total: dict[str, Tensor] = {}
+    for number in range(world):
+        kept = (0, 3) if grid.coordinates(number)["dp_replica"] == 0 else range(4)
+        whole.zero_grad()
+        with replaced(whole, "layers", torch.nn.ModuleList(whole.layers[layer] for layer in kept)):
+            loss_of(whole, number).backward()
+        for name, parameter in names(whole).items():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            total[name] = total.get(name, torch.zeros_like(parameter)) + gradient
+    if replica == 0:
+        del model.layers[1:3]
+    assert_close(step(model, data, [rank]), rows(data, total), FP64)
+
+
+def names(model: Decoder) -> dict[str, torch.nn.Parameter]:
+    return {declared.shard.name: getattr(module, name) for declared, module, name in declared_parameters(model)}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_replicas_that_leave_out_different_layers_add_up_the_same_ones(overlap: bool) -> None:
+    run_ranks(_first_replica_leaves_layers_out, 4, overlap, timeout=240)
+
+
+def _gathers(rank: int, world: int) -> list[list[str]]:
+    """With and without overlap: gradients, and what was asked for in which order."""
+    found, orders = [], []
+    for overlap in (True, False):
+        flight = Flight()
+        model, data = build(dp_mesh(rank, world, flight=flight), overlap=overlap)
+        step(model, data, [rank])  # FSDP2 learns the order from the first
+        before = len(flight.entries)
+        found.append(step(model, data, [rank]))
+        orders.append([entry.op for entry in list(flight.entries)[before:]])
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    return orders
+
+
+def test_without_overlap_backward_gathers_nothing_ahead_and_changes_no_bit() -> None:
+    for ahead, plain in run_ranks(_gathers, 2):
+        assert sorted(ahead) == sorted(plain)
+        assert "all_gather all_gather reduce_scatter" in " ".join(ahead[-12:])
+        assert "all_gather reduce_scatter all_gather reduce_scatter" in " ".join(plain[-12:]), plain
 
 
 def _recomputed(rank: int, world: int) -> None:
@@ -365,3 +418,16 @@ def _goes_on(rank: int, world: int, folder: str) -> None:
 
 def test_a_run_goes_on_to_the_bit_and_other_layouts_take_its_checkpoint_and_give_it_back(tmp_path: Path) -> None:
     run_ranks(_goes_on, 2, str(tmp_path))
+
+
+def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
+    model = Decoder(replace(CONFIG, tied_embeddings=True), mesh_of_one())
+    _refuse_shared_chunks([model])  # shared inside one chunk
+    with pytest.raises(PlanError) as caught:
+        _refuse_shared_chunks([model.embed, model.head])
+    text = str(caught.value)
+    assert text.startswith(
+        "parallel.zero=3 with 2 chunks on one rank that share the table of the vocabulary: each chunk "
+    )
+    assert "Set model.tied_embeddings=false" in text
+    assert text.endswith(", parallel.pipeline.vpp=1, or parallel.zero=2.")
