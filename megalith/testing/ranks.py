@@ -324,8 +324,16 @@ def serve(pipe: str, parent: str, folder: str) -> None:
         gc.collect()  # groups in dead cycles end now and here, not on some thread in the middle of another call
         _leave()
         gc.freeze()  # what lives on is not looked at again, which keeps the next collection short
-        os.environ.clear()
-        os.environ.update(environment)
+        _restore(environment)
+
+
+def _restore(environment: Mapping[str, str]) -> None:
+    """Undo changes of the environment, touching nothing that is as it was: other threads may be reading it."""
+    for name in [name for name in os.environ if name not in environment]:
+        del os.environ[name]
+    for name, value in environment.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _obey(call: Call, arguments: bytes) -> Answer:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.errors import RankError
+from megalith.testing import ranks
 from megalith.testing.ranks import RankPool, run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -290,3 +291,27 @@ def test_workers_of_a_script_end_with_it(how: str, tmp_path: Path) -> None:
         parent.wait(timeout=30)
     assert len(pids) == 1
     assert all(gone(pid) for pid in pids)
+
+
+class Noted(dict[str, str]):
+    """An environment that remembers what was changed in it."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__(values)
+        self.changed: list[str] = []
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self.changed.append(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.changed.append(name)
+        super().__delitem__(name)
+
+
+def test_of_the_environment_only_what_a_call_changed_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Noted(SAME="1", OTHER="x", NEW="y")
+    monkeypatch.setattr(os, "environ", found)
+    ranks._restore({"SAME": "1", "OTHER": "2", "GONE": "3"})
+    assert found == {"SAME": "1", "OTHER": "2", "GONE": "3"}
+    assert sorted(found.changed) == ["GONE", "NEW", "OTHER"]
