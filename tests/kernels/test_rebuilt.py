@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, rebuilt, value_of
+from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, rebuild, rebuilt, value_of
 from megalith.testing.tolerance import EXACT, assert_equals
 
 
@@ -119,3 +119,15 @@ def test_a_fingerprint_changes_with_any_value_and_with_their_order(dtype: torch.
         other[place] = ~other[place] if dtype == torch.bool else other[place] + 1
         assert not torch.equal(fingerprint(x), fingerprint(other.view(5, 6)))
     assert not torch.equal(fingerprint(x), fingerprint(x.T.contiguous()))
+
+
+def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
+    x = seeded(4, 3)
+    like = x.shape, x.dtype
+    assert torch.equal(rebuild(torch.clone, (x,), like=like), x)
+    with pytest.raises(
+        RuntimeError, match=r"computed torch.float32 \[3, 4\] again where forward had torch.float32 \[4, 3\]"
+    ):
+        rebuild(torch.t, (x,), like=like)
+    with pytest.raises(RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"):
+        rebuild(Tensor.double, (x,), like=like)

@@ -11,10 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.errors import RankError
+from megalith.errors import DataError, RankError
 from megalith.parallel import link
 from megalith.parallel.group import Group, alone, start_receive, start_send
-from megalith.parallel.link import Link, Message, Spec, _announced, _announcement, handles_of, open_channels, specs_of
+from megalith.parallel.link import (
+    Link,
+    Message,
+    Posted,
+    Spec,
+    _announced,
+    _announcement,
+    handles_of,
+    open_channels,
+    specs_of,
+)
 from megalith.plan.schedule import build_schedule
 from megalith.plan.transfers import channels
 from megalith.testing.ranks import everyone, run_ranks
@@ -126,3 +136,22 @@ def _dies_while_sending(rank: int, world: int) -> None:
 def test_a_send_whose_target_died_is_no_silent_success() -> None:
     with pytest.raises(RankError, match="rank 1 gives up"):
         run_ranks(_dies_while_sending, 2)
+
+
+def _posted(*expected: Spec) -> Posted:
+    """A receive of the forward message of microbatch 4 to stage 2, from pipeline rank 1; nothing travels."""
+    nobody: Any = None
+    return Posted(Message("forward", 2, 4), 1, alone("pp"), nobody, tag=0, specs=expected, device=CPU)
+
+
+def test_an_announcement_of_other_tensors_is_refused_with_both() -> None:
+    mine = Spec((3, 5), torch.bfloat16)
+    _posted(mine)._compare((mine,))
+    with pytest.raises(DataError) as caught:
+        _posted(mine)._compare((Spec((4, 5), torch.bfloat16), Spec((), torch.int64)))
+    assert str(caught.value) == (
+        "pipeline rank 1 sends bfloat16 [4, 5], int64 [] forward to stage 2 for microbatch 4, but bfloat16 [3, 5] was "
+        "expected: the stages read other rows. Use the same data and settings on every rank."
+    )
+    with pytest.raises(DataError, match=r"sends nothing forward to stage 2 .* but bfloat16 \[3, 5\] was expected"):
+        _posted(mine)._compare(())
