@@ -16,6 +16,12 @@ value, w bytes of a statistic. One layer keeps, each row where it is kept first:
     mlp              gate and up                         2·f·e·t      not with `mlp`
     mlp.down         its input                           f·e·t        not with `mlp_act` or `mlp`
 
+Other kinds of layers keep other rows: a LayerNorm also means, w·t; norms after attention and MLP their own inputs; a
+parallel layer one input less, and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and
+sinks what torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below say.
+Estimates, and no more, are: attention on accelerators; attention whose weights are dropped; and, on CPUs, latent
+attention of documents too short for tiles, whose values have another width than keys.
+
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
 
@@ -75,6 +81,9 @@ class Setting:
     context: ContextKind = "ring"
     a2a: int = 1
     """Neighbours that exchange heads, with a2a+ring."""
+
+    first_layer: int = 0
+    """Number of the first layer here over all stages; it decides which have windows and positions."""
 
     accelerator: bool = False
     """Attention is always torch's kernel there. Its rows are then an estimate; all others stay exact."""
@@ -144,22 +153,24 @@ def total(rows: Sequence[Row]) -> int:
 
 def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, loss: bool = True) -> StageKept:
     """The rows of a stage with so many layers, and with the embedding and the loss or without."""
-    again = modules_again(setting.recompute)
-    layer = tuple(layer_rows(setting, again))
+    again, first = modules_again(setting.recompute), setting.first_layer
+    each = [tuple(layer_rows(setting, again, first + layer)) for layer in range(num_layers)]
     layers: list[tuple[Row, ...]] = []
     host: list[tuple[Row, ...]] = []
-    transient = total(whole_layer(setting)) - total(layer)
+    transient = max((total(whole_layer(setting, first + n)) - total(rows) for n, rows in enumerate(each)), default=0)
     for span in layer_spans(setting.recompute, setting.offload, num_layers):
-        rows = (span_input(setting),) if span.recomputed else layer
+        inside = each[span.start : span.stop]
+        rows = (span_input(setting),) if span.recomputed else inside[0]
         if span.recomputed:
-            transient = max(transient, (span.stop - span.start) * total(layer) - total(rows))
+            transient = max(transient, sum(map(total, inside)) - total(rows))
         nothing = [()] * (span.stop - span.start - 1)
         layers += [rows, *nothing]
         host += [offloaded(setting, span, rows), *nothing]
     transient = max(transient, 0) + most_back(
         [(total(r), total(away)) for r, away in zip(layers, host, strict=True) if r]
     )
-    return StageKept(tuple(layers), tuple(host), tuple(_ends(setting, num_layers, embedding, loss)), transient)
+    ends = (*_ends(setting, num_layers, embedding, loss), *_shared(setting, num_layers, embedding, loss))
+    return StageKept(tuple(layers), tuple(host), ends, transient)
 
 
 def most_back(spans: Sequence[tuple[int, int]]) -> int:
@@ -177,32 +188,56 @@ def most_back(spans: Sequence[tuple[int, int]]) -> int:
     return max([0, *back])
 
 
-def whole_layer(setting: Setting) -> list[Row]:
+def whole_layer(setting: Setting, layer: int | None = None) -> list[Row]:
     """What a layer keeps when nothing is computed again."""
-    return layer_rows(replace(setting, recompute=RecomputeConfig()), ())
+    return layer_rows(replace(setting, recompute=RecomputeConfig()), (), layer)
 
 
-def layer_rows(setting: Setting, again: Sequence[str]) -> list[Row]:
-    """One layer, of which the parts `again` are computed again in backward."""
-    h, e, t, own, part = setting.model.hidden_size, setting.element, setting.tokens, setting.own_tokens, setting.part
-    norm = [("input", own * h, own * h * e), ("scale", own, own * setting.wide)]
-    normed = own * h
-    inner = part.heads * setting.model.head_size() * t
-    rows = [Row("attention_norm", *one) for one in norm]
-    if "norm" not in again:
-        rows.append(Row("attention.qkv", "input", normed, normed * e))
-    core = _core_rows(setting, "core_attention" in again)
-    rows += core
-    if not any(row.what == "output" and row.numel == inner for row in core):
-        rows.append(Row("attention.out", "input", inner, inner * e))
-    rows += [Row("", f"{what} of mlp_norm", numel, nbytes) for what, numel, nbytes in norm]
-    if "norm" not in again:
-        rows.append(Row("mlp" if "mlp" in again else "mlp.gate_up", "input", normed, normed * e))
-    if "mlp" not in again:
-        rows.append(Row("mlp", "gate and up", 2 * part.ffn * t, 2 * part.ffn * t * e))
-        if "mlp_act" not in again:
-            rows.append(Row("mlp.down", "input", part.ffn * t, part.ffn * t * e))
+def layer_rows(setting: Setting, again: Sequence[str], layer: int | None = None) -> list[Row]:
+    """One layer, numbered over all stages (unset: the first here), of which `again` is computed again in backward."""
+    model, e, own = setting.model, setting.element, setting.own_tokens
+    index = setting.first_layer if layer is None else layer
+    before, after = model.norm_placement != "after", model.norm_placement != "before"
+    kept = not (before and "norm" in again)  # inputs of the projections, which are what norms give
+    width = own * model.hidden_size
+    rows = _norm_rows(setting, "attention_norm") if before else []
+    if kept:
+        rows.append(Row(_first_reader(model), "input", width, width * e))
+    rows += _attention_rows(setting, index, "core_attention" in again)
+    rows += _norm_rows(setting, "attention_out.norm") if after else []
+    if before and model.block == "sequential":
+        rows += [Row("", f"{row.what} of mlp_norm", row.numel, row.nbytes) for row in _norm_rows(setting, "")]
+    elif before and model.block == "parallel":
+        rows += _norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
+    up = "mlp.gate_up" if model.gated else "mlp.up"
+    if kept and (model.block == "sequential" or (before and model.block == "parallel")):  # else attention reads it, too
+        rows.append(Row("mlp" if "mlp" in again else up, "input", width, width * e))
+    rows += [] if "mlp" in again else _mlp_rows(setting, "mlp_act" in again)
+    rows += _norm_rows(setting, "mlp_out.norm") if after else []
     return rows
+
+
+def _first_reader(model: ModelConfig) -> str:
+    """The part of attention that reads a layer's input first."""
+    if model.mla is None:
+        return "attention.qkv"
+    return "attention.queries" if model.mla.q_rank is None else "attention.queries.0"
+
+
+def _norm_rows(setting: Setting, region: str, *, tokens: int | None = None, features: int | None = None) -> list[Row]:
+    """What a norm of the model's kind keeps: its input, which comes first, and a statistic or two."""
+    own = setting.own_tokens if tokens is None else tokens
+    width = own * (setting.model.hidden_size if features is None else features)
+    rows = [Row(region, "input", width, width * setting.element), Row(region, "scale", own, own * setting.wide)]
+    return rows + ([Row(region, "mean", own, own * setting.wide)] if setting.model.norm == "layer" else [])
+
+
+def _mlp_rows(setting: Setting, again: bool) -> list[Row]:
+    """Between the two products; `again`: the activation is computed again."""
+    inner, e, gated = setting.part.ffn * setting.tokens, setting.element, setting.model.gated
+    before = 2 * inner if gated else inner
+    rows = [Row("mlp", "gate and up" if gated else "up", before, before * e)]
+    return rows if again else [*rows, Row("mlp.down", "input", inner, inner * e)]
 
 
 def span_input(setting: Setting) -> Row:
@@ -220,51 +255,215 @@ def offloaded(setting: Setting, span: Span, rows: Sequence[Row]) -> tuple[Row, .
 
 def _ends(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Iterator[Row]:
     """What does not belong to a layer."""
-    h, e, t, own = setting.model.hidden_size, setting.element, setting.tokens, setting.own_tokens
+    model, own = setting.model, setting.own_tokens
     if embedding:
-        yield Row("embed", "rows of the table", t, 8 * t)
-        yield Row("embed", "which rows are mine", t, t)
-    if num_layers:
-        half = setting.model.head_size() // 2 * t
-        yield Row("rotary", "cosines", half, half * e)
-        yield Row("rotary", "sines", half, half * e)
+        yield from _lookup_rows("embed", setting.tokens)
+        if model.positions == "learned":
+            yield from _lookup_rows("entrance.positions", own)
     if loss:
-        yield Row("norm", "input", own * h, own * h * e)
-        yield Row("norm", "scale", own, own * setting.wide)
-        yield Row("", "gradient of the head's input", t * h, t * h * e)
-        rows = setting.part.vocab * h
-        yield Row("", "gradient of the head's weight", rows, rows * setting.wide)
+        yield from _norm_rows(setting, "norm")
+        yield from _head_rows(setting, "")
+        for depth in range(model.mtp.depths):
+            yield from _further_rows(setting, f"further.depths.{depth}")
+
+
+def _lookup_rows(region: str, tokens: int) -> list[Row]:
+    return [Row(region, "rows of the table", tokens, 8 * tokens), Row(region, "which rows are mine", tokens, tokens)]
+
+
+def _head_rows(setting: Setting, region: str) -> list[Row]:
+    """The gradients that the head forms in forward."""
+    width, rows = setting.tokens * setting.model.hidden_size, setting.part.vocab * setting.model.hidden_size
+    return [
+        Row(region, "gradient of the head's input", width, width * setting.element),
+        Row(region, "gradient of the head's weight", rows, rows * setting.wide),
+    ]
+
+
+def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
+    """One depth of multi-token prediction: a layer as the last one, and what lies before and after it."""
+    last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
+    yield from _lookup_rows(f"{region}.embed", setting.tokens)
+    yield from _norm_rows(setting, f"{region}.embed_norm")
+    yield from _norm_rows(setting, f"{region}.hidden_norm")
+    yield Row(f"{region}.project", "input", width, width * setting.element)
+    if layer_spans(setting.recompute, OffloadConfig(), 1)[0].recomputed:
+        yield span_input(setting)
+    else:
+        for row in layer_rows(setting, modules_again(setting.recompute), last):
+            yield row._replace(region=f"{region}.layer.{row.region}".rstrip("."))
+    yield from _norm_rows(setting, f"{region}.norm")
+    yield from _head_rows(setting, region)
+
+
+def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Iterator[Row]:
+    """What several layers keep, once: how positions turn, and which tokens these are, for dropout."""
+    model, t, first = setting.model, setting.tokens, setting.first_layer
+    pairs = model.rotary_size() // 2 * t
+    further = [model.num_layers - 1] if loss and model.mtp.depths else []  # which have tables of their own
+    for layers in (range(first, first + num_layers), further):
+        for what in _tables(setting, layers):
+            yield Row("shared", what, pairs, pairs * setting.element)
+    counts = (num_layers, len(further))
+    spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
+    dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)
+    if dropped or (model.dropout.embedding > 0 and (embedding or (loss and model.mtp.depths > 0))):
+        yield Row("shared", "numbers of tokens", t, 8 * t)
+
+
+def _tables(setting: Setting, layers: Sequence[int]) -> list[str]:
+    """The tables that these layers turn by; those that run again keep all there are."""
+    model = setting.model
+    own = model.rope.local_theta is not None
+    kinds = {own and model.has_window(layer) for layer in layers if model.turns(layer)}
+    spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
+    if model.positions == "rope" and any(span.recomputed for span in spans):
+        kinds = {False, own}
+    return [f"{what}{' of windows' * local}" for local in sorted(kinds) for what in ("cosines", "sines")]
 
 
 # --- attention
 
 
-def _core_rows(setting: Setting, again: bool) -> list[Row]:
+def _attention_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
+    """Attention without its input; `again`: what lies between the projections is computed again."""
+    model, e, w, part = setting.model, setting.element, setting.wide, setting.part
+    rows = _latent_rows(setting) if model.mla is not None else _qk_norm_rows(setting)
+    core = _core_rows(setting, layer, again)
+    inner = part.heads * model.value_size() * setting.tokens
+    found = any(row.what == "output" and row.numel == inner for row in core)
+    rows += core
+    if model.attention.gated:  # the gate reads what attention found, and the projection what the gate gives
+        rows += [] if found else [Row("attention", "output before the gate", inner, inner * e)]
+        rows.append(Row("attention", "gate", inner, inner * w))
+        rows += [Row("attention", "gate, rounded", inner, inner * e)] if e != w else []
+        found = False
+    return rows if found else [*rows, Row("attention.out", "input", inner, inner * e)]
+
+
+def _projected(setting: Setting) -> int:
+    """Elements of what the projection for queries, keys, values and gates gives."""
+    part, gates = setting.part, setting.part.heads if setting.model.attention.gated else 0
+    return (part.heads + 2 * part.kv_heads + gates) * setting.model.head_size() * setting.tokens
+
+
+def _latent_rows(setting: Setting) -> list[Row]:
+    """Latent attention: its short vectors before and after their norms."""
+    sizes, e, own = setting.model.mla, setting.element, setting.own_tokens
+    assert sizes is not None
+    rows: list[Row] = []
+
+    for rank, norm, up in (
+        (sizes.q_rank, "attention.queries.1", "attention.queries.2"),
+        (sizes.kv_rank, "attention.kv_norm", "attention.kv_up"),
+    ):
+        if rank is not None:
+            rows += _norm_rows(replace(setting, model=replace(setting.model, norm="rms")), norm, features=rank)
+            rows.append(Row(up, "input", own * rank, own * rank * e))
+    return rows
+
+
+def _qk_norm_rows(setting: Setting) -> list[Row]:
+    """Norms of queries and keys; those in plain operations keep what they read in fp32, or the whole projection."""
+    model, t, d, w = setting.model, setting.tokens, setting.model.head_size(), setting.wide
+    kind, heads = model.attention.qk_norm, {"q": setting.part.heads, "k": setting.part.kv_heads}
+    if kind == "none":
+        return []
+    rows: list[Row] = []
+    if kind == "head":
+        for name, count in heads.items():
+            rows += _norm_rows(setting, f"attention.norms.{name}_norm", tokens=count * t, features=d)
+        return rows
+    regions = {name: f"attention.norms.{name}_norm" if kind == "whole" else "attention" for name in heads}
+    if setting.element == w:
+        rows.append(Row(regions["q"], "projection", _projected(setting), _projected(setting) * w))
+    for name, count in heads.items():
+        width, statistics = count * d * t, t if kind == "whole" else count * t
+        if setting.element != w:
+            rows.append(Row(regions[name], "input", width, width * w))
+        rows.append(Row(regions[name], "scale", statistics, statistics * w))
+        if kind == "whole":
+            rows.append(Row(regions[name], "normed", width, width * setting.element))
+            rows.append(Row(regions[name], "weight", count * d, count * d * setting.element))
+    return rows
+
+
+def _core_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
     """Between the projections: what attention itself keeps, its output left out unless it keeps one of its own."""
-    part, d, e, t = setting.part, setting.model.head_size(), setting.element, setting.tokens
-    q, k = part.heads * d * t, part.kv_heads * d * t
     if again:
-        return [Row("attention", what, numel, numel * e) for what, numel in (("q", q), ("k", k), ("v", k))]
+        rows = _inputs(setting, setting.part.heads, setting.part.kv_heads)
+        if _reads_projection(setting, layer):
+            rows[0] = rows[0]._replace(nbytes=_projected(setting) * setting.element)
+        return rows
     if setting.cp > 1:
-        return _context_rows(setting)
-    return _alone_rows(setting, part.heads, part.kv_heads, separate=False)
+        return _context_rows(setting, layer)
+    return _alone_rows(setting, layer, setting.part.heads, setting.part.kv_heads, separate=False)
 
 
-def _alone_rows(setting: Setting, heads: int, kv_heads: int, *, separate: bool) -> list[Row]:
+def _reads_projection(setting: Setting, layer: int) -> bool:
+    """Whether queries and keys are parts of what the projection gives: neither normed nor turned."""
+    model = setting.model
+    return model.mla is None and model.attention.qk_norm == "none" and not model.turns(layer)
+
+
+def _inputs(setting: Setting, heads: int, kv_heads: int, *, tokens: int | None = None) -> list[Row]:
+    """Queries, keys and values of some tokens; unset: of mine."""
+    t, e = setting.tokens if tokens is None else tokens, setting.element
+    keys, values = setting.model.key_size(), setting.model.value_size()
+    sizes = {"q": heads * keys * t, "k": kv_heads * keys * t, "v": kv_heads * values * t}
+    return [Row("attention", what, numel, numel * e) for what, numel in sizes.items()]
+
+
+def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, separate: bool) -> list[Row]:
     """Attention of whole documents; `separate`: its output is not what the projection after it reads."""
-    d, e, t = setting.model.head_size(), setting.element, sum(setting.lengths)
-    q, k = heads * d * t, kv_heads * d * t
-    rows = [Row("attention", what, numel, numel * e) for what, numel in (("q", q), ("k", k), ("v", k))]
-    if tiled(setting):
+    model, e, t = setting.model, setting.element, sum(setting.lengths)
+    rows, d, way = _inputs(setting, heads, kv_heads, tokens=t), model.value_size(), way_of(setting, layer)
+    found = "output of some heads" if separate else "output"
+    if way == "dropped":
+        pairs = heads * sum(length**2 for length in setting.lengths)
+        return [*rows, Row("attention", "weights, masks and their products", 4 * pairs, pairs * (3 * setting.wide + e))]
+    if way == "tiles":
         kept = max(setting.lengths) <= KEPT_LENGTH
         numels = _tile_numels(setting.lengths, heads, kv_heads) if kept else ()
         return rows + [Row("attention", "probabilities", numel, numel * e) for numel in numels]
+    if way == "spans":
+        rows.append(Row("attention", "log-sum", heads * t, heads * t * setting.wide))
+        found = found if separate or _read_as_kept(setting, heads) else "output by head"
+        return [*rows, Row("attention", found, heads * d * t, heads * d * t * e)]
+    if _reads_projection(setting, layer) and not separate:
+        rows = [Row("attention", "queries, keys, values", _projected(setting), _projected(setting) * e)]
     calls = kernel_lengths(setting.lengths)
+    if way == "plain":
+        pairs = heads * sum(length**2 for length in setting.lengths)
+        return [*rows, Row("attention", "probabilities", pairs, pairs * e)]
     for length in calls if len(calls) > 1 else (t,):
         tokens = heads * length
         rows.append(Row("attention", "log-sum", tokens, tokens * setting.wide))
-        rows.append(Row("attention", "output of some heads" if separate else "output", tokens * d, tokens * d * e))
+        rows.append(Row("attention", found, tokens * d, tokens * d * e))
     return rows
+
+
+def _read_as_kept(setting: Setting, heads: int) -> bool:
+    """Whether the projection reads the output as it is kept for several rows, and not a copy ordered by token."""
+    return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
+
+
+def way_of(setting: Setting, layer: int) -> Literal["dropped", "spans", "tiles", "torch", "plain"]:
+    """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and keeps all scores."""
+    model, longest = setting.model, max(setting.lengths)
+    kind = model.attention
+    if model.dropout.attention > 0:
+        return "dropped"
+    windowed = kind.window is not None and model.has_window(layer) and kind.window < longest
+    if windowed or kind.softcap is not None or kind.sinks:
+        return "spans"
+    if setting.accelerator:
+        return "torch"
+    if tiled(setting):
+        return "tiles"
+    if model.key_size() == model.value_size():
+        return "torch"
+    return "spans" if longest >= TILED_LENGTHS.stop else "plain"
 
 
 def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
@@ -276,7 +475,7 @@ def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:
     return lcm(kv_heads, ranks) // ranks
 
 
-def _context_rows(setting: Setting) -> list[Row]:
+def _context_rows(setting: Setting, layer: int) -> list[Row]:
     """Attention over the tokens of other ranks, see parallel/context.py."""
     part, e, w, cp, ranks = setting.part, setting.element, setting.wide, setting.cp, setting.cp
     if setting.context == "a2a+ring":
@@ -285,13 +484,14 @@ def _context_rows(setting: Setting) -> list[Row]:
         ranks = 1
     heads, kv_heads = part.heads // ranks, kv_heads_exchanged(part.kv_heads, ranks)
     if setting.context == "a2a":
-        return _alone_rows(setting, heads, kv_heads, separate=True)
-    d, t = setting.model.head_size(), setting.tokens * ranks
+        return _alone_rows(setting, layer, heads, kv_heads, separate=True)
+    k, v, t = setting.model.key_size(), setting.model.value_size(), setting.tokens * ranks
     if setting.context == "gather":
-        keys = [("keys", kv_heads * d * t * cp), ("values", kv_heads * d * t * cp)]
+        keys = [("keys", kv_heads * k * t * cp), ("values", kv_heads * v * t * cp)]
     else:
-        keys = [("keys and values", 2 * kv_heads * d * t)]
-    rows = [("q", heads * d * t), *keys, ("output" if ranks == 1 else "output of some heads", heads * d * t)]
+        keys = [("keys and values", kv_heads * (k + v) * t)]
+    found = "output of some heads" if ranks > 1 else "output" if _read_as_kept(setting, heads) else "output by head"
+    rows = [("q", heads * k * t), *keys, (found, heads * v * t)]
     return [
         *(Row("attention", what, numel, numel * e) for what, numel in rows),
         Row("attention", "log-sum", heads * t, heads * t * w),

@@ -8,7 +8,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import UserError
-from megalith.plan.costs import step_flops
+from megalith.plan.costs import mlp_flops, step_flops
 from megalith.plan.devices import GIB, USABLE, Device
 from megalith.plan.memory import chunk_kept, memory_ledger, worst
 from megalith.plan.recompute import modules_again
@@ -167,7 +167,7 @@ def mlp_share(run: TrainRun) -> float:
     """The MLPs' part of a step's work."""
     c, length = run.model, run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return 6 * c.num_layers * 3 * c.hidden_size * c.ffn_hidden_size * length / whole
+    return c.num_layers * mlp_flops(c, length) / whole
 
 
 def notes(workload: Workload, device: Device) -> list[str]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from megalith.plan.costs import num_parameters, step_flops
+from megalith.config.model import ModelConfig
+from megalith.plan.costs import layer_flops, num_parameters, step_flops
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.parameters import held_parameters, tensor_part
 from megalith.plan.simulate import even_costs, simulate
@@ -112,6 +113,9 @@ class Explanation:
     parameters: int
     """Of the whole model."""
 
+    kind: str
+    """What kind of layers it has, in words."""
+
     dense: tuple[AxisRow, ...]
     expert: tuple[AxisRow, ...]
     groups: tuple[GroupRow, ...]
@@ -128,6 +132,7 @@ def explain(workload: Workload) -> Explanation:
     return Explanation(
         world=workload.world,
         parameters=num_parameters(workload.run.model),
+        kind=kind_text(workload.run.model),
         dense=axis_rows(workload.grid, ("tp", "cp", "dp", "pp")),
         expert=axis_rows(expert, ("etp", "ep", "edp", "pp")),
         groups=tuple(group_rows(workload.grid)),
@@ -135,6 +140,47 @@ def explain(workload: Workload) -> Explanation:
         parts=tuple(part_rows(workload)),
         rhythm=rhythm(workload),
     )
+
+
+def kind_text(model: ModelConfig) -> str:
+    """What a model's layers are made of, in one line.
+
+    >>> sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    >>> kind_text(ModelConfig(**sizes, ffn_hidden_size=8))
+    'sequential, RMSNorm before, 4 heads on 2 keys of 2 features, rope, gated silu'
+    """
+    norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm]
+    block = model.block.replace("_one_norm", " with one norm")
+    words = [block, f"{norm} {model.norm_placement}", _attention_text(model)]
+    words.append({"rope": _rope_text(model), "learned": "learned positions", "none": "no positions"}[model.positions])
+    words.append(f"{'gated ' * model.gated}{model.activation}")
+    words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []
+    return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
+
+
+def _attention_text(model: ModelConfig) -> str:
+    kind, mla = model.attention, model.mla
+    if mla is not None:
+        text = f"{model.num_heads} latent heads of {mla.nope_dim} + {mla.rope_dim} features from {mla.kv_rank}"
+    else:
+        text = f"{model.num_heads} heads on {model.num_kv_heads} keys of {model.head_size()} features"
+    if kind.window is not None:
+        count = sum(model.has_window(layer) for layer in range(model.num_layers))
+        where = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
+        text += f", window of {kind.window} tokens{where}"
+    extras = {
+        f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none", "scores capped": kind.softcap is not None,
+        "sinks": kind.sinks, "gated attention": kind.gated,
+    }  # fmt: skip
+    return ", ".join([text, *(word for word, there in extras.items() if there)])
+
+
+def _rope_text(model: ModelConfig) -> str:
+    rope, layers = model.rope, model.num_layers
+    words = ["rope"] + ([rope.scaling] if rope.scaling != "none" else [])
+    words += [f"of {model.rotary_size()} features"] if rope.fraction < 1 else []
+    skipped = layers - sum(model.turns(layer) for layer in range(layers))
+    return " ".join(words + ([f"but in {skipped} of {layers} layers"] if skipped else []))
 
 
 def axis_rows(grid: Grid, axes: Sequence[str]) -> tuple[AxisRow, ...]:
@@ -175,9 +221,9 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     """Every stage, first to last."""
     run = workload.run
     c, length = run.model, run.train.seq_len
-    head = 6 * c.hidden_size * c.vocab_size
-    whole = step_flops(c, tokens=length, squared_lengths=length**2) / length
-    layer = (whole - head) / c.num_layers
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    each = [layer_flops(c, layer, tokens=length, squared_lengths=length**2) for layer in range(c.num_layers)]
+    rest = whole - sum(each)  # the head and predictions further ahead, where the loss is
     for number, stage in enumerate(workload.stages):
         pp_rank, chunk = workload.schedule.place_of(number)
         held = held_parameters(c, tp=1, tp_rank=0, layers=stage.layers, embedding=stage.embedding, loss=stage.loss)
@@ -189,7 +235,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             embedding=stage.embedding,
             loss=stage.loss,
             parameters=sum(one.numel for one in held),
-            flops_share=(len(stage.layers) * layer + stage.loss * head) / whole,
+            flops_share=(sum(each[layer] for layer in stage.layers) + stage.loss * rest) / whole,
         )
 
 

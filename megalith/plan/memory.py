@@ -282,7 +282,9 @@ def keeps_gathered(workload: Workload) -> bool:
 # --- what comes and goes within a step
 
 
-def setting_of(workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool) -> Setting:
+def setting_of(
+    workload: Workload, tp_rank: int, *, kind: ContextKind, accelerator: bool, first_layer: int = 0
+) -> Setting:
     """What decides the activations of one rank; every row counts as one document."""
     run = workload.run
     return Setting(
@@ -295,6 +297,7 @@ def setting_of(workload: Workload, tp_rank: int, *, kind: ContextKind, accelerat
         cp=run.parallel.cp,
         context=kind,
         a2a=workload.grid.size("cp_a2a"),
+        first_layer=first_layer,
         accelerator=accelerator,
         recompute=run.recompute,
         offload=run.offload,
@@ -308,7 +311,8 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
         kinds[workload.run.parallel.context.kind] = 1
     layers = again = loss = host = 0.0
     for kind, count in kinds.items():
-        setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator)
+        first = stage.layers.start if stage.layers else 0
+        setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first)
         kept = stage_kept(setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss)
         part = count / kinds.total()
         head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
@@ -318,11 +322,12 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
 
 
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
-    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer; the head's own gradient."""
+    """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f without a gate); the
+    head's own gradient."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
     part = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank)
-    h, d = c.hidden_size, c.head_size()
-    layer = 4 * h + 2 * (part.heads + part.kv_heads) * d + 3 * part.ffn
+    h, heads = c.hidden_size, part.heads + part.kv_heads
+    layer = 4 * h + heads * (c.key_size() + c.value_size()) + (3 if c.gated else 2) * part.ffn
     rows = (len(stage.layers) * layer + stage.embedding * h) * t * width.value
     return rows + stage.loss * part.vocab * h * width.sums
 
@@ -384,17 +389,19 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     """What a pass through a chunk needs besides what it keeps.
 
     Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward: the gradients of one
-    layer's activations, 3 f + 2 h of each token. With cp the keys and values of other ranks: two parts of them on a
-    ring, all where they are gathered.
+    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate. With cp the keys and values of other
+    ranks: two parts of them on a ring, all where they are gathered.
     """
     run, t = workload.run, workload.tokens
     c, width = run.model, WIDTHS[run.precision.params]
     part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
     others_of: dict[ContextKind, int] = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}
     parts = max((others_of[kind_of_layer(run.parallel.context, layer)] for layer in stage.layers), default=0)
-    others = parts * 2 * part.kv_heads * c.head_size() * width.value * t if run.parallel.cp > 1 else 0
+    keys = part.kv_heads * (c.key_size() + c.value_size())
+    others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
-        return (3 * part.ffn + 2 * c.hidden_size) * t * width.value + others if stage.layers else 0
+        inner = (3 if c.gated else 2) * part.ffn
+        return (inner + 2 * c.hidden_size) * t * width.value + others if stage.layers else 0
     logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
     return max(head, others)

@@ -7,7 +7,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import step_flops
+from megalith.plan.costs import attention_flops, layer_flops, mlp_flops, step_flops
 from megalith.plan.memory import setting_of
 from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
 from megalith.plan.workload import plan_workload
@@ -33,10 +33,13 @@ def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
     before: tuple[str, ...] = ()
     for module in modules_again(setting.recompute):
         after = (*before, module)
-        freed = total(layer_rows(setting, before)) - total(layer_rows(setting, after))
+        freed = sum(
+            total(layer_rows(setting, before, layer)) - total(layer_rows(setting, after, layer))
+            for layer in range(setting.first_layer, setting.first_layer + num_layers)
+        )
         # A part of a layer that is named after the whole of it has nothing left to compute again.
         extra = 0.0 if module == "mlp_act" else _share(setting, module)
-        found.append(Saving(module, num_layers * freed, extra))
+        found.append(Saving(module, freed, extra))
         before = after
     return [*found, *_offloaded(setting, num_layers)]
 
@@ -71,7 +74,7 @@ def run_lines(run: TrainRun, world: int, *, pp_rank: int, tp_rank: int, accelera
     if not layers:
         return []
     kind = kind_of_layer(run.parallel.context, layers[0])
-    setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator)
+    setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=layers[0])
     return saving_lines(setting, num_layers=len(layers))
 
 
@@ -80,7 +83,9 @@ def _full(setting: Setting, num_layers: int) -> Saving:
     again = sum(span.stop - span.start for span in spans if span.recomputed)
     here = replace(setting, offload=replace(setting.offload, layers=0))
     kept = stage_kept(here, num_layers=num_layers)
-    freed = num_layers * total(whole_layer(setting)) - sum(total(rows) for rows in kept.layers)
+    first = setting.first_layer
+    whole = sum(total(whole_layer(setting, layer)) for layer in range(first, first + num_layers))
+    freed = whole - sum(total(rows) for rows in kept.layers)
     return Saving(f"{again} of {num_layers} layers", freed, _share(setting, "layer") * again / num_layers)
 
 
@@ -93,12 +98,12 @@ def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
 def _share(setting: Setting, module: str) -> float:
     """A second forward pass of this part, in every layer of the model, as a part of a step's useful operations."""
     c, tokens, squares = setting.model, sum(setting.lengths), sum(length**2 for length in setting.lengths)
-    attention = 2 * squares * c.num_heads * c.head_size()
-    mlp = 6 * tokens * c.hidden_size * c.ffn_hidden_size
-    d = c.head_size()
-    projections = 2 * tokens * c.hidden_size * (2 * c.num_heads + 2 * c.num_kv_heads) * d
-    again = {"core_attention": attention, "mlp": mlp, "layer": attention + mlp + projections}.get(module, 0)
-    return again * c.num_layers / step_flops(c, tokens=tokens, squared_lengths=squares)
+    again = {"core_attention": attention_flops, "layer": layer_flops}.get(module)
+    if again is not None:
+        once = sum(again(c, n, tokens=tokens, squared_lengths=squares) for n in range(c.num_layers))
+    else:
+        once = c.num_layers * mlp_flops(c, tokens) if module == "mlp" else 0
+    return once / 3 / step_flops(c, tokens=tokens, squared_lengths=squares)
 
 
 def _size(nbytes: int) -> str:

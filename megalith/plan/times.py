@@ -6,7 +6,7 @@ Good for telling which axis costs what and what can hide it, not for predicting 
 from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
-from megalith.plan.costs import step_flops
+from megalith.plan.costs import head_flops, step_flops
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
 from megalith.plan.memory import setting_of
 from megalith.plan.savings import savings
@@ -78,14 +78,14 @@ def attention_share(workload: Workload) -> float:
     """The part of a step's work that attention's scores and their products with values are."""
     c, length = workload.run.model, workload.run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return 1 - step_flops(c, tokens=length, squared_lengths=0) / whole
+    return 1 - step_flops(c, tokens=length, squared_lengths=0, windowed=0) / whole
 
 
 def layer_share(run: TrainRun) -> float:
     """The layers' part of a step's work; the head has the rest."""
     c, length = run.model, run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return 1 - 6 * c.hidden_size * c.vocab_size * length / whole
+    return 1 - (1 + c.mtp.depths) * head_flops(c, length) / whole
 
 
 def repeated_share(workload: Workload) -> float:

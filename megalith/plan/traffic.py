@@ -182,9 +182,9 @@ class _Passes(NamedTuple):
 def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Passes) -> Iterator[Traffic]:
     """What layers of one kind send in `passes.all` passes forward and backward, and once more forward in some."""
     run, t = workload.run, workload.tokens
-    part, d = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank), run.model.head_size()
+    part, k, v = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank), run.model.key_size(), run.model.value_size()
     width, ring, near = WIDTHS[run.precision.params], workload.grid.size("cp_ring"), workload.grid.size("cp_a2a")
-    keys, forwards = 2 * part.kv_heads * d * t, passes.all + passes.again
+    keys, forwards = part.kv_heads * (k + v) * t, passes.all + passes.again
     if kind == "gather":
         cp, whole = run.parallel.cp, run.parallel.cp * keys * width.value
         yield _row("cp", "keys and values", "all_gather", ranks=cp, calls=forwards, nbytes=forwards * whole)
@@ -194,13 +194,15 @@ def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Pass
     if kind in ("a2a", "a2a+ring"):
         ranks = near if kind == "a2a+ring" else run.parallel.cp
         own_keys = kv_heads_exchanged(part.kv_heads, ranks)
-        sent_heads = part.heads + 2 * ranks * own_keys
+        there, back = part.heads * k + ranks * own_keys * (k + v), part.heads * v
         # The way back of the results is not taken again where only attention itself is.
         results = forwards if run.recompute.granularity == "full" else passes.all
-        heads = (forwards + passes.all) * sent_heads + (results + passes.all) * part.heads
+        sent_features = (forwards + passes.all) * there + (results + passes.all) * back
         calls = forwards + results + 2 * passes.all
-        yield _row("cp", "heads for tokens", "all_to_all", ranks=ranks, calls=calls, nbytes=heads * d * t * width.value)
-        keys = 2 * own_keys * d * t * ranks
+        yield _row(
+            "cp", "heads for tokens", "all_to_all", ranks=ranks, calls=calls, nbytes=sent_features * t * width.value
+        )  # fmt: skip
+        keys = own_keys * (k + v) * t * ranks
     if kind in ("ring", "a2a+ring"):
         steps = ring - 1
         nbytes = steps * keys * ((forwards + passes.all) * width.value + passes.all * width.sums)
