@@ -9,6 +9,7 @@ from megalith.config.train import LoopConfig, TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.recipes import resolve
+from megalith.testing.tiny import tiny_run
 from megalith.train.rules import check_run, model_problems, run_problems
 
 
@@ -235,3 +236,9 @@ def test_the_model_alone_can_be_checked_without_data() -> None:
     assert model_problems(run(data__mock="false")) == []
     assert "model.head_dim=5" in model_problems(run(model__head_dim="5"))[0]
     assert "model.rope.theta=0.0" in model_problems(run(model__rope__theta="0", data__mock="false"))[0]
+
+
+def test_conversations_are_text() -> None:
+    run = tiny_run({"data.mock": "false", "data.sft.mock_conversations": "3", "tokenizer.kind": "null"})
+    (problem,) = run_problems(apply_overrides(run, {"tokenizer.vocab_size": "257"}), 1)
+    assert problem.startswith("tokenizer.kind=null with data.sft: conversations are text")

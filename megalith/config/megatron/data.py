@@ -7,12 +7,24 @@ from megalith.config.data import DEFAULT_SPLIT
 from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments
 from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.sft import translate_sft
 
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 
 
 def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
     """Where tokens come from. `tokenizer_vocab`: the ids of the tokenizer that the arguments name, where known."""
+    if draft.arguments.value("--sft"):
+        translate_sft(draft)
+    else:
+        _text(draft)
+    _tokenizer(draft, tokenizer_vocab)
+    _padding(draft)
+    draft.settings.setdefault("model.vocab_size", draft.number("--vocab-size"))  # of a run that is refused
+
+
+def _text(draft: Draft) -> None:
+    """Running text in .bin/.idx pairs, or made up."""
     for flag in (*_PATHS, "--data-cache-path", "--mid-level-dataset-surplus"):
         draft.copy(flag)
     if draft.arguments.value("--mock-data"):
@@ -22,9 +34,6 @@ def translate_data(draft: Draft, tokenizer_vocab: int | None) -> None:
     _split(draft)
     _documents(draft)
     _sampler(draft)
-    _tokenizer(draft, tokenizer_vocab)
-    _padding(draft)
-    draft.settings.setdefault("model.vocab_size", draft.number("--vocab-size"))  # of a run that is refused
 
 
 def _split(draft: Draft) -> None:
@@ -85,6 +94,7 @@ def _sampler(draft: Draft) -> None:
 KINDS = {
     "HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece", "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
+    "SFTTokenizer": "huggingface",
 }  # fmt: skip
 """Megatron's tokenizers that are read from files, and ours."""
 

@@ -166,7 +166,7 @@ TOKENS = (
             "SFTTokenizer",
         ),
         how="HuggingFaceTokenizer: huggingface; SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer: "
-        "sentencepiece; TikTokenizer: tiktoken; NullTokenizer: null",
+        "sentencepiece; TikTokenizer: tiktoken; NullTokenizer: null; SFTTokenizer: huggingface",
     ),
     Row(
         name="--tiktoken-pattern", takes="choice", fields=("tokenizer.pattern",), default="v2", choices=("v1", "v2"),
@@ -183,6 +183,19 @@ TOKENS = (
     Row(name="--valid-data-path", takes="words", fields=("data.valid_path",)),
     Row(name="--test-data-path", takes="words", fields=("data.test_path",)),
     Row(name="--mock-data", takes="nothing", fields=("data.mock",)),
+    Row(
+        name="--sft", takes="nothing",
+        fields=(
+            "data.sft.path", "data.sft.valid_path", "data.sft.mock_conversations", "data.sft.packing",
+            "data.sft.shuffle", "data.sft.overlong",
+        ),
+        how="the data paths are files of conversations; rows as Megatron fills them: row, none, truncate",
+    ),
+    Row(
+        name="--sft-tokenizer-prompt-format", takes="text", fields=("data.sft.template", "data.sft.loss_on"),
+        default="nemotron-h-aligned",
+        how="identity: identity; default: the tokenizer's own template, and all is learnt; others need a Jinja file",
+    ),
     Row(name="--split", takes="text", fields=("data.split",), how="left out: 969,30,1, as in Megatron"),
     Row(name="--data-cache-path", takes="text", fields=("data.cache_path",)),
     Row(name="--no-mmap-bin-files", takes="nothing", fields=("data.mmap",), how="false"),

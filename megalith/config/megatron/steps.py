@@ -82,6 +82,8 @@ def _evaluation(draft: Draft) -> None:
 
 def _has_validation(draft: Draft) -> bool:
     arguments, split = draft.arguments, draft.settings.get("data.split")
+    if arguments.value("--sft"):
+        return bool(arguments.given("--valid-data-path") or arguments.value("--mock-data"))
     if any(arguments.given(flag) for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")):
         return arguments.given("--valid-data-path")
     try:

@@ -434,14 +434,9 @@ MODEL = (
         """,
     ),
     Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: supervised fine-tuning. Remove it",
-        flags="--sft!",
-    ),
-    Group(
         verdict="already", effect="none",
-        reason="is read with --sft only",
-        flags="--sft-mock-dataset-config-json --sft-tokenizer-prompt-format",
+        reason="is read with --sft --mock-data only, whose conversations are made up in another way here",
+        flags="--sft-mock-dataset-config-json",
     ),
     Group(
         verdict="not mapped", effect="model",

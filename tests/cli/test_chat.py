@@ -1,0 +1,131 @@
+"""`megalith chat` through pipes: turns, commands, ranks that share the model, and what is missing."""
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.save import save_checkpoint
+from megalith.cli.arguments import parse_options
+from megalith.cli.chat import ChatOptions, worker_words
+from megalith.cli.main import main
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.sft import SFTConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.release import release_run
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_of_one
+
+CONFIG = ModelConfig(
+    vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=96,
+    init_std=0.5,
+)  # fmt: skip
+
+
+def make_run(folder: Path, template: str | None, tokenizer: TokenizerConfig | None = None) -> str:
+    """A run with one checkpoint, as tuned with a template."""
+    model = Decoder(CONFIG, mesh_of_one())
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    entries = [Entry(d.shard, "param", getattr(module, name)) for d, module, name in declared_parameters(model)]
+    run = release_run("run", CONFIG, tokenizer or TokenizerConfig(), folder)
+    text = dump_yaml(replace(run, data=DataConfig(sft=SFTConfig(template=template))))
+    save_checkpoint(folder / "checkpoints", 7, entries, {}, alone("world"), config_text=text, keep=None)
+    return str(folder)
+
+
+@pytest.fixture
+def tuned(tmp_path: Path) -> str:
+    return make_run(tmp_path / "run", "identity")
+
+
+def chat(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], turns: str, *words: str
+) -> tuple[int, str, str]:
+    """Exit code, what was said, and what went wrong."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(turns))
+    code = main(["chat", *words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(
+    tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (tuned, "--max-new-tokens", "6", "--seed", "3")
+    _, once, _ = chat(monkeypatch, capsys, "abc\n", *words)
+    code, out, err = chat(monkeypatch, capsys, "abc\n\nabc\n/reset\nabc\n/exit\nnever\n", *words)
+    assert (code, err) == (0, "")
+    assert out.startswith(once) and out.endswith(once)
+    middle = out[len(once) : len(out) - len(once)]
+    assert middle not in ("", once), "the second turn saw the first"
+    assert chat(monkeypatch, capsys, "abc\n", *words, "--system", "be brief")[1] != once
+    assert "/reset begins again" in chat(monkeypatch, capsys, "/help\n", *words)[1]
+
+
+@pytest.mark.slow  # two processes of their own
+def test_turns_may_come_from_a_file_and_ranks_share_the_model(
+    tuned: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "turns.txt").write_text("abc\nxyz\n")
+    words = ["chat", tuned, "--max-new-tokens", "6", "--greedy", "--input", str(tmp_path / "turns.txt")]
+    assert main(words) == 0
+    alone_ = capfd.readouterr().out
+    assert main([*words, "--nproc", "2"]) == 0
+    assert capfd.readouterr().out == alone_
+
+
+def test_workers_get_the_same_options(tuned: str) -> None:
+    options = parse_options(
+        ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x"
+    )
+    again = parse_options(ChatOptions, worker_words(options), prog="x")
+    assert again == replace(options, nproc=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--greedy", "--temperature", "0.5"), "--greedy with --temperature=0.5: use one of them."),
+        (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
+        (("--input", "gone.txt"), "--input=gone.txt: no such file. Pass a file with a turn in every line."),
+        (("--template", "chatlm"), "--template=chatlm: No such file or directory."),
+        (("--max-new-tokens", "0"), "--max-new-tokens=0"),
+    ],
+)
+def test_options_that_cannot_be_are_told(
+    tuned: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    code, _, err = chat(monkeypatch, capsys, "abc\n", tuned, *words)
+    assert code == 2 and message in err
+
+
+def test_a_conversation_that_outgrows_the_model_is_told(
+    tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = chat(monkeypatch, capsys, "x" * 100 + "\n", tuned)
+    assert code == 2 and "the conversation has 100 tokens, and the model reads at most 96" in err and "/reset" in err
+
+
+def test_without_a_template_it_says_where_to_put_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_run(tmp_path / "plain", None)
+    code, _, err = chat(monkeypatch, capsys, "abc\n", source)
+    assert code == 2 and "has no chat template. Put one into" in err and "set --template to one of chatml" in err
+    assert chat(monkeypatch, capsys, "abc\n", source, "--template", "identity", "--max-new-tokens", "2")[0] == 0
+
+
+def test_a_model_that_reads_numbers_cannot_talk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
+    code, _, err = chat(monkeypatch, capsys, "abc\n", source)
+    assert code == 2 and "tokenizer.kind=null, so it reads numbers and no text. Use a model with" in err

@@ -1,0 +1,47 @@
+"""Tests of megalith/config/megatron/sft.py."""
+
+from megalith.config.data import data_problems
+from tests.config.megatron.conftest import Translate
+
+HUB = ("--mock-data", "--tokenizer-type")
+SFT = "--sft --tokenizer-type SFTTokenizer --tokenizer-model folder"
+
+
+def test_conversations_are_packed_as_in_megatron(tiny: Translate) -> None:
+    run = tiny(f"{SFT} --data-path a.jsonl --valid-data-path b.jsonl --sft-tokenizer-prompt-format identity",
+               without=HUB).run  # fmt: skip
+    assert run is not None and data_problems(run.data) == []
+    sft = run.data.sft
+    assert (sft.path, sft.valid_path, sft.template, sft.loss_on) == (
+        ("a.jsonl",),
+        ("b.jsonl",),
+        "identity",
+        "assistant",
+    )
+    assert (sft.packing, sft.shuffle, sft.overlong) == ("row", "none", "truncate")
+    assert run.data.path == () and run.tokenizer.kind == "huggingface" and run.train.eval_steps == 100
+
+
+def test_the_default_format_learns_everything_and_without_a_validation_file_nothing_is_evaluated(
+    tiny: Translate,
+) -> None:
+    done = tiny(f"{SFT} --data-path a.jsonl --sft-tokenizer-prompt-format default --eod-mask-loss", without=HUB)
+    assert done.run is not None and data_problems(done.run.data) == []
+    assert (done.run.data.sft.template, done.run.data.sft.loss_on) == (None, "all")
+    assert done.run.train.eval_steps == 0 and done.refusals(strict=True) == []
+
+
+def test_formats_that_are_not_built_in_change_the_numbers(tiny: Translate) -> None:
+    for added in ("", " --sft-tokenizer-prompt-format nemotron-nano-v2"):
+        (text,) = tiny(f"{SFT} --data-path a.jsonl{added}", without=HUB).refusals(strict=True)
+        assert "is not built in. Put it into a Jinja file and set data.sft.template" in text
+    (text,) = tiny(
+        f"{SFT} --data-path a.jsonl --split 9,1,0 --sft-tokenizer-prompt-format default", without=HUB
+    ).refusals(strict=True)
+    assert "Divide it, and name the parts with --valid-data-path" in text
+
+
+def test_made_up_conversations_stay_made_up(tiny: Translate) -> None:
+    run = tiny(f"{SFT} --sft-tokenizer-prompt-format identity", without=("--tokenizer-type",)).run
+    assert run is not None and run.data.sft.mock_conversations == 10_000 and not run.data.mock
+    assert data_problems(run.data) == []
