@@ -424,8 +424,8 @@ def _adapters() -> Iterator[Layout]:
     for name, (model, parallel, lora, recompute) in rows.items():
         microbatch = 3 if parallel.pp > 1 else 1
         yield Layout(
-            area="adapters", name=f"adapters, {name}", model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
-            recompute=recompute, lora=lora,
+            area="adapters", name=f"adapters, {name}", model=model, parallel=parallel, rows=microbatch,
+            seq_len=row_of(parallel), recompute=recompute, lora=lora,
             documents=name in ("tp2 sp", "cp2"), sample=name in ("tp2 sp, rings", "tp2 pp2", "dp2, zero 3"),
         )  # fmt: skip
 

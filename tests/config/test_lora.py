@@ -26,7 +26,7 @@ def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
     assert lora_matrices(latent) == ("gate_up", "down")
 
 
-SIZES: dict[str, int] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 8, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "ffn_hidden_size": 8, "max_seq_len": 8,
 }  # fmt: skip
 

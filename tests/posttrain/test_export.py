@@ -72,7 +72,8 @@ def theirs(path: Path) -> Any:
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        return model(IDS.unsqueeze(0)).logits[0]
+        found: Tensor = model(IDS.unsqueeze(0)).logits[0]
+    return found
 
 
 def ours(source: Path) -> Tensor:

@@ -42,7 +42,8 @@ class Drawn:
         return torch.float32
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        return self.found[parameter][tuple(slice(*span) for span in box)].to(dtype)
+        values: Tensor = self.found[parameter][tuple(slice(*span) for span in box)]
+        return values.to(dtype)
 
 
 def base(path: Path, seed: int = 3) -> Path:
@@ -59,7 +60,7 @@ def train(path: Path, load: Path, settings: Mapping[str, Override] | None = None
 
 
 def losses(path: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
+    return [float(row["loss"] or 0) for row in read_metrics(path / "metrics.jsonl") if "loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -157,6 +158,19 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
     record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
     assert record["base"] == str(tmp_path / "base") and len(record["fingerprint"]) == 32
+    train(tmp_path / "run", tmp_path / "moved", {"train.steps": "2"})
+    assert open_pretrained(locate(str(tmp_path / "run"))).path.name == "step_0000002"
+
+
+def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> None:
+    load = base(tmp_path / "base")
+    train(tmp_path / "run", load, {"precision.params": "bf16"})
+    stored = tensors(tmp_path / "run" / "checkpoints" / "step_0000008")
+    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0] - 0.02
+    masters = {key for key in stored if key.startswith("optimizer.master.")}
+    assert len(masters) == 20 and all(".lora_" in key for key in stored)
+    opened = open_pretrained(locate(str(tmp_path / "run")))
+    assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
 def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
