@@ -40,6 +40,7 @@ def print_layout(
 def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
     run = workload.run
     yield f"{run.name}: {_count(layout.parameters)} parameters on {layout.world} ranks"
+    yield f"  layers: {layout.kind}"
     for name, rows in (("dense ", layout.dense), ("expert", layout.expert)):
         product = " · ".join(f"{row.axis} {row.size}" for row in rows)
         strides = ", ".join(f"{row.axis} {row.stride}" for row in rows if row.size > 1)

@@ -120,7 +120,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     p, before = run.parallel, _sizes(run, world)
     _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
     pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
-    model = replace(model, num_layers=layers)
+    model = _shrink_kinds(replace(model, num_layers=layers))
     parallel = replace(
         p, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
         ring_products=p.ring_products if p.rings and tp > 1 else "auto", cp=cp,
@@ -161,6 +161,41 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
         num_kv_heads=keys, head_dim=6, ffn_hidden_size=ffn, max_seq_len=64,
     )  # fmt: skip
     return small_tp, small
+
+
+def _shrink_kinds(model: ModelConfig) -> ModelConfig:
+    """The same kinds of layers and positions in the sizes of a copy: windows shorter than rows, patterns with all kinds
+    of layers, scaling that begins within a row, and as many further predictions as show that there are several."""
+    attention, rope, mla, layers = model.attention, model.rope, model.mla, model.num_layers
+    small_mla = mla and replace(
+        mla,
+        kv_rank=7,
+        q_rank=mla.q_rank and 9,
+        nope_dim=5,
+        rope_dim=4,
+        value_dim=5 if mla.value_dim == mla.nope_dim else 3,
+    )
+    return replace(
+        model, head_dim=None if mla else model.head_dim, num_kv_heads=model.num_heads if mla else model.num_kv_heads,
+        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, 2)),
+        attention=replace(
+            attention, window=attention.window and min(attention.window, 5),
+            window_layers=_shrink_pattern(attention.window_layers, layers),
+        ),
+        rope=replace(
+            rope, fraction=1.0 if rope.fraction == 1 else 0.34, skip=_shrink_pattern(rope.skip, layers),
+            original_max_position=rope.original_max_position if model.positions != "rope" else 8,
+        ),
+    )  # fmt: skip
+
+
+def _shrink_pattern(pattern: Sequence[bool], num_layers: int) -> tuple[bool, ...]:
+    """One layer of each kind, in their order, if there is room; else the first.
+
+    >>> _shrink_pattern([False, False, False, True], 4), _shrink_pattern([True, False], 1), _shrink_pattern([], 3)
+    ((False, True), (True,), ())
+    """
+    return tuple(dict.fromkeys(pattern))[:num_layers]
 
 
 def _shrink_context(parallel: ParallelConfig, cp: int, num_layers: int) -> ContextConfig:

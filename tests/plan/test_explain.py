@@ -1,14 +1,19 @@
 """Tests of megalith/plan/explain.py."""
 
+from dataclasses import replace
+
 import pytest
 
+from megalith.config.attention import MLAConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.tree import apply_overrides
 from megalith.parallel.mesh import mesh_on_paper
 from megalith.plan.costs import num_parameters
-from megalith.plan.explain import explain, group_rows, layers_text, ranks_text
+from megalith.plan.explain import explain, group_rows, kind_text, layers_text, ranks_text
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_run
+from megalith.verify.variants import VARIANTS
 
 
 def big() -> Workload:
@@ -101,3 +106,30 @@ def test_numbers_in_words() -> None:
     assert ranks_text([0, 4, 8]) == "0, 4, 8" and ranks_text([0, 4, 8, 12, 16]) == "0, 4 ... 16"
     assert ranks_text([0, 1, 4, 5, 8, 9, 12, 13, 16]) == "0, 1, 4, 5 ... 16"
     assert (layers_text(range(0)), layers_text(range(2, 3)), layers_text(range(2, 5))) == ("none", "2", "2-4")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("normed around", "window of 5 tokens in 2 of 4 layers, queries and keys normed (head), scores capped"),
+        ("parallel", "parallel, LayerNorm before, 6 heads on 2 keys of 6 features, rope of 2 features, gelu"),
+        ("one norm", "parallel with one norm, LayerNorm before"),
+        ("learned positions", "learned positions, gelu_tanh, dropout"),
+        ("sinks", "window of 4 tokens in 2 of 4 layers, sinks, rope yarn, gated quick_gelu"),
+        ("gated", "queries and keys normed (l2), gated attention, rope but in 2 of 4 layers"),
+    ],
+)
+def test_a_model_is_told_by_what_its_layers_are_made_of(name: str, words: str) -> None:
+    assert words in kind_text(VARIANTS[name])
+
+
+def test_latent_attention_and_further_predictions_are_told() -> None:
+    model = replace(VARIANTS["sinks"], mla=MLAConfig(kv_rank=8, nope_dim=6, rope_dim=4), mtp=MTPConfig(depths=2))
+    text = kind_text(model)
+    assert "6 latent heads of 6 + 4 features from 8" in text and "2 further predictions" in text
+
+
+def test_windowed_layers_have_less_of_the_work() -> None:
+    changes = {"model.attention.window": "4", "model.attention.window_layers": "[true, false]", "parallel.pp": "2"}
+    first, last = explain(plan_workload(tiny_run(changes | {"model.num_layers": "2"}), 2)).stages
+    assert first.flops_share < last.flops_share and first.flops_share + last.flops_share == pytest.approx(1)

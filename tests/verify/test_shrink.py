@@ -20,6 +20,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
 from megalith.verify.ranks import LayoutCase
 from megalith.verify.shrink import MOST_RANKS, shrink, shrunk_words
+from megalith.verify.variants import VARIANTS
 
 
 def run_of(heads: int, keys: int, tp: int, dp: int, *, ffn: int = 64, sp: bool = False, tied: bool = False) -> TrainRun:
@@ -121,6 +122,28 @@ def test_every_recipe_has_a_copy(name: str) -> None:
     run = recipes()[name]()
     for case in shrink(run, world_of(run.parallel)):
         assert run_problems(case.run, case.world) == []
+
+
+@pytest.mark.parametrize("name", list(VARIANTS))
+def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
+    model = replace(VARIANTS[name], hidden_size=240, num_layers=24, max_seq_len=4096, vocab_size=5000)
+    run = replace(run_of(4, 4, 2, 2), model=model)
+    for case in shrink(run, 4):
+        small, large = case.run.model, model
+        assert run_problems(case.run, case.world) == []
+        for same in ("norm", "norm_placement", "block", "positions", "activation", "gated", "dropout", "qkv_bias"):
+            assert getattr(small, same) == getattr(large, same)
+        assert {small.has_window(n) for n in range(small.num_layers)} == {large.has_window(n) for n in range(24)}
+        assert {small.turns(n) for n in range(small.num_layers)} == {large.turns(n) for n in range(24)}
+        assert (small.mla is None, small.mtp.depths > 0) == (large.mla is None, large.mtp.depths > 0)
+        assert small.attention.window is None or small.attention.window < case.run.train.seq_len
+
+
+def test_scaling_begins_within_a_row_of_a_copy() -> None:
+    scaled = {"model.rope.scaling": "dynamic", "model.rope.original_max_position": "32", "model.rope.fraction": "0.5"}
+    (case,) = shrink(tiny_run(scaled | {"parallel.tp": "2"}), 2)
+    assert case.run.model.rope.original_max_position < case.run.train.seq_len
+    assert case.run.model.rotary_size() == 2
 
 
 # --- stages, shared rows, divided state, memory
