@@ -321,7 +321,7 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     """A checkpoint that holds adapters, as the model they make with their base: the weights of checkpoint.load."""
     record, (model, tokenizer) = checkpoint.state[RECORD], _settings(checkpoint)
     base_path = where or str(record["base"])
-    if not Path(base_path).is_dir():
+    if where is None and not Path(base_path).is_dir():
         raise CheckpointError(
             f"{checkpoint.path} holds adapters, and the weights that they were trained beside are not at {base_path}. "
             f"Put them there, or run `megalith convert {checkpoint.path} TARGET --base FOLDER`, which merges both."
@@ -338,7 +338,7 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
 def _open_peft(path: Path, where: str | None) -> Pretrained:
     """A PEFT folder, as the model that its adapters make with their base, which must be a folder here."""
     named = where or read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(named, str) or not Path(named).is_dir():
+    if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
         raise CheckpointError(
             f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it to the folder of "
             f"the model that the adapters were trained with."

@@ -317,7 +317,8 @@ class _Loop:
                 )
             rules = self.run_config.checkpoint
             report = saved.load_into(checkpoint_entries(self.trainer), self.mesh.world, rules=rules)
-            theirs = open_pretrained(saved.path)  # a folder may hold a checkpoint and no settings: then no one compared
+            base = rules.load if self.base is not None else None
+            theirs = open_pretrained(saved.path, base=base)  # in a folder without settings no one has compared these
             for line in compare_models(theirs, self.run_config.model, allow=rules.allow_model_changes):
                 self.progress.say(f"{saved.path}: {line}")
             # Moments that begin at zero now are corrected for that, as at the beginning of a run.
