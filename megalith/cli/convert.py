@@ -13,6 +13,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
+from megalith.config.tokenizer import FILES
 from megalith.errors import ConfigError, raise_all
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> int:
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
-    report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind == "huggingface" else None
+    report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
     show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json)
     return 0
 

@@ -57,12 +57,17 @@ class TiktokenTokenizer:
         if contents.lstrip()[:1] == b"[":
             specials = _named(special_tokens or USUAL_SPECIALS, num_special)
             ranks = _ranks_of_json(file, contents)
-            kept = len(ranks) if vocab_size is None else vocab_size - num_special
+            kept = len(ranks) if vocab_size is None else _kept(file, vocab_size - num_special, len(ranks), num_special)
             self._shift = num_special
             ranks = {token: rank for token, rank in ranks.items() if rank < kept}
             self._specials = {text: number for number, text in enumerate(specials)}
         else:
             ranks, self._shift = _ranks_of_lines(file, contents), 0
+            if vocab_size is not None:
+                raise DataError(
+                    f"tokenizer.vocab_size={vocab_size}: {file} has {len(ranks)} tokens, and those in "
+                    f"tokenizer.special_tokens follow. Remove tokenizer.vocab_size; it is for vocabularies in JSON."
+                )
             self._specials = {text: len(ranks) + number for number, text in enumerate(special_tokens)}
         self._ids_of_specials = frozenset(self._specials.values())
         self.vocab_size = len(ranks) + (num_special if self._shift else len(special_tokens))
@@ -146,6 +151,17 @@ class TiktokenTokenizer:
 
 def _reopen(path: str, options: Mapping[str, Any]) -> TiktokenTokenizer:
     return TiktokenTokenizer(path, **options)
+
+
+def _kept(file: Path, kept: int, found: int, num_special: int) -> int:
+    """How many of a vocabulary's tokens are used: every byte at least, and no more than there are."""
+    if not 256 <= kept <= found:
+        raise DataError(
+            f"tokenizer.vocab_size={kept + num_special}: {file} has {found} tokens, of which 256 are needed, beside "
+            f"tokenizer.num_special_tokens={num_special}. Set it to a number from {256 + num_special} to "
+            f"{found + num_special}."
+        )
+    return kept
 
 
 def _named(names: Sequence[str], count: int) -> list[str]:

@@ -1,15 +1,17 @@
 """Text to token ids and back: bytes, a tokenizer read from files, or digits for made-up data."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
-from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer
+from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
 from megalith.data.marked import encode_parts
-from megalith.data.sentencepiece import SentencePieceTokenizer
+from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
 
@@ -209,6 +211,36 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             add_special_tokens=config.add_special_tokens,
         )  # fmt: skip
     return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
+
+
+def main_file(config: TokenizerConfig) -> Path | None:
+    """The file that a tokenizer is read from; None for those that need none.
+
+    Raises:
+        DataError: it is gone.
+    """
+    if config.path is None:
+        return None
+    if config.kind == "sentencepiece":
+        return find_model_file(config.path)
+    return Path(config.path) if config.kind == "tiktoken" else find_tokenizer_file(config.path)
+
+
+def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """The same tokenizer, read from a folder that its main file was copied to."""
+    file = None if config.path is None else main_file(config)
+    if file is None:
+        return config
+    return replace(config, path=str(folder / file.name if config.kind == "tiktoken" else folder))
+
+
+def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """The copy of a tokenizer that lies in a folder, wherever that was moved to; the same one if there is none."""
+    if config.path is None:
+        return config
+    names = {"huggingface": "tokenizer.json", "sentencepiece": MODEL, "tiktoken": Path(config.path).name}
+    file = folder / names[config.kind]
+    return replace(config, path=str(file if config.kind == "tiktoken" else folder)) if file.is_file() else config
 
 
 def ends_texts_itself(tokenizer: Tokenizer) -> bool:

@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 
 from megalith.checkpoint.boxes import lengths, show_box
-from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
 from megalith.models.names import Family, TensorRule
 from megalith.models.pretrained import Pretrained
@@ -128,9 +127,7 @@ def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON
 def _release_config(source: Pretrained, target: Path) -> str:
     if source.checkpoint is not None:
         return source.checkpoint.config_text
-    tokenizer = source.tokenizer
-    if tokenizer.kind == "huggingface":
-        tokenizer = TokenizerConfig(kind="huggingface", path=str(target.absolute()))
+    tokenizer = moved_to(source.tokenizer, target.absolute())
     return dump_yaml(release_run(target.name, source.model, tokenizer, target))
 
 

@@ -30,8 +30,8 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict
-from megalith.data.huggingface import find_tokenizer_file
 from megalith.data.sentencepiece import is_sentencepiece
+from megalith.data.tokenizer import brought_along, main_file
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import (
     ADAPTER_CONFIG,
@@ -120,9 +120,10 @@ class Pretrained:
             DataError: the tokenizer that the model was trained with is gone.
         """
         files = companion_files(self.path)
-        if "tokenizer.json" not in files and self.tokenizer.path is not None:
-            folder = find_tokenizer_file(self.tokenizer.path).parent
-            files = {name: file for name, file in companion_files(folder).items() if name in TOKENIZER_FILES} | files
+        main = main_file(self.tokenizer)
+        if main is not None and main.name not in files:
+            beside = {name: file for name, file in companion_files(main.parent).items() if name in TOKENIZER_FILES}
+            files = beside | {main.name: main} | files
         return files
 
 
@@ -169,8 +170,7 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     if RECORD in checkpoint.state:
         return _open_adapted(checkpoint, base)
     model, tokenizer = _settings(checkpoint)
-    if tokenizer.kind == "huggingface" and (path / "tokenizer.json").is_file():
-        tokenizer = replace(tokenizer, path=str(path))  # the checkpoint brings its own, wherever it was moved to
+    tokenizer = brought_along(tokenizer, path)
     ids = checkpoint.state.get("token_ids")
     return Pretrained(path, model, tokenizer, CheckpointWeights(checkpoint), ids if isinstance(ids, dict) else {})
 

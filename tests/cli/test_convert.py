@@ -123,4 +123,4 @@ def test_an_unsupported_architecture_is_named_with_the_supported_ones(
     (theirs / "config.json").write_text(json.dumps(raw))
     assert main(["convert", str(theirs), str(run.parent / "x")]) == 2
     said = capsys.readouterr().err
-    assert "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM." in said
+    assert "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM," in said

@@ -64,7 +64,7 @@ def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypa
     with pytest.raises(DataError, match=r"there is no tokenizer\.model\. Set it to a SentencePiece model"):
         SentencePieceTokenizer(str(tmp_path))
     (tmp_path / "tokenizer.model").write_bytes(b"nothing of the kind")
-    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model \(.*\)\. Use the model's own file"):
+    with pytest.raises(DataError, match=r"tokenizer\.model: not a SentencePiece model \(.*\)\. Use the model's own"):
         SentencePieceTokenizer(str(tmp_path))
     with pytest.raises(DataError, match=r"eod='<end>' is not a piece of .* such as \['<unk>', '<s>', '</s>'"):
         SentencePieceTokenizer(str(folder), eod="<end>")

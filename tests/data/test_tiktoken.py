@@ -34,9 +34,9 @@ def listed(path: Path) -> str:
 
 def theirs(text: str, pattern: str) -> list[int]:
     ranks = {piece: rank for rank, piece in enumerate(PIECES)}
-    found: list[int] = library.Encoding(
-        "x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}
-    ).encode_ordinary(text)
+    found: list[int] = library.Encoding("x", pat_str=pattern, mergeable_ranks=ranks, special_tokens={}).encode_ordinary(
+        text
+    )
     return found
 
 
@@ -94,10 +94,20 @@ def test_other_files_are_refused(contents: bytes, told: str, tmp_path: Path) -> 
         TiktokenTokenizer(str(tmp_path / "m"))
 
 
+@pytest.mark.parametrize("size", [10, 265, 273])
+def test_sizes_that_no_vocabulary_has_are_refused(size: int, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=rf"vocab_size={size}: .*m\.json has 262 tokens.* a number from 266 to 272\."):
+        TiktokenTokenizer(listed(tmp_path / "m.json"), num_special=10, vocab_size=size)
+    with pytest.raises(DataError, match=rf"vocab_size={size}: .* follow\. Remove tokenizer\.vocab_size"):
+        TiktokenTokenizer(lines(tmp_path / "m"), vocab_size=size)
+
+
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"cannot be read \(No such file or directory\)\. Set it to a \.tiktoken file"):
         TiktokenTokenizer(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"none of its special tokens is known to end a document\. Set tokenizer\.special"):
+    with pytest.raises(
+        DataError, match=r"none of its special tokens is known to end a document\. Set tokenizer"
+    ):
         _ = TiktokenTokenizer(lines(tmp_path / "m")).eod
     with pytest.raises(DataError, match=r"eod='<end>' is not a special token of .*Set it to one of \['<unk>', '<s>'"):
         TiktokenTokenizer(listed(tmp_path / "m.json"), eod="<end>")

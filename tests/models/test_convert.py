@@ -127,3 +127,21 @@ def test_several_workers_write_the_same_files(
         for workers in (1, 2)
     )
     assert len(first) > 3 and {name for name in first if first[name] != second.get(name)} <= {"manifest.json"}
+
+
+def test_a_sentencepiece_model_goes_along_and_back(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    library = pytest.importorskip("sentencepiece", reason="makes a SentencePiece model, which needs the library")
+    tiny.folder(tmp_path / "theirs", tiny.config())
+    (tmp_path / "text").write_text("a few words of text\n" * 20)
+    library.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "theirs" / "tokenizer"), vocab_size=14, minloglevel=2
+    )
+    source = open_pretrained(tmp_path / "theirs")
+    assert source.tokenizer == TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "theirs"))
+    convert(source, tmp_path / "ours", "megalith")
+    (tmp_path / "ours").rename(tmp_path / "moved")
+    moved = open_pretrained(tmp_path / "moved")
+    assert moved.tokenizer == TokenizerConfig(kind="sentencepiece", path=str(tmp_path / "moved"))
+    convert(moved, tmp_path / "again", "huggingface")
+    model = (tmp_path / "theirs" / "tokenizer.model").read_bytes()
+    assert (tmp_path / "again" / "tokenizer.model").read_bytes() == model
