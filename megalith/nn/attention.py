@@ -105,7 +105,8 @@ def no_sinks() -> None:
 
 def sigmoid_gate(heads: Tensor, gate: Tensor) -> Tensor:
     """heads, gate [t, n d] -> [t, n d]. Source: Qiu et al. 2025, arXiv:2505.06708."""
-    return heads * gate.float().sigmoid().to(heads.dtype)
+    wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
+    return heads * wide.sigmoid().to(heads.dtype)
 
 
 def no_gate(heads: Tensor, gate: Tensor) -> Tensor:

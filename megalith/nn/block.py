@@ -32,15 +32,16 @@ class Layer(nn.Module):
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
-        core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+        number: int | None = None, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
     ) -> None:  # fmt: skip
-        """`index`: its number over all stages; `core`: how attention sees other tokens; `recompute`: parts whose
-        results backward computes a second time."""
+        """`index`: its number over all stages, which decides what kind it is; `number`: what dropout knows it by, if not
+        by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again."""
         super().__init__()
+        number = index if number is None else number
         again, check = modules_again(recompute), recompute.check
         rebuilding: Rebuilding = checked if check else Rebuilt
         act = rebuilding if "mlp_act" in again else None
-        core = with_dropped_weights(core, config, index, mesh)
+        core = with_dropped_weights(core, config, number, mesh)
         core = RecomputedCore(core, check) if "core_attention" in again else core
 
         def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
@@ -49,7 +50,7 @@ class Layer(nn.Module):
 
         def branch(word: str) -> Branch:
             own = norm(f"{word}_post_norm", again=None) if after else None
-            return Branch(own, config.residual_scale, dropping(word, index, config.dropout.residual, region))
+            return Branch(own, config.residual_scale, dropping(word, number, config.dropout.residual, region))
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         self.attention_norm = norm("attention_norm") if before else Unnormed()
@@ -119,19 +120,27 @@ class Branch(nn.Module):
 
     def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
-        self.norm = norm
-        steps: list[Step] = []
-        if norm is not None:
-            steps.append(lambda y, tokens: value_of(norm(y)))
-        if scale != 1.0:
-            steps.append(lambda y, tokens: y * scale)
-        self.steps = (*steps, *dropped)
+        self.norm = norm or Unnormed()
+        self.scale = (Scaled(scale),) if scale != 1.0 else ()
+        self.dropped = tuple(dropped)
 
     def forward(self, y: Tensor, tokens: Tokens) -> Tensor:
         """y [t, h] -> [t, h]."""
-        for step in self.steps:
+        y = value_of(self.norm(y))
+        for step in (*self.scale, *self.dropped):
             y = step(y, tokens)
         return y
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Multiplies by a number."""
+
+    factor: float
+
+    def __call__(self, y: Tensor, tokens: Tokens) -> Tensor:
+        """y [t, h] -> [t, h]."""
+        return y * self.factor
 
 
 @dataclass(frozen=True, slots=True)

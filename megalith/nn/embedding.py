@@ -34,7 +34,8 @@ class LearnedPositions(nn.Module):
 class Entrance(nn.Module):
     """From embeddings to the residual stream: x [t, h] -> [t, h], as the region has tokens."""
 
-    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype, number: int = 0) -> None:
+        """`number`: what dropout knows it by, where a model has several."""
         super().__init__()
         steps: list[Step] = []
         if config.embedding_scale != 1.0:
@@ -42,7 +43,7 @@ class Entrance(nn.Module):
         if config.positions == "learned":
             self.positions = LearnedPositions(config, region, dtype=dtype)
             steps.append(self.positions)
-        self.steps = (*steps, *dropping("embedding", 0, config.dropout.embedding, region))
+        self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, region))
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""

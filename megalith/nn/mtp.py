@@ -36,14 +36,15 @@ class FurtherPrediction(nn.Module):
     """
 
     def __init__(
-        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
+        self, depth: int, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
         shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
     ) -> None:  # fmt: skip
-        """`table`: the embedding's; `shared`: its parameter, where this rank has it already; `head`: the model's."""
+        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already;
+        `head`: the model's."""
         super().__init__()
-        h = config.hidden_size
+        name, h = f"mtp.{depth}", config.hidden_size
         self.embed = VocabEmbedding(table, region, dtype=dtype, tied=shared)
-        self.entrance = Entrance(replace(config, positions="none"), region, dtype=dtype)
+        self.entrance = Entrance(replace(config, positions="none"), region, dtype=dtype, number=depth + 1)
         self.embed_norm, self.hidden_norm, self.norm = (
             build_norm(f"{name}.{word}", h, config, invariant=region.invariant, dtype=dtype)
             for word in ("embed_norm", "hidden_norm", "norm")
@@ -51,8 +52,8 @@ class FurtherPrediction(nn.Module):
         project = whole(f"{name}.project", (h, 2 * h), invariant=region.invariant)
         self.project = WholeLinear(Declared(project, Init(config.init_std)), dtype=dtype)
         self.layer = BLOCKS[config.block](
-            f"{name}.layer", config, mesh, region, dtype=dtype, index=config.num_layers - 1, core=core,
-            recompute=recompute,
+            f"{name}.layer", config, mesh, region, dtype=dtype, index=config.num_layers - 1,
+            number=config.num_layers + depth, core=core, recompute=recompute,
         )  # fmt: skip
         self.run_layers = LayerRunner(recompute, OffloadConfig(), mesh.tp)
         self.head = head.again()
@@ -78,7 +79,7 @@ class FurtherPredictions(nn.Module):
         self.depths = nn.ModuleList()
         for depth in range(config.mtp.depths):
             made = FurtherPrediction(
-                f"mtp.{depth}", config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
+                depth, config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
                 recompute=recompute,
             )  # fmt: skip
             self.depths.append(made)

@@ -98,7 +98,7 @@ class WholeNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.group, self.eps, self.features = group, config.norm_eps, num_heads * config.head_size()
-        self.offset = 1.0 if config.norm_zero_centred else 0.0
+        self.zero_centred = config.norm_zero_centred
         shard = whole(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
         shard = cut_dim(shard, 0, sizes, group.rank, group.axes)
         declare(self, "weight", Declared(shard, ZEROS if config.norm_zero_centred else ONES), dtype=dtype)
@@ -107,5 +107,8 @@ class WholeNorm(nn.Module):
         """x [t, n_tp, d] -> [t, n_tp, d]."""
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         squares = all_reduce(part_of_sum(wide.square().sum((1, 2), keepdim=True), self.group), self.group)
-        normed = (wide * torch.rsqrt(squares / self.features + self.eps)).to(x.dtype)
-        return normed * (self.weight.view(x.shape[1:]) + self.offset)
+        normed = wide * torch.rsqrt(squares / self.features + self.eps)
+        weight = self.weight.view(x.shape[1:])
+        if self.zero_centred:  # in fp32: 1 + weight has fewer digits of the weight than the weight
+            return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+        return normed.to(x.dtype) * weight
