@@ -124,7 +124,7 @@ def read_blocks(sources: Sequence[Source], start: Position, *, block_bytes: int 
             yield from _line_blocks(sources[number], number, start, done, block_bytes)
             count = 1
         elif sources[number].kind == "parquet":
-            yield from _row_blocks(sources[number], number, start, done, block_bytes)
+            yield from _row_blocks(sources[number], number, start, done)
             count = 1
         else:
             count = _text_files_together(sources[number:], block_bytes)
@@ -162,8 +162,8 @@ def _line_blocks(source: Source, number: int, start: Position, done: int, block_
             raise _unpack_error(source.path, error) from error
 
 
-def _row_blocks(source: Source, number: int, start: Position, done: int, block_bytes: int) -> Iterator[Block]:
-    for rows in row_ranges(source.path, start.lines, nbytes=block_bytes):
+def _row_blocks(source: Source, number: int, start: Position, done: int) -> Iterator[Block]:
+    for rows in row_ranges(source.path, start.lines):
         end, nbytes_done = Position(number, rows.stop, 0), done + min(rows.nbytes_done, source.nbytes)
         yield Block((source.path,), None, rows.start + 1, end, nbytes_done, (rows.start, rows.stop))
 

@@ -9,7 +9,7 @@ from megalith.errors import DataError
 
 
 class Rows(NamedTuple):
-    """Some neighbouring rows of a file, about as many bytes as were asked for."""
+    """Neighbouring rows of one row group, which are read together."""
 
     start: int
     stop: int
@@ -17,8 +17,12 @@ class Rows(NamedTuple):
     """Of the file as it lies on disk, up to `stop`."""
 
 
-def row_ranges(path: str, start: int, *, nbytes: int) -> Iterator[Rows]:
-    """The rows of a file from `start` on, in ranges of about `nbytes` unpacked bytes, none across row groups.
+BATCH_ROWS = 1024
+"""Rows that are unpacked at once (guess: a megabyte or two of text)."""
+
+
+def row_ranges(path: str, start: int) -> Iterator[Rows]:
+    """The rows of a file from `start` on, a row group at a time, because a part of one costs as much as all of it.
 
     Raises:
         DataError: it is no Parquet file, or pyarrow is not installed.
@@ -27,12 +31,11 @@ def row_ranges(path: str, start: int, *, nbytes: int) -> Iterator[Rows]:
         first, done = 0, 0
         for number in range(file.metadata.num_row_groups):
             group = file.metadata.row_group(number)
-            rows, size = group.num_rows, max(1, group.total_byte_size)
-            step = max(1, rows * nbytes // size)
-            for low in range(max(0, start - first), rows, step):
-                stop = min(low + step, rows)
-                yield Rows(first + low, first + stop, done + size * stop // max(1, rows))
-            first, done = first + rows, done + size
+            done += sum(group.column(column).total_compressed_size for column in range(group.num_columns))
+            stop = first + group.num_rows
+            if stop > max(first, start):
+                yield Rows(max(first, start), stop, done)
+            first = stop
 
 
 def read_rows(path: str, start: int, stop: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -43,19 +46,26 @@ def read_rows(path: str, start: int, stop: int, columns: Sequence[str]) -> Itera
     """
     with _open(path) as file:
         there = [name for name in columns if name in file.schema_arrow.names]
-        first = 0
-        for number in range(file.metadata.num_row_groups):
-            rows = file.metadata.row_group(number).num_rows
-            if first <= start < first + rows:
-                try:
-                    table = file.read_row_group(number, columns=there).slice(start - first, stop - start)
-                except Exception as error:  # pyarrow raises several of its own
-                    raise _unreadable(path, error) from error
-                values = [table.column(name).to_pylist() for name in there]
-                for row in range(stop - start):
+        number, first = _group_of(file, start)
+        try:
+            for batch in file.iter_batches(BATCH_ROWS, row_groups=[number], columns=there):
+                values = [batch.column(name).to_pylist() for name in there]
+                for row in range(max(0, start - first), min(batch.num_rows, stop - first)):
                     yield {name: column[row] for name, column in zip(there, values, strict=True)}
-                return
-            first += rows
+                first += batch.num_rows
+        except Exception as error:  # pyarrow raises several of its own
+            raise _unreadable(path, error) from error
+
+
+def _group_of(file: Any, row: int) -> tuple[int, int]:
+    """The row group that has a row, and the first of its rows."""
+    first = 0
+    for number in range(file.metadata.num_row_groups):
+        rows = file.metadata.row_group(number).num_rows
+        if row < first + rows:
+            return number, first
+        first += rows
+    raise AssertionError(f"row {row} of {first}")
 
 
 def _open(path: str) -> Any:  # a pyarrow.parquet.ParquetFile, which ships no types

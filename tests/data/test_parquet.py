@@ -25,12 +25,22 @@ def written(path: Path, *, group: int = 30) -> str:
 
 
 @pytest.mark.parametrize("start", [0, 1, 29, 30, 95, 100])
-@pytest.mark.parametrize("nbytes", [1, 500, 10**9])
-def test_ranges_cover_the_rows_once_and_lie_in_one_row_group(start: int, nbytes: int, tmp_path: Path) -> None:
-    ranges = list(row_ranges(written(tmp_path / "a.parquet"), start, nbytes=nbytes))
+def test_ranges_are_row_groups_and_cover_the_rows_once(start: int, tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet")
+    ranges = list(row_ranges(path, start))
     assert [row for rows in ranges for row in range(rows.start, rows.stop)] == list(range(start, 100))
     assert all(rows.start // 30 == (rows.stop - 1) // 30 for rows in ranges)
-    assert [rows.nbytes_done for rows in ranges] == sorted(rows.nbytes_done for rows in ranges)
+    done = [rows.nbytes_done for rows in ranges]
+    assert done == sorted(done) and all(nbytes < Path(path).stat().st_size for nbytes in done)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 30), (31, 33), (59, 60), (90, 100)])
+def test_rows_are_those_between_the_ends(
+    start: int, stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.data.parquet.BATCH_ROWS", 7)
+    rows = read_rows(written(tmp_path / "a.parquet"), start, stop, ["text"])
+    assert [row["text"] for row in rows] == TEXTS[start:stop]
 
 
 def test_rows_have_the_columns_that_were_asked_for(tmp_path: Path) -> None:
@@ -41,7 +51,7 @@ def test_rows_have_the_columns_that_were_asked_for(tmp_path: Path) -> None:
 def test_documents_of_a_file_are_its_rows(tmp_path: Path) -> None:
     sources = find_sources([written(tmp_path / "a.parquet")])
     for start in (0, 31):
-        blocks = read_blocks(sources, Position(0, start, 0), block_bytes=400)
+        blocks = read_blocks(sources, Position(0, start, 0))
         found = [document for block in blocks for document in block_documents(block, ["text"])]
         assert all(isinstance(document, Document) for document in found)
         assert [document.texts[0][0] for document in found if isinstance(document, Document)] == TEXTS[start:]
@@ -64,9 +74,7 @@ def test_tokens_are_those_of_the_same_rows_as_jsonl(tmp_path: Path) -> None:
 def test_what_is_no_parquet_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.parquet").write_bytes(b"no such thing")
     with pytest.raises(DataError, match=r"x\.parquet: cannot be read as Parquet \(.*\)\. Copy the file again"):
-        list(row_ranges(str(tmp_path / "x.parquet"), 0, nbytes=10))
+        list(row_ranges(str(tmp_path / "x.parquet"), 0))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(
-        DataError, match=r'needs pyarrow\. Install it with pip install "megalith\[parquet\]"'
-    ):
-        list(row_ranges(str(tmp_path / "x.parquet"), 0, nbytes=10))
+    with pytest.raises(DataError, match=r'needs pyarrow\. Install it with pip install "megalith\[parquet\]"'):
+        list(row_ranges(str(tmp_path / "x.parquet"), 0))
