@@ -1,6 +1,7 @@
 """Hugging Face folders: config.json and safetensors, read box by box and written tensor by tensor."""
 
 import json
+import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -256,7 +257,12 @@ def family_for(config: ModelConfig) -> Family:
             refusals.append(error)
         else:
             return family
-    raise min(refusals, key=lambda error: len(str(error).splitlines()))
+    raise min(refusals, key=_number_lacking)
+
+
+def _number_lacking(refusal: ConfigError) -> float:
+    """How many settings a family has no words for; without end where the whole model is of another kind."""
+    return str(refusal).count("has no word for it") or math.inf
 
 
 def read_json(file: Path) -> dict[str, Any]:

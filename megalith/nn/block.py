@@ -34,7 +34,7 @@ class Layer(nn.Module):
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
         number: int | None = None, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
     ) -> None:  # fmt: skip
-        """`index`: its number over all stages, which decides what kind it is; `number`: what dropout knows it by, if not
+        """`index`: its number over all stages, which decides its kind; `number`: what dropout knows it by, unless
         by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again."""
         super().__init__()
         number = index if number is None else number

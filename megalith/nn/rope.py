@@ -26,17 +26,25 @@ class Rotations:
         self._known: dict[RopeConfig, Tensor] = {}
 
     def given_to(self, tokens: Tokens) -> Tokens:
-        """The tokens with (cos, sin) [t, pairs] for every kind of layer."""
+        """The tokens with (cos, sin) [t, pairs] for every kind of layer; `dynamic` scaling looks at the length of each
+        document, as far as it has been read."""
         tables: list[Tensor] = []
         for rope in self.kinds:
-            frequencies = self._frequencies(rope, tokens.max_kv).to(tokens.positions.device)
+            frequencies = self._frequencies(rope, tokens).to(tokens.positions.device)
             factor = attention_factor(rope)
             tables += rope_tables(tokens.positions, frequencies, self.dtype, factor=factor, sections=rope.sections)
         return replace(tokens, rotary=tuple(tables))
 
-    def _frequencies(self, rope: RopeConfig, length: int) -> Tensor:
-        """Radians per token, which only `dynamic` scaling makes depend on the longest row."""
-        if rope.scaling == "dynamic":
+    def _frequencies(self, rope: RopeConfig, tokens: Tokens) -> Tensor:
+        """Radians per token of each pair: [pairs], or [t, pairs] where long documents turn by angles of their own."""
+        longest = [keys if keys > rope.original_max_position else 0 for _, keys in tokens.lengths]
+        if rope.scaling != "dynamic" or not any(longest) or tokens.document.is_meta:
+            return self._of_length(rope, 0)
+        return torch.stack([self._of_length(rope, length) for length in longest])[tokens.document.long().cpu()]
+
+    def _of_length(self, rope: RopeConfig, length: int) -> Tensor:
+        """Radians per token of each pair, for documents of a length."""
+        if length:
             return rope_frequencies(rope, self.size, length=length)
         if rope not in self._known:
             self._known[rope] = rope_frequencies(rope, self.size)

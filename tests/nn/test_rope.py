@@ -64,3 +64,11 @@ def test_dynamic_scaling_begins_behind_the_first_training() -> None:
     for length, same in ((8, True), (9, False)):
         ours, theirs = (Rotations(m, torch.float64).given_to(tokens_of_lengths([length])) for m in (model, plain))
         assert torch.equal(ours.rotary[0], theirs.rotary[0]) == same
+
+
+def test_dynamic_scaling_looks_at_each_document_and_not_at_its_neighbours() -> None:
+    model = config(rope=RopeConfig(scaling="dynamic", factor=2.0, original_max_position=8))
+    together = Rotations(model, torch.float64).given_to(tokens_of_lengths([11, 5]))
+    apart = [Rotations(model, torch.float64).given_to(tokens_of_lengths([length])) for length in (11, 5)]
+    for table, first, second in zip(together.rotary, *(tokens.rotary for tokens in apart), strict=True):
+        assert torch.equal(table, torch.cat([first, second]))
