@@ -160,18 +160,20 @@ def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_ch
     assert build(of_files(path)).fingerprint != first.fingerprint
 
 
-def splits(data: DataConfig, **counts: int) -> Splits:
-    samples = {"train_samples": 0, "valid_samples": 0, "test_samples": 0} | counts
-    return build_datasets(data, seq_len=300, seed=1, vocab_size=257, eod=256, tokenizer=BYTES, **samples)
+def splits(data: DataConfig, *, train: int = 0, valid: int = 0, test: int = 0) -> Splits:
+    return build_datasets(
+        data, seq_len=300, seed=1, vocab_size=257, eod=256, tokenizer=BYTES, train_samples=train, valid_samples=valid,
+        test_samples=test,
+    )  # fmt: skip
 
 
 def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> None:
-    made = splits(DataConfig(sft=PLAIN), train_samples=2, valid_samples=1)
+    made = splits(DataConfig(sft=PLAIN), train=2, valid=1)
     assert made.train is not None and made.valid is not None and made.test is None
     assert [note.split(" ")[:2] for note in made.notes] == [["train:", "1"], ["valid:", "100"]]
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
-    assert splits(of_files(path, valid_path=(path,)), valid_samples=1).valid is not None
+    assert splits(of_files(path, valid_path=(path,)), valid=1).valid is not None
     with pytest.raises(ConfigError, match=r"data.sft has no valid conversations.*Set data.sft.valid_path, or"):
-        splits(of_files(path), valid_samples=1)
+        splits(of_files(path), valid=1)
     with pytest.raises(ConfigError, match="data.sft has no test conversations"):
-        splits(DataConfig(sft=PLAIN), test_samples=1)
+        splits(DataConfig(sft=PLAIN), test=1)

@@ -1,6 +1,7 @@
 """Documents packed into rows compute what each computes alone, in float64, under every axis; and none sees another."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,15 @@ from torch import Tensor
 from megalith.data.loader import Batch, Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
 from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.build import Trainer, build_trainer
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
 from megalith.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -144,3 +148,33 @@ def test_filler_is_nobodys_work() -> None:
     batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
     assert batch.num_read == 10 and batch.squared_lengths == 25 + 9 + 4
     assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
+
+
+SFT = {
+    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
+    "model.max_seq_len": "96", "train.global_batch_size": "4", "data.sft.overlong": "drop", "checkpoint.every": "2",
+    "schedule.style": "constant", "train.eval_every": "2",
+}  # fmt: skip
+
+
+def _train(rank: int, world: int, folder: Path, steps: int) -> None:
+    run = tiny_run(SFT | {"train.steps": str(steps)})
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run_training(run, RunFolder(folder), mesh, CPU, show=False)
+
+
+def test_a_run_goes_on_with_the_rows_it_would_have_read(tmp_path: Path) -> None:
+    """Over more than an epoch; on two ranks the same rows are dealt out."""
+    _train(0, 1, tmp_path / "whole", 6)
+    _train(0, 1, tmp_path / "parts", 2)
+    _train(0, 1, tmp_path / "parts", 6)
+    whole, parts = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    told = ("step", "loss", "grad_norm", "fill", "supervised_share", "tokens", "eval_loss")
+    assert [[row.get(key) for key in told] for row in whole] == [[row.get(key) for key in told] for row in parts]
+    fills, shares = ([float(row[key] or 0) for row in whole if key in row] for key in ("fill", "supervised_share"))
+    assert len(fills) == 6 and min(fills) > 0.5 >= max(shares) > min(shares) > 0
+    run_ranks(_train, 2, tmp_path / "ranks", 2)
+    rows = [row for row in read_metrics(tmp_path / "ranks" / "metrics.jsonl") if "loss" in row]
+    assert [row["fill"] for row in rows] == fills[:2]
+    losses = [row["loss"] for row in whole if "loss" in row]
+    assert [row["loss"] for row in rows] == pytest.approx(losses[:2], rel=1e-5)
