@@ -11,6 +11,10 @@ EVERY = "linear"
 """Stands for every matrix of attention and MLP."""
 
 
+STACKED = {"kv": 2, "gate_up": 2}
+"""Parameters that are several matrices, one after the other; each has an A and a B of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """Train two thin matrices beside each target, and nothing else: its weight acts as W + scale · B · A.

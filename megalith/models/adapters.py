@@ -14,14 +14,13 @@ from torch import Tensor
 from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, Reader, TensorInfo, read_header, show_names
-from megalith.config.lora import LoraConfig, lora_matrices, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, lora_matrices, lora_targets
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.hf import PIECE_NBYTES, Weights, read_json
 from megalith.models.names import Family, TensorRule
 from megalith.models.release import parameters
-from megalith.nn.lora import STACKED
 from megalith.plan.shards import Box
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megalith.config.lora import LoraConfig, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, lora_targets
 from megalith.config.model import ModelConfig
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, value_of
@@ -21,9 +21,6 @@ from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import partial
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, declare
 from megalith.plan.shards import Shard
-
-STACKED = {"kv": 2, "gate_up": 2}
-"""Parameters that are several matrices, one after the other; each has an A and a B of its own."""
 
 
 class ColumnLora(nn.Module):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from megalith.config.context import ContextKind
 from megalith.plan.activations import Setting, stage_kept, total
+from megalith.plan.adapters import trained
 from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
@@ -190,14 +191,17 @@ def _state(
     """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
     run, shards = workload.run, workload.shards
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if shards > 1 else 0
+    still, moving = [one for one in parameters if one.frozen], trained(parameters)
     if zero == 3:
-        buffer = gradients = owned = sum(kept_rows(one, shard_rank, shards) * one.columns for one in parameters)
+        buffer = gradients = owned = sum(kept_rows(one, shard_rank, shards) * one.columns for one in moving)
+        buffer += sum(kept_rows(one, shard_rank, shards) * one.columns for one in still)
     else:
-        plan = buffer_plan(workload, parameters)
+        plan = buffer_plan(workload, moving)
         buffer, gradients = plan.numel, plan.numel // (shards if zero == 2 else 1)
         owned = sum(part.stop - part.start for part in owned_parts(plan, shard_rank, shards))
         if zero == 0:
-            owned = sum(one.numel for one in parameters)
+            owned = sum(one.numel for one in moving)
+        buffer += sum(one.numel for one in still)
     states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
     return RankMemory(
         weights=width.value * buffer,
@@ -226,13 +230,14 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
     if p.zero == 0 or workload.shards == 1:
         return 0
     if p.zero < 3:
-        largest = max((bucket.stop - bucket.start for bucket in buffer_plan(workload, parameters).buckets), default=0)
+        buckets = buffer_plan(workload, trained(parameters)).buckets
+        largest = max((bucket.stop - bucket.start for bucket in buckets), default=0)
         received = 0 if accelerator else width.sums
         beside = IN_FLIGHT * (2 * WIRE_BYTES["bf16"] if p.reduce_dtype == "bf16" else received)
         return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
     gathered = gathered_units(workload, parameters)
     inner = sorted((unit.numel for unit in gathered if not unit.root), reverse=True)
-    most = max(inner, default=0)
+    most = max((sum(one.numel for one in trained(unit.parameters)) for unit in gathered if not unit.root), default=0)
     at_once = sum(unit.numel for unit in gathered if unit.root) + sum(inner if keeps_gathered(workload) else inner[:2])
     return width.value * at_once + (width.value + width.sums) * most
 

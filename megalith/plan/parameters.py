@@ -34,6 +34,9 @@ class HeldParameter:
     summed: Summed = "sp"
     """What becomes of the gradients of ranks that hold the same."""
 
+    frozen: bool = False
+    """It has no gradient and no optimizer state."""
+
     @property
     def matrix(self) -> bool:
         """Whether tokens are multiplied by it; every model has several inputs."""

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
 from megalith.plan.activations import kv_heads_exchanged
+from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan, gathered_units, keeps_gathered, kept_rows
@@ -135,7 +136,7 @@ def _shared_slices(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[T
     """Once a step: gradients of what several tensor-parallel ranks hold and have each seen a part of the work of."""
     run = workload.run
     tp, wide = run.parallel.tp, WIDTHS[run.precision.params].sums
-    held = workload.parameters(pp_rank, tp_rank)
+    held = trained(workload.parameters(pp_rank, tp_rank))
     copies = tensor_part(run.model, tp=tp, rank=tp_rank).kv_copies
     same = [one for one in held if not one.cut]
     heads = sum(one.numel for one in same if one.summed == "heads")
@@ -247,7 +248,7 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
     run, many = workload.run, workload.num_microbatches
     p, width = run.parallel, WIDTHS[run.precision.params]
     parameters = workload.parameters(pp_rank, tp_rank)
-    plan = buffer_plan(workload, parameters)
+    plan = buffer_plan(workload, trained(parameters))
     calls, ranks, replicas = len(plan.buckets), workload.shards, workload.grid.size("dp_replica")
     backward, forward = ("last backward", "next forward") if p.overlap else ("", "")
     if ranks == 1:
@@ -282,16 +283,19 @@ def _sharded_traffic(workload: Workload, parameters: Sequence[HeldParameter]) ->
     """
     run, ranks, many = workload.run, workload.shards, workload.num_microbatches
     width, units = WIDTHS[run.precision.params], gathered_units(workload, parameters)
-    padded = [sum(kept_rows(one, 0, ranks) * one.columns for one in unit.parameters) * ranks for unit in units]
+    padded, summed = (
+        [sum(kept_rows(one, 0, ranks) * one.columns for one in some(unit.parameters)) * ranks for unit in units]
+        for some in (list, trained)
+    )
     times = [1 if keeps_gathered(workload) else many * (2 if unit.name.startswith("layers.") else 1) for unit in units]
     behind = "the layer before" if run.parallel.overlap else ""
     weights = width.value * sum(numel * count for numel, count in zip(padded, times, strict=True))
     yield _row("dp", "weights", "all_gather", ranks=ranks, calls=sum(times), nbytes=weights, behind=behind)
     yield _row(
         "dp", "gradients", "reduce_scatter", ranks=ranks, calls=many * len(units),
-        nbytes=many * width.sums * sum(padded), behind=behind,
+        nbytes=many * width.sums * sum(summed), behind=behind,
     )  # fmt: skip
     yield _row(
         "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=len(units),
-        nbytes=width.sums * sum(padded) // ranks, behind=behind,
+        nbytes=width.sums * sum(summed) // ranks, behind=behind,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
+from megalith.plan.adapters import with_adapters
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.parameters import HeldParameter, held_parameters
@@ -78,7 +79,7 @@ class Workload:
                 embedding=stage.embedding, loss=stage.loss,
             ):  # fmt: skip
                 held.setdefault(one.name, one)
-        return list(held.values())
+        return with_adapters(list(held.values()), self.run.model, self.run.lora)
 
     def rank_at(self, pp_rank: int, tp_rank: int) -> int:
         """The first rank of the world at this place."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.lora import LoraConfig
+from megalith.config.lora import STACKED, LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import tokens_of_lengths
@@ -57,7 +57,7 @@ def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: Lor
     for name, value in weights(plain).items():
         if f"{name}.lora_a" in found:
             a, b = found[f"{name}.lora_a"], found[f"{name}.lora_b"]
-            count = lora.STACKED.get(name.rsplit(".", 1)[1], 1)
+            count = STACKED.get(name.rsplit(".", 1)[1], 1)
             left, right = b.reshape(count, -1, adapters.rank), a.reshape(count, adapters.rank, -1)
             value.add_((left @ right).view(value.shape), alpha=adapters.scale)
     assert not torch.equal(hidden(built(None)), hidden(plain))

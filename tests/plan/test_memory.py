@@ -15,6 +15,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.nn.lora import attach_adapters
 from megalith.observe.meter import metered
 from megalith.optim.adamw import AdamW
 from megalith.parallel.context import my_slicing
@@ -53,6 +54,7 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     mesh = mesh_on_paper(model_grid(run.parallel, run.model, workload.world), rank=rank)
     dtype = DTYPES[run.precision.params]
     model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
+    attach_adapters(list(model), run.model, run.lora)
     data = DataParallel(
         model, [(one.shard, module, name) for one, module, name in declared_parameters(model)], mesh,
         device=torch.device("meta"), gradient_dtype=torch.promote_types(dtype, torch.float32),
@@ -61,7 +63,8 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     slots = AdamW([(owned.shard, owned.weight) for owned in data.owned], run.optim).slots
     masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
-    return data.weights.nbytes, data.gradients.nbytes, masters, moments
+    still = sum(weight.nbytes for _, weight in data.frozen)
+    return data.weights.nbytes + still, data.gradients.nbytes, masters, moments
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,9 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         (4, {"parallel.zero": "1", "parallel.tp": "2", "parallel.sp": "true", "model.num_kv_heads": "1"}),
         (8, {"parallel.zero": "1", "parallel.tp": "4", "parallel.sp": "true", "model.qkv_bias": "true"}),
         (2, {"parallel.pp": "2", "precision.params": "fp64"}),
+        (4, {"lora.rank": "3", "parallel.tp": "2", "parallel.sp": "true", "parallel.zero": "1"}),
+        (3, {"lora.rank": "2", "lora.targets": "[q, down]", "parallel.tp": "3", "precision.params": "bf16"} | UNEVEN),
+        (4, {"lora.rank": "5", "parallel.zero": "2", "parallel.pp": "2", "model.num_kv_heads": "1"}),
         (4, {"parallel.pp": "2", "model.tied_embeddings": "true", "parallel.zero": "1"}),
         (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.layout": "Ettt|L", "model.num_layers": "3"}),
@@ -102,7 +108,8 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
     masters = sum(slot.master.nbytes for slot in slots if slot.master is not slot.weight)
     moments = sum(tensor.nbytes for slot in slots for tensor in slot.state.values())
     destroy_mesh(mesh)
-    return sum(o.weight.nbytes for o in owned), sum(o.gradient.nbytes for o in owned), masters, moments
+    still = sum(weight.nbytes for _, weight in trainer.data.frozen)
+    return sum(o.weight.nbytes for o in owned) + still, sum(o.gradient.nbytes for o in owned), masters, moments
 
 
 @pytest.mark.slow  # the first use of FSDP2 loads torch's compiler
@@ -112,6 +119,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (3, {"train.micro_batch_size": "1", "precision.params": "bf16"}),
         (4, {"parallel.tp": "2", "parallel.sp": "true", "model.tied_embeddings": "true"}),
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
+        (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
     ],
 )
 def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[str, str]) -> None:
