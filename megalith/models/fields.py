@@ -134,7 +134,14 @@ class Fields:
         """
         for name, value in self.raw.items():
             # Null and false mean that whatever it is, is off.
-            if name not in self._asked and not name.startswith("_") and value is not None and value is not False:
+            if name in self._asked or name.startswith("_") or value is None or value is False:
+                continue
+            if name == "quantization_config":
+                self.problems.append(
+                    f"{name}={value!r:.60}: the weights are stored in fewer bits than they stand for, which is not "
+                    f"read. Use the model's bf16 weights, or save them with transformers' dequantize() first."
+                )
+            else:
                 self.problems.append(
                     f"{name}={value!r:.60} is not known, so it may change what the model computes. Remove it from "
                     f"config.json if it does not."

@@ -42,9 +42,10 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _activation(raw: Mapping[str, Any]) -> Any:  # JSON
-    """The first releases say gelu and mean its approximation by tanh, with which they were trained."""
-    word = raw.get("hidden_activation") or raw.get("hidden_act")
-    return "gelu_pytorch_tanh" if word in ("gelu", None) else word
+    """In the older field gelu means its approximation by tanh, with which the first releases were trained."""
+    if raw.get("hidden_activation") is not None:
+        return raw["hidden_activation"]
+    return "gelu_pytorch_tanh" if raw.get("hidden_act") in ("gelu", None) else raw["hidden_act"]
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

@@ -115,8 +115,8 @@ def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
 
     max_window_layers counts the layers at the bottom that have none, whatever its name and older documentation say.
     """
-    first = fields.value("max_window_layers")
-    first = first if type(first) is int else 28
+    first = 0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
+    first = 28 if first is None else first
     flags = read_windows(fields, layers, [layer >= first for layer in range(layers)])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
     return windowed(window if fields.flag("use_sliding_window") else None, flags)

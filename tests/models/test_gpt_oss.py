@@ -48,7 +48,7 @@ def test_the_published_config_is_understood_but_for_its_experts() -> None:
 def test_what_else_is_wrong_is_told_too() -> None:
     with pytest.raises(ConfigError, match="swiglu_alpha=1.5 is not supported: it must be 1.702"):
         GPT_OSS.read_config(PUBLISHED | {"swiglu_alpha": 1.5})
-    with pytest.raises(ConfigError, match="quantization_config=.* is not known"):
+    with pytest.raises(ConfigError, match="quantization_config=.* Use the model's bf16 weights"):
         GPT_OSS.read_config(PUBLISHED | {"quantization_config": {"quant_method": "mxfp4"}})
 
 

@@ -122,7 +122,7 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
     [
         ({"hidden_act": "mish"}, "hidden_act='mish' is not supported: it must be one of 'silu', 'swish'"),
         ({"attention_dropout": -0.1}, "attention_dropout=-0.1: expected a number of at least 0"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} is not known"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4}: the weights are stored in fewer bits"),
         ({"sliding_window": 128}, "sliding_window=128 is not known, so it may change what the model computes. Remove"),
         ({"rope_interleaved": True}, "rope_interleaved=True is not known"),
         ({"partial_rotary_factor": 0.5}, "with {'partial_rotary_factor': 0.5, 'rope_theta': 10000.0} are not"),
