@@ -53,7 +53,8 @@ class DataConfig:
     mid_level_dataset_surplus: float = 0.005
     """Extra share of samples that every member of a weighted blend is built for, against rounding."""
     cache_path: str | None = None
-    """Folder for built indices. Unset: PREFIX/cache beside the data; blends and mock data are then not kept."""
+    """Folder for built indices. Unset: PREFIX/cache beside the data, .cache beside conversations; blends and mock data
+    are then not kept."""
     mmap: bool = True
     """Map .bin files into memory. Off: positioned reads, for file systems that map badly."""
     mock_num_documents: int = 100_000

@@ -25,6 +25,9 @@ from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
 _SAY_SECONDS = 30.0
+CACHE = ".cache"
+"""Beside the first file; hidden, because a folder may be named as the source."""
+
 MADE_UP_VALID = 100
 """Conversations of the made-up validation split."""
 
@@ -323,7 +326,7 @@ def build_conversations(
         sources = conversation_sources(paths)
         told += "".join(f"\n{source.path} {source.nbytes} {source.mtime_ns}" for source in sources)
         names = tuple(source.path for source in sources)
-        cache = Path(data.cache_path) if data.cache_path else Path(sources[0].path).parent / "cache"
+        cache = Path(data.cache_path) if data.cache_path else Path(sources[0].path).parent / CACHE
         found: Iterable[Conversation] = read_conversations(paths)
     else:
         assert sft.mock_conversations is not None

@@ -153,9 +153,10 @@ def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Pat
 def test_what_was_tokenised_is_kept_beside_the_files_and_made_again_when_they_change(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", talk("ab", "c"))
     first = build(of_files(path))
-    kept = {file.name for file in (tmp_path / "cache").glob("*.json")}
+    kept = {file.name for file in (tmp_path / ".cache").glob("*.json")}
     assert len(kept) == 2 and build(of_files(path)).fingerprint == first.fingerprint
-    assert {file.name for file in (tmp_path / "cache").glob("*.json")} == kept
+    assert {file.name for file in (tmp_path / ".cache").glob("*.json")} == kept
+    assert build(of_files(str(tmp_path))).fingerprint == first.fingerprint, "a folder is not read with its cache"
     write(tmp_path / "a.jsonl", talk("ab", "cd"))
     assert build(of_files(path)).fingerprint != first.fingerprint
 
