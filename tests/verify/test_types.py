@@ -1,18 +1,14 @@
 """The type check accepts right layouts at any world size, and refuses wrong collectives, shards and losses."""
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import spmd_types as checker
 import torch
-from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V
+from spmd_types import I, R, V
 from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.autograd import Function
@@ -25,9 +21,6 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
-from megalith.kernels.cross_entropy import token_losses
-from megalith.kernels.scores import Scores
-from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tokens import Tokens
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
@@ -36,28 +29,24 @@ from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
 from megalith.parallel import tensor as layers
-from megalith.parallel.context import ring_attention
-from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
-from megalith.plan.context import Spans
 from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
 from megalith.testing.inject import replaced
 from megalith.verify.faults import FAULTS, changed_model, planted
+from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
     Question,
     TypeReport,
     _shards_of,
     declare,
-    installed_rules,
     mesh_axes,
-    our_functions,
     places,
     spots,
     type_check,
     type_check_in_child,
-    types_of,
 )
+from megalith.verify.variants import VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
@@ -123,6 +112,20 @@ CONTEXTS = [
     (ParallelConfig(cp=2, tp=4, sp=True), 16, {"ring_attention over cp": 2}),  # two ranks share each key/value head
     (ParallelConfig(cp=2, pp=2, tp=2), 16, {"ring_attention over cp": 2}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [
+        (ParallelConfig(pp=2, tp=2, sp=True, cp=2), 8),
+        pytest.param(ParallelConfig(tp=2), 4, marks=pytest.mark.slow),
+        pytest.param(ParallelConfig(tp=2, sp=True, dp=2, cp=2), 8, marks=pytest.mark.slow),
+    ],
+    ids=["all", "tp", "sp, cp"],
+)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_kind_of_layer_has_no_problem_in_any_layout(name: str, parallel: ParallelConfig, world: int) -> None:
+    assert type_check(VARIANTS[name], parallel, world=world).problems == ()
 
 
 @pytest.mark.parametrize(("parallel", "world", "exchanges"), CONTEXTS)
@@ -385,183 +388,6 @@ def test_nothing_of_the_check_is_left_behind() -> None:
     type_check(MODEL, ParallelConfig(tp=2), world=2)
     assert Function.__dict__["apply"] is apply and checker.current_mesh() is None
     assert not any(hasattr(cls, name) for cls in our_functions() for name in ("spmd_typecheck", "typecheck_forward"))
-
-
-def test_every_autograd_function_says_what_it_does_to_types() -> None:
-    assert len(our_functions()) >= 15
-    assert [cls for cls in our_functions() if not hasattr(cls, "moves") and not hasattr(cls, "reference")] == []
-
-
-# --- the rules one by one
-
-GROUP = Group(axes=("tp_kv", "tp_copy"), ranks=tuple(range(8, 16)), rank=3, name="paper")
-AXES = {"dp": MeshAxis.of(4, 8), "cp": MeshAxis.of(1, 8), "tp_kv": MeshAxis.of(4, 2), "tp_copy": MeshAxis.of(2, 1)}
-SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
-
-CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
-    "enter": (lambda x: autograd.enter(x, GROUP), I, R, (8, 2)),
-    "leave": (lambda x: autograd.leave(x, GROUP), P, I, (8, 2)),
-    "all_reduce": (lambda x: autograd.all_reduce(x, GROUP), P, R, (8, 2)),
-    "gather": (lambda x: autograd.gather(x, GROUP, dim=1), V, R, (8, 16)),
-    "gather_uneven": (lambda x: autograd.gather(x, GROUP, sizes=[8] * 7 + [4]), V, R, (60, 2)),
-    "reduce_scatter": (lambda x: autograd.reduce_scatter(x, GROUP), P, V, (1, 2)),
-    "reduce_scatter_uneven": (lambda x: autograd.reduce_scatter(x, GROUP, sizes=SIZES), P, V, (1, 2)),
-    "gather_same": (lambda x: autograd.gather_same(x, GROUP), V, I, (64, 2)),
-    "split": (lambda x: autograd.split(x, GROUP), I, V, (1, 2)),
-    "all_to_all": (lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8), V, V, (16, 2)),
-    "partial": (lambda x: autograd.partial(x, GROUP), V, P, (8, 2)),
-}
-
-
-@contextmanager
-def checking() -> Iterator[Counter[str]]:
-    counts: Counter[str] = Counter()
-    with installed_rules(counts), checker.traceback_filtering("off"), typecheck(), checker.set_current_mesh(AXES):
-        yield counts
-
-
-def tensor(tp: Any, *shape: int, dp: Any = V, grad: bool = True) -> Tensor:
-    x = torch.empty(shape or (8, 2), device="meta", requires_grad=grad)
-    checker.assert_type(x, {AXES["dp"]: dp, AXES["tp_kv"]: tp, AXES["tp_copy"]: tp})
-    return x
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_collective_moves_its_own_axes_and_no_others(name: str) -> None:
-    call, before, after, shape = CALLS[name]
-    with checking() as counts:
-        x = tensor(before)
-        out = call(x)
-        assert types_of(out) == {"dp": V, "tp_kv": after, "tp_copy": after}
-        assert types_of(x) == {"dp": V, "tp_kv": before, "tp_copy": before}
-        out.sum().backward(torch.empty((), device="meta"))
-    assert out.shape == shape and x.grad is not None and x.grad.shape == (8, 2)
-    assert sum(counts.values()) == (name != "partial")
-
-
-@pytest.mark.parametrize("given", [R, I, V, P])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
-    call, before, _, _ = CALLS[name]
-    if given is before:
-        return
-    function = name.removesuffix("_uneven")
-    with checking(), pytest.raises(SpmdTypeError, match=f"{function} over MeshAxis\\(4:2\\) expects {before!r} \\("):
-        call(tensor(given))
-
-
-def ring(*, sinks: Any = None, **given: Any) -> Tensor:
-    """A ring over tp, of tensors of these types."""
-    q, k, v = (tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
-    offsets = None if sinks is None else tensor(sinks, 4)
-    return ring_attention(q, k, v, GROUP, [Spans(1, np.zeros((8, 2), np.int64), ())] * 8, Scores(softcap=2.0), offsets)
-
-
-def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
-    with checking() as counts:
-        out = ring()
-        assert types_of(out) == {"dp": V, "tp_kv": V, "tp_copy": V} and out.shape == (8, 4, 2)
-        out.sum().backward(torch.empty((), device="meta"))
-    assert counts == {"ring_attention over tp_kv_tp_copy": 1}
-
-
-@pytest.mark.parametrize("given", [R, I, P])
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_ring_refuses_what_ranks_have_alike_or_in_parts(name: str, given: Any) -> None:
-    with checking(), pytest.raises(SpmdTypeError, match=f"ring_attention, {name} over MeshAxis.* expects V .* given"):
-        ring(**{name: given})
-
-
-def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
-    with checking():
-        assert types_of(ring(sinks=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
-    for given in (V, I, P):
-        with checking(), pytest.raises(SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"):
-            ring(sinks=given)
-
-
-def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:
-    spans = Spans(2, np.zeros((4, 2), np.int64), ())
-    with checking():
-        q, k, v = (tensor(V, 8, heads, 2) for heads in (4, 2, 2))
-        assert types_of(span_attention(q, k, v, spans, Scores(softcap=2.0), tensor(V, 4, dp=R)))["tp_kv"] is V
-        with pytest.raises(SpmdTypeError):
-            span_attention(q, k, v, spans, Scores(), tensor(P, 4, dp=R))
-
-
-def test_r_and_i_stand_for_each_other_where_no_gradient_flows() -> None:
-    with checking():
-        assert types_of(autograd.enter(tensor(R, grad=False), GROUP))["tp_kv"] is R
-        assert types_of(autograd.split(tensor(R, grad=False), GROUP))["tp_kv"] is V
-        with torch.no_grad():
-            assert types_of(autograd.enter(tensor(R), GROUP))["tp_kv"] is R
-        with pytest.raises(SpmdTypeError, match="but was given V"):
-            autograd.enter(tensor(V, grad=False), GROUP)
-
-
-def test_a_tensor_of_one_part_of_tp_cannot_move_over_the_whole_of_it() -> None:
-    x = torch.empty(8, 2, device="meta")
-    with checking(), pytest.raises(SpmdTypeError, match="gather over MeshAxis\\(2:1\\) expects V .* but was given R"):
-        checker.assert_type(x, {AXES["dp"]: V, AXES["tp_kv"]: V, AXES["tp_copy"]: R})
-        autograd.gather(x, GROUP)
-
-
-def test_a_tensor_without_types_is_refused() -> None:
-    with checking(), pytest.raises(SpmdTypeError, match="leave over .* but was given \\? \\(made outside the check"):
-        autograd.leave(torch.empty(8, 2, device="meta"), GROUP)
-
-
-def test_a_group_whose_size_is_not_that_of_its_axes_is_refused() -> None:
-    half = Group(axes=("tp_kv", "tp_copy"), ranks=(8, 9), rank=0, name="paper")
-    with checking(), pytest.raises(SpmdTypeError, match="has 2 ranks, which its axes do not"):
-        autograd.enter(tensor(I), half)
-
-
-def test_tokens_from_another_factorisation_of_the_ranks_are_read_in_this_one() -> None:
-    with checking():
-        x = torch.empty(8, 2, device="meta")
-        with checker.set_current_mesh({"edp": MeshAxis.of(2, 16), "ep": MeshAxis.of(16, 1)}):
-            checker.assert_type(x, {MeshAxis.of(2, 16): V, MeshAxis.of(16, 1): V})
-        assert types_of(autograd.gather(x, GROUP)) == {"dp": V, "tp_kv": R, "tp_copy": R}
-
-
-def losses(x: Tensor, weight: Tensor, labels: Tensor, group: Group = GROUP) -> Tensor:
-    return token_losses(x, weight, labels, vocab=group, first_row=0, vocab_size=40)
-
-
-def labels_of(tp: Any) -> Tensor:
-    labels = torch.empty(8, device="meta", dtype=torch.int64)
-    checker.assert_type(labels, {AXES["dp"]: V, AXES["tp_kv"]: tp, AXES["tp_copy"]: tp})
-    return labels
-
-
-def test_the_loss_of_each_token_is_the_same_on_every_rank_of_the_vocabulary() -> None:
-    with checking():
-        x, weight = tensor(R), tensor(V, 5, 2, dp=R)
-        out = losses(x, weight, labels_of(R))
-        assert out.shape == (8,) and types_of(out) == {"dp": V, "tp_kv": I, "tp_copy": I}
-        autograd.partial(out.sum(), Group(axes=("dp",), ranks=(3, 11, 19, 27), rank=1, name="paper")).backward()
-    assert x.grad is not None and weight.grad is not None
-
-
-@pytest.mark.parametrize(
-    ("x", "weight", "labels", "text"),
-    [
-        (I, V, R, "token_losses, x over .* expects R .* was given I .* Use enter first"),
-        (V, V, R, "token_losses, x over .* expects R .* was given V .* Use gather first"),
-        (R, R, R, "token_losses, weight over .* expects V"),
-        (R, V, V, "token_losses, labels over .* expects R"),
-    ],
-)
-def test_the_loss_refuses_wrong_operands(x: Any, weight: Any, labels: Any, text: str) -> None:
-    with checking(), pytest.raises(SpmdTypeError, match=text):
-        losses(tensor(x), tensor(weight, 5, 2, dp=R), labels_of(labels))
-
-
-def test_a_loss_over_a_part_of_the_vocabulary_stays_different_on_every_rank() -> None:
-    with checking():
-        out = losses(tensor(R), tensor(V, 5, 2, dp=R), labels_of(R), alone("tp_kv", "tp_copy"))
-        assert types_of(out)["tp_kv"] is V
 
 
 def test_parameters_are_typed_from_their_shards() -> None:
