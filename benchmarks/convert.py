@@ -123,8 +123,8 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
         peak = peak_bytes(kind, source, folder / "peak")
         allowed, rate = MEMORY_BAR * largest + GIB, nbytes / 1e9 / min(seconds[kind])
         print(
-            f"{name}, {nbytes / 1e9:.1f} GB to {kind}: {ratio} of the speed of a copy (bar {SPEED_BAR}; ours {rate:.2f} "
-            f"GB/s at best); peak {peak / GIB:.2f} GiB (bar {allowed / GIB:.2f})",
+            f"{name}, {nbytes / 1e9:.1f} GB to {kind}: {ratio} of the speed of a copy (bar {SPEED_BAR}; ours "
+            f"{rate:.2f} GB/s at best); peak {peak / GIB:.2f} GiB (bar {allowed / GIB:.2f})",
             flush=True,
         )
         met &= ratio.median >= SPEED_BAR and peak <= allowed

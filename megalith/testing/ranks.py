@@ -118,7 +118,9 @@ class _Worker:
             ended = f"was not ready after {START_SECONDS:g} s"
         except (EOFError, ConnectionResetError):
             ended = explain_exit(self._exit_code())
-        raise RankError(f"a worker process {ended}; its output:\n{self.output().strip()}")
+        raise RankError(
+            f"a worker process {ended}. Run fewer at once if memory is short. Its output:\n{self.output().strip()}"
+        )
 
     def answer(self, rank: int) -> "Answer":
         """What it sent back, or how it ended without a word."""

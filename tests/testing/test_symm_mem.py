@@ -1,0 +1,30 @@
+"""Torch's fused products as defined for CPUs: there while it lasts, and a gather followed by a product."""
+
+import torch
+from torch import Tensor
+
+from megalith.parallel import symm_mem
+from megalith.testing.ranks import everyone, run_ranks
+from megalith.testing.symm_mem import fused_on_cpus
+
+
+def products(rank: int, world: int) -> tuple[Tensor, Tensor]:
+    group = everyone(rank, world, "tp")
+    x = torch.arange(6, dtype=torch.float64).view(2, 3) + rank
+    w = torch.eye(3, dtype=torch.float64) * 2
+    with fused_on_cpus():
+        whole, (product,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group.name)
+    return whole, product
+
+
+def test_what_is_gathered_and_multiplied_is_everyones() -> None:
+    for whole, product in run_ranks(products, 2):
+        expected = torch.cat([torch.arange(6, dtype=torch.float64).view(2, 3) + rank for rank in range(2)])
+        assert torch.equal(whole, expected) and torch.equal(product, 2 * expected)
+
+
+def test_reasons_against_it_are_forgotten_only_while_it_lasts() -> None:
+    before = symm_mem.why_not_fused
+    with fused_on_cpus():
+        assert symm_mem.why_not_fused([]) is None
+    assert symm_mem.why_not_fused is before
