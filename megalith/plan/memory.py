@@ -268,8 +268,11 @@ class GatheredUnit(NamedTuple):
 
 def gathered_units(workload: Workload, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
     """Each layer, and each table that is used in one place; the last norm, and a table used in two, are the rest."""
-    tables = {one.name for one in parameters} & {"embed.weight", "head.weight"}
-    if workload.run.model.tied_embeddings and "norm.weight" in {one.name for one in parameters}:
+    names, model = {one.name for one in parameters}, workload.run.model
+    tables = names & {"embed.weight", "head.weight"}
+    if model.mtp.depths and "norm.weight" in names:  # predictions further ahead use both once more
+        tables = set()
+    elif model.tied_embeddings and "norm.weight" in names:
         tables -= {"embed.weight"} if len(workload.table_holders) == 1 else set()
     units: dict[str, list[HeldParameter]] = {}
     for one in parameters:

@@ -75,6 +75,17 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
         (4, {"parallel.tp": "4", "parallel.sp": "true"}),
         (3, {"parallel.tp": "3"} | UNEVEN),
         (6, {"parallel.tp": "3", "parallel.sp": "true", "parallel.zero": "1", "precision.params": "bf16"} | UNEVEN),
+        (4, {"parallel.tp": "2", "parallel.zero": "1", "model.attention.qk_norm": "head", "model.mtp.depths": "1"}),
+        (
+            4,
+            {
+                "parallel.tp": "4",
+                "parallel.sp": "true",
+                "model.attention.qk_norm": "whole",
+                "model.positions": "learned",
+            },
+        ),
+        (2, {"parallel.pp": "2", "model.mtp.depths": "2", "model.norm": "layer", "model.gated": "false"}),
         (3, {"parallel.zero": "1", "train.micro_batch_size": "1"}),
         (4, {"parallel.zero": "2", "parallel.cp": "2", "precision.params": "bf16"}),
         (4, {"parallel.zero": "1", "parallel.replicas": "2", "train.micro_batch_size": "1"}),
