@@ -106,7 +106,7 @@ class HuggingFaceFolder:
         try:
             promised = self.family.read_config(self.raw)
         except ConfigError as error:
-            raise CheckpointError(f"{path / CONFIG} cannot be used: {error}") from error
+            raise CheckpointError(f"{path / CONFIG}: {error}") from error
         self._tensors = _stored(path)
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
         self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
