@@ -130,6 +130,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (3, {"train.micro_batch_size": "1", "precision.params": "bf16"}),
         (4, {"parallel.tp": "2", "parallel.sp": "true", "model.tied_embeddings": "true"}),
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
+        (2, {"model.mtp.depths": "1", "model.tied_embeddings": "false", "train.micro_batch_size": "1"}),
         (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
     ],
 )
