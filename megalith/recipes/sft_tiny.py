@@ -9,7 +9,7 @@ from megalith.config.train import LoopConfig, TrainRun
 
 
 def sft_tiny() -> TrainRun:
-    """Answers to sums, from packed conversations.
+    """Answers to sums, from packed conversations: how they look, and with more steps the sums.
 
     Set `data.sft.path`, `checkpoint.load` and a tokenizer to tune a model of your own.
     """
