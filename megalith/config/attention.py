@@ -19,7 +19,7 @@ class AttentionConfig:
     """What scores are multiplied by; unset: 1 / sqrt(head_dim)."""
 
     softcap: float | None = None
-    """Scores s become softcap * tanh(s / softcap)."""
+    """Scores s become softcap * tanh(s / softcap); unset: they stay."""
 
     window: int | None = None
     """Tokens that a token sees in layers with a sliding window, itself included; unset: all before it."""

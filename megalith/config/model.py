@@ -75,7 +75,8 @@ class ModelConfig:
     """How queries and keys become weights of values."""
 
     mla: MLAConfig | None = None
-    """Multi-head latent attention in place of keys and values per head; head_dim and num_kv_heads are then not used."""
+    """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset and
+    num_kv_heads the number of query heads. Unset: keys and values per head."""
 
     activation: Activation = "silu"
     """Inside the MLP."""
@@ -84,7 +85,7 @@ class ModelConfig:
     """The MLP is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
 
     activation_clamp: float | None = None
-    """With `gated`: gate is cut off above this, and up at plus and minus this."""
+    """With `gated`: gate is cut off above this, and up at plus and minus this; unset: neither."""
 
     up_offset: float = 0.0
     """With `gated`: added to up(x)."""
@@ -99,7 +100,7 @@ class ModelConfig:
     """What scores of the vocabulary are multiplied by."""
 
     logit_softcap: float | None = None
-    """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap)."""
+    """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap); unset: they stay."""
 
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Prediction of tokens further ahead."""

@@ -15,7 +15,7 @@ class RecomputeConfig:
     these with which the run fits `device`."""
 
     device: str | None = None
-    """auto: a100, h100, h200, b200, or the GiB of one device."""
+    """auto: a100, h100, h200, b200, or the GiB of one device; unset with the others."""
 
     method: Literal["uniform", "block"] = "uniform"
     """full: `uniform` recomputes all layers, num_layers at a time; `block` only the first num_layers of each stage."""

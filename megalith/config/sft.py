@@ -19,7 +19,7 @@ class SFTConfig:
     valid_path: tuple[str, ...] = ()
     """The same for the validation split; with `mock_conversations` there is one of its own."""
     mock_conversations: int | None = None
-    """So many made-up conversations about sums instead of files."""
+    """So many made-up conversations about sums instead of files; unset: none."""
     template: str | None = None
     """Chat template: chatml, llama3, identity (contents alone), or a Jinja file. Unset: the one that came with the
     tokenizer."""

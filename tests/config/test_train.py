@@ -31,6 +31,7 @@ def test_only_what_has_no_usual_value_must_be_given() -> None:
         "model.num_heads",
         "model.num_kv_heads",
         "model.ffn_hidden_size",
+        "model.mla.kv_rank",  # of a model that has latent attention at all
         "train.steps",
         "train.global_batch_size",
         "schedule.lr",

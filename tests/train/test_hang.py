@@ -69,7 +69,7 @@ def test_a_hanging_rank_ends_the_run_after_the_timeout_and_is_named(tmp_path: Pa
     _, said = train(tmp_path, "hang", {"parallel.timeout_seconds": "60"})
     first = next(line for line in said.splitlines() if "did not arrive" in line)
     assert first.startswith("rank 1 (dp=1) did not arrive at all_reduce ")
-    assert " over dp of int64 [], at megalith/data/loader.py:" in first
+    assert " over dp of int64 [2], at megalith/data/loader.py:" in first
     assert "in hang < " in said, "where the missing rank is"
     assert "megalith/train/loop.py:" in said
     assert "Traceback" not in said
