@@ -28,7 +28,7 @@ COLLECTIVE_FOLDERS = ("megalith/parallel/", "megalith/testing/", "megalith/verif
 CUDA_FILES = ("megalith/observe/capabilities.py", "megalith/observe/machine.py", "megalith/parallel/launch.py")
 """Files that may name the device "cuda": what the machine has, and which device a rank gets. Others are given one."""
 
-CHECKER_FILE = "megalith/verify/types.py"
+CHECKER_FILES = ("megalith/verify/types.py", "megalith/verify/type_rules.py")
 """The one file that knows the type checker of layouts."""
 
 VAGUE_NAMES = ("utils.py", "util.py", "helpers.py", "common.py", "misc.py")
@@ -260,12 +260,12 @@ def _joins_all(name: str) -> bool:
 
 
 def checker_import(source: Source) -> Places:
-    """Training never loads the checker; one file is all that an upgrade of it can break."""
-    if not source.in_package or source.path == CHECKER_FILE:
+    """Training never loads the checker; the check and its rules are all that an upgrade of it can break."""
+    if not source.in_package or source.path in CHECKER_FILES:
         return
     for line, name in _imports(source, source.nodes):
         if name.split(".")[0] == "spmd_types":
-            yield line, f"{name} is imported outside {CHECKER_FILE}. Use the functions of that file."
+            yield line, f"{name} is imported outside {CHECKER_FILES[0]}. Use the functions of that file."
 
 
 def untyped_function(source: Source) -> Places:

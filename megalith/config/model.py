@@ -75,8 +75,8 @@ class ModelConfig:
     """How queries and keys become weights of values."""
 
     mla: MLAConfig | None = None
-    """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset and
-    num_kv_heads the number of query heads. Unset: keys and values per head."""
+    """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset,
+    and num_kv_heads the number of query heads. Unset: keys and values per head."""
 
     activation: Activation = "silu"
     """Inside the MLP."""

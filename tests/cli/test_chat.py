@@ -82,9 +82,7 @@ def test_turns_may_come_from_a_file_and_ranks_share_the_model(
 
 
 def test_workers_get_the_same_options(tuned: str) -> None:
-    options = parse_options(
-        ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x"
-    )
+    options = parse_options(ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x")
     again = parse_options(ChatOptions, worker_words(options), prog="x")
     assert again == replace(options, nproc=1)
 

@@ -105,9 +105,7 @@ def test_sizes_that_no_vocabulary_has_are_refused(size: int, tmp_path: Path) -> 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match=r"cannot be read \(No such file or directory\)\. Set it to a \.tiktoken file"):
         TiktokenTokenizer(str(tmp_path / "absent"))
-    with pytest.raises(
-        DataError, match=r"none of its special tokens is known to end a document\. Set tokenizer"
-    ):
+    with pytest.raises(DataError, match=r"none of its special tokens is known to end a document\. Set tokenizer"):
         _ = TiktokenTokenizer(lines(tmp_path / "m")).eod
     with pytest.raises(DataError, match=r"eod='<end>' is not a special token of .*Set it to one of \['<unk>', '<s>'"):
         TiktokenTokenizer(listed(tmp_path / "m.json"), eod="<end>")
