@@ -383,8 +383,9 @@ def _qk_norm_rows(setting: Setting) -> list[Row]:
             rows.append(Row(regions[name], "input", width, width * w))
         rows.append(Row(regions[name], "scale", statistics, statistics * w))
         if kind == "whole":
-            rows.append(Row(regions[name], "normed", width, width * setting.element))
-            rows.append(Row(regions[name], "weight", count * d, count * d * setting.element))
+            rows.append(Row(regions[name], "normed", width, width * (w if model.norm_zero_centred else setting.element)))
+            if model.norm_zero_centred:
+                rows.append(Row(regions[name], "1 + weight", count * d, count * d * w))
     return rows
 
 

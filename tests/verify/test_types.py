@@ -401,14 +401,14 @@ def test_parameters_are_typed_from_their_shards() -> None:
             "kv": types_of(first.attention.qkv.kv),
             "o_bias": types_of(first.attention.out.o_bias),
             "norm": types_of(first.mlp_norm.weight),
-            "constants": types_of(model.frequencies),
+            "last norm": types_of(model.norm.weight),
         }
     assert found == {
         "q": {"dp_shard": R, "tp_kv": V, "tp_copy": V},
         "kv": {"dp_shard": R, "tp_kv": V, "tp_copy": R},
         "o_bias": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
         "norm": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
-        "constants": {"dp_shard": R, "tp_kv": R, "tp_copy": R},
+        "last norm": {"dp_shard": R, "tp_kv": I, "tp_copy": I},
     }
 
 
