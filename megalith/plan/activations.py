@@ -383,7 +383,8 @@ def _qk_norm_rows(setting: Setting) -> list[Row]:
             rows.append(Row(regions[name], "input", width, width * w))
         rows.append(Row(regions[name], "scale", statistics, statistics * w))
         if kind == "whole":
-            rows.append(Row(regions[name], "normed", width, width * (w if model.norm_zero_centred else setting.element)))
+            element = w if model.norm_zero_centred else setting.element
+            rows.append(Row(regions[name], "normed", width, width * element))
             if model.norm_zero_centred:
                 rows.append(Row(regions[name], "1 + weight", count * d, count * d * w))
     return rows

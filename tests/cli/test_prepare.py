@@ -120,7 +120,8 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(tmp_path: Path, corpus
 
 # The command, except that it stops for a while after the first block.
 SLOW = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background may have been started without
 from megalith.cli import prepare
 from megalith.cli.main import main
 
