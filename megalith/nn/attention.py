@@ -53,13 +53,7 @@ class Attention(nn.Module):
         self.norms = build_qk_norms(name, config, mesh, heads, dtype=dtype)
         self.sinks = Sinks(name, config, mesh, heads, dtype=dtype) if config.attention.sinks else no_sinks
         self.gate = sigmoid_gate if config.attention.gated else no_gate
-        o = whole(f"{name}.o", (config.hidden_size, config.num_heads, self.head_dim), inputs=2)
-        o = cut_dim(o, 1, heads.queries, mesh.tp.rank, mesh.tp.axes)
-        bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
-        self.out = RowLinear(
-            Declared(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-            Declared(bias, ZEROS) if config.output_bias else None, region, dtype=dtype,
-        )  # fmt: skip
+        self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
 
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
@@ -72,6 +66,19 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v, tokens)
         heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
         return self.out(self.gate(heads.flatten(1), gate))
+
+
+def output_linear(
+    name: str, config: ModelConfig, heads: list[int], mesh: Mesh, region: Region, *, dtype: torch.dtype
+) -> RowLinear:
+    """From what my heads found back to the residual stream: o [h, n, d_v], `heads` of it on each tp rank."""
+    o = whole(f"{name}.o", (config.hidden_size, config.num_heads, config.value_size()), inputs=2)
+    o = cut_dim(o, 1, heads, mesh.tp.rank, mesh.tp.axes)
+    bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
+    return RowLinear(
+        Declared(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
+        Declared(bias, ZEROS) if config.output_bias else None, region, dtype=dtype,
+    )  # fmt: skip
 
 
 def scores_of_layer(config: ModelConfig, layer: int) -> Scores:

@@ -8,19 +8,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from megalith.config.attention import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
-from megalith.nn.attention import LayerCache, scores_of_layer
+from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
 from megalith.nn.norm import RMSNorm
 from megalith.nn.rope import turn_of_layer
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, WholeLinear
-from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
+from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, WholeLinear
+from megalith.plan.shards import cut_dim, split_evenly, whole
 
 
 class LatentAttention(nn.Module):
@@ -60,7 +59,7 @@ class LatentAttention(nn.Module):
             self.queries = nn.Sequential(down, norm, of_heads("q_up", sizes.nope_dim + sizes.rope_dim, sizes.q_rank))
         self.kv_down, self.kv_norm = short("kv_down", sizes.kv_rank, sizes.rope_dim)
         self.kv_up = of_heads("kv_up", sizes.nope_dim + sizes.value_dim, sizes.kv_rank)
-        self.out = _output(name, config, heads, mesh, region, dtype)
+        self.out = output_linear(name, config, heads, mesh, region, dtype=dtype)
 
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
@@ -110,17 +109,3 @@ def latent_scores(config: ModelConfig, index: int) -> Scores:
     if sizes.yarn_mscale is not None and config.rope.scaling == "yarn" and config.rope.factor > 1:
         sharper = 0.1 * sizes.yarn_mscale * math.log(config.rope.factor) + 1.0
     return Scores(sharper**2 / math.sqrt(sizes.nope_dim + sizes.rope_dim), scores.window, scores.softcap)
-
-
-def _output(
-    name: str, config: ModelConfig, heads: list[int], mesh: Mesh, region: Region, dtype: torch.dtype
-) -> RowLinear:
-    sizes = config.mla
-    assert isinstance(sizes, MLAConfig)
-    o: Shard = whole(f"{name}.o", (config.hidden_size, config.num_heads, sizes.value_dim), inputs=2)
-    o = cut_dim(o, 1, heads, mesh.tp.rank, mesh.tp.axes)
-    bias = whole(f"{name}.o_bias", (config.hidden_size,), invariant=region.invariant, inputs=0)
-    return RowLinear(
-        Declared(o, Init(config.init_std / math.sqrt(2 * config.num_layers))),
-        Declared(bias, ZEROS) if config.output_bias else None, region, dtype=dtype,
-    )  # fmt: skip
