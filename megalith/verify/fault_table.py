@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalith.config.attention import AttentionConfig
+from megalith.config.attention import AttentionConfig, MLAConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
@@ -74,24 +74,28 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
         tied_embeddings="tied" in needs, dropout=DropoutConfig(residual=0.2 if "dropout" in needs else 0.0),
-        mtp=MTPConfig(depths=int("further" in needs)), attention=attention_of(fault),
+        mtp=MTPConfig(depths=int("further" in needs)),
         positions="learned" if "learned positions" in needs else "rope",
     )  # fmt: skip
     kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
     replicas = 2 if "replicas" in needs else 1
-    return model, ParallelConfig(
+    return with_attention(model, fault), ParallelConfig(
         tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs,
         zero=3 if "fsdp" in needs else 2 if "zero 2" in needs else 1 if "zero" in needs else 0, replicas=replicas,
         context=ContextConfig(kind=kind), rings="rings" in needs,
     )  # fmt: skip
 
 
-def attention_of(fault: Fault) -> AttentionConfig:
-    """The kind of attention that the fault needs."""
-    return AttentionConfig(
+def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
+    """The model with the kind of attention that the fault needs."""
+    if "latent" in fault.needs:
+        latent = MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=3)
+        return replace(model, num_kv_heads=model.num_heads, head_dim=None, mla=latent)
+    kind = AttentionConfig(
         qk_norm="whole" if "whole norms" in fault.needs else "none", sinks="sinks" in fault.needs,
         window=3 if "window" in fault.needs else None,
     )  # fmt: skip
+    return replace(model, attention=kind)
 
 
 def adapters_of(fault: Fault) -> LoraConfig | None:

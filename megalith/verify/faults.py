@@ -29,6 +29,7 @@ from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
 from megalith.nn.embedding import LearnedPositions
+from megalith.nn.mla import LatentAttention
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
 from megalith.parallel import context, data, engine, publish, recompute, tensor
@@ -64,7 +65,7 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "adapters",
+    "latent", "adapters",
 ]  # fmt: skip
 
 
@@ -162,6 +163,10 @@ def _as_it_is(x: Any) -> Any:  # Any: it stands for ways in, which take inputs, 
 
 def _no_enter(model: Decoder, mesh: Mesh) -> None:
     _detour(model, ColumnLinear, enter=_as_it_is)
+
+
+def _shared_key_not_entered(model: Decoder, mesh: Mesh) -> None:
+    _detour(model, LatentAttention, enter=_as_it_is)
 
 
 def _no_sum(model: Decoder, mesh: Mesh) -> None:
@@ -625,6 +630,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "whole_norm_local", "Queries and keys are normed over the rank's own heads.",
         "types", ("tp", "whole norms"), lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
+    ),
+    Fault(
+        "latent_key_not_entered", "The key that all heads of latent attention share does not enter divided work.",
+        "types", ("tp", "whole tokens", "latent"), lambda: changed_model(_shared_key_not_entered),
     ),
     Fault(
         "positions_of_first_rank", "Each rank's part of the tokens gets the learnt positions of the first part.",

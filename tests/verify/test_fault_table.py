@@ -50,6 +50,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "window_lost_in_ring": (False, "wrong loss"),
     "sinks_in_every_step": (False, "wrong loss"),
     "whole_norm_local": (True, "wrong loss"),
+    "latent_key_not_entered": (True, "wrong gradients"),
     "positions_of_first_rank": (False, "wrong loss"),
     "adapter_invariant": (True, "wrong gradients"),
     "stale_input_recomputed": (False, "wrong gradients"),

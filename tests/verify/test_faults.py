@@ -1,7 +1,6 @@
 """Planted faults: what the type check says of each, and that nothing is left of them afterwards."""
 
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
 from megalith.verify import faults
-from megalith.verify.fault_table import adapters_of, attention_of, memory_settings
+from megalith.verify.fault_table import adapters_of, memory_settings, with_attention
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
@@ -32,6 +31,7 @@ REFUSALS = {
     "vocab_loss_local": ("loss", "losses must be I", "over tp_kv, but they are V (every rank has its own)"),
     "second_sum_removed": ("layers.0.attention.out", "Found types: [P, ", "over tp_copy on the Partial operand"),
     "whole_norm_local": ("layers.0.attention.norms.q_norm", "Found types: [P, ", "over tp_copy on the Partial operand"),
+    "latent_key_not_entered": ("layers.0.attention", "Found types: [V, I]", "enter over tp on the Invariant operand"),
     "adapter_invariant": ("layers.0.attention.qkv", "Found types: [V, I]", "args[1]: bf16[24, 3] {"),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }
@@ -63,7 +63,7 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
     with planted(fault.name):
         report = check(
-            sp=sp, recompute=memory_settings(fault)[0], model=replace(MODEL, attention=attention_of(fault)),
+            sp=sp, recompute=memory_settings(fault)[0], model=with_attention(MODEL, fault),
             lora=adapters_of(fault),
         )  # fmt: skip
     if fault.found_by == "numbers":
