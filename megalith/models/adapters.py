@@ -34,6 +34,8 @@ PLAIN_PEFT: Mapping[str, tuple[Any, ...]] = {
     "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layers_to_transform": (None,),
     "modules_to_save": (None, []), "lora_bias": (False, None), "layer_replication": (None,),
     "target_parameters": (None, []), "trainable_token_indices": (None,), "exclude_modules": (None, []),
+    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"), "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None), "arrow_config": (None,), "layers_pattern": (None, "", []),
 }  # fmt: skip
 """Fields of adapter_config.json that change what adapters compute, and the values with which they are plain LoRA."""
 
@@ -98,8 +100,8 @@ class AdaptedWeights:
 
 
 def fingerprint(weights: Weights, model: ModelConfig) -> str:
-    """A hash of the names and of some values of every parameter: the same for a model wherever and however it is
-    stored, and another one after any training."""
+    """A hash of the names and of the first few values of every parameter, as they are stored: the same for a model
+    wherever its files are, and another one once training has moved any of these values."""
     digest = blake2b(digest_size=16)
     for shard in parameters(model):
         box = tuple((0, min(length, size)) for length, size in zip(shard.shape, _corner(len(shard.shape)), strict=True))
@@ -113,6 +115,18 @@ def _corner(dims: int) -> tuple[int, ...]:
 
 
 # --- ours
+
+
+@dataclass(frozen=True, slots=True)
+class _OurReader:
+    """Reads adapters out of a checkpoint, the most exact that it has."""
+
+    checkpoint: Checkpoint
+
+    def __call__(self, name: str) -> Tensor:
+        master = f"optimizer.master.{name}"
+        stored = master if master in self.checkpoint.manifest.tensors else f"model.{name}"
+        return self.checkpoint.read(stored, dtype=torch.promote_types(self.checkpoint.dtype(stored), torch.float32))
 
 
 def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
@@ -130,12 +144,7 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
         ) from error
     names = frozenset(key.removeprefix("model.") for key in checkpoint.keys() if key.startswith("model."))  # noqa: SIM118  # not a mapping
 
-    def read(name: str) -> Tensor:
-        master = f"optimizer.master.{name}"
-        stored = master if master in checkpoint.manifest.tensors else f"model.{name}"
-        return checkpoint.read(stored, dtype=torch.promote_types(checkpoint.dtype(stored), torch.float32))
-
-    return Adapters(checkpoint.path, lora, names, read)
+    return Adapters(checkpoint.path, lora, names, _OurReader(checkpoint))
 
 
 # --- PEFT's

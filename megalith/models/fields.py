@@ -41,6 +41,7 @@ class Fields:
         self._asked = set(HARMLESS)
         self.only("chunk_size_feed_forward", 0)
         self.only("pruned_heads", {})
+        self.only("is_causal", True)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number above 0; with a default, the field may be missing or null."""

@@ -290,13 +290,23 @@ def adapters_in(path: Path) -> Adapters:
     Raises:
         CheckpointError: it has none, or they are damaged, or their base is gone.
     """
+    return _adapted(path).adapters
+
+
+def _adapted(path: Path) -> AdaptedWeights:
     weights = open_pretrained(path).weights
     if isinstance(weights, AdaptedWeights):
-        return weights.adapters
+        return weights
     raise CheckpointError(
         f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT folder with "
         f"{ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
     )
+
+
+def base_of_adapters(path: Path) -> dict[str, str]:
+    """`base_record` of the weights that the adapters in a folder belong to."""
+    adapted = _adapted(path)
+    return {"base": str(adapted.base_path), "fingerprint": fingerprint(adapted.base, adapted.model_config)}
 
 
 def base_record(source: Pretrained) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """A run that trains adapters: its base, and where the adapters start."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry, pieces
@@ -12,6 +13,7 @@ from megalith.errors import CheckpointError
 from megalith.models.adapters import RECORD, Adapters, same_adapters
 from megalith.models.pretrained import (
     adapters_in,
+    base_of_adapters,
     base_record,
     load_pretrained,
     locate,
@@ -46,17 +48,32 @@ def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
     return base_record(base)
 
 
-def load_adapters(entries: Sequence[Entry], lora: LoraConfig, world: Group, *, model: ModelConfig) -> None:
+def load_adapters(
+    entries: Sequence[Entry], lora: LoraConfig, world: Group, *, model: ModelConfig, record: dict[str, str]
+) -> None:
     """Fill adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
 
+    `record`: which weights they are to be trained beside, as `load_base` says.
+
     Raises:
-        CheckpointError: on every rank: they are of another rank, scale, targets or model.
+        CheckpointError: on every rank: they are of another rank, scale, targets, model or base.
     """
     source = lora.load
     assert source is not None
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
+    together(lambda: _same_base(path, record) if world.rank == 0 else None, world)
     together(lambda: _fill(entries, adapters_in(path), lora, model), world)
+
+
+def _same_base(path: Path, record: dict[str, str]) -> None:
+    """Refuse adapters that were trained beside other weights."""
+    theirs = base_of_adapters(path)
+    if theirs["fingerprint"] != record["fingerprint"]:
+        raise CheckpointError(
+            f"lora.load={path} holds adapters of another base: they were trained beside {theirs['base']}, and "
+            f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they were trained with."
+        )
 
 
 def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:

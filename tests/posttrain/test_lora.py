@@ -1,5 +1,6 @@
 """A run that trains adapters: it learns, resumes to the same bits, keeps its base elsewhere, and knows it again."""
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -139,6 +140,22 @@ def test_adapters_go_on_from_where_others_ended(trained: Path, tmp_path: Path) -
         train(tmp_path / "two", load, {"lora.load": str(trained), "lora.rank": "2"})
     with pytest.raises(CheckpointError, match=r"holds a model and no adapters. Use a run that trained some"):
         train(tmp_path / "three", load, {"lora.load": str(load)})
+
+
+def test_adapters_of_another_base_are_no_start(trained: Path, tmp_path: Path) -> None:
+    other = base(tmp_path / "other", seed=4)
+    with pytest.raises(
+        CheckpointError, match=r"lora.load=.* holds adapters of another base: .*base, and checkpoint.load is .*other\."
+    ):
+        train(tmp_path / "run", other, {"lora.load": str(trained)})
+
+
+def test_what_reads_adapters_travels_to_other_processes(trained: Path) -> None:
+    weights = open_pretrained(locate(str(trained))).weights
+    again = pickle.loads(pickle.dumps(weights))  # lint: allow pickle-load: what we pickled a moment ago
+    box: Box = ((0, 2), (0, 6), (0, 24))
+    name = "layers.0.attention.q"
+    assert torch.equal(again.read(name, box, torch.float32), weights.read(name, box, torch.float32))
 
 
 def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) -> None:
