@@ -192,6 +192,8 @@ def _message(entry: Any, where: str, number: int) -> Message:
         content = ""
     if not isinstance(content, str):
         raise DataError(f"{place} ({role}) has {type(content).__name__} as its content. Use a text.")
+    if "weight" in entry and "train" not in entry:  # OpenAI's word: 0 leaves a turn out
+        entry = {**entry, "train": entry["weight"] != 0} if role == "assistant" else entry
     train = entry.get("train", role == "assistant")
     if not isinstance(train, bool) or (train and role != "assistant"):
         raise DataError(

@@ -209,6 +209,11 @@ class _Loop:
                     f"data and the settings of the model, or set precision.params=bf16."
                 )
         elif self.state.skipped_in_a_row >= MOST_SKIPPED:
+            if result.empty:
+                raise DataError(
+                    f"{MOST_SKIPPED} steps in a row changed nothing, the last because no label counts in its rows. Use "
+                    f"data whose masks leave something to learn (data.sft.loss_on, data.eod_mask_loss)."
+                )
             raise DataError(
                 f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} and gradient norm "
                 f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
@@ -330,7 +335,10 @@ class _Loop:
         elif self.run_config.lora is not None:
             if self.run_config.lora.load is not None:
                 weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
-                load_adapters(weights, self.run_config.lora, self.mesh.world, model=self.run_config.model)
+                assert self.base is not None, "a run with adapters has weights beside them"
+                load_adapters(
+                    weights, self.run_config.lora, self.mesh.world, model=self.run_config.model, record=self.base
+                )
                 publish_loaded(self.trainer)
                 self.progress.say(f"adapters start from {self.run_config.lora.load}")
         elif self.run_config.checkpoint.load is not None:

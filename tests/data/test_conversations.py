@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from megalith.data.conversations import Conversation, conversations_of_row, made_up, read_conversations
+from megalith.data.conversations import Conversation, _message, conversations_of_row, made_up, read_conversations
 from megalith.errors import DataError
 
 HI = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -115,3 +115,10 @@ def test_made_up_ones_are_sums_that_are_right_and_the_same_every_time() -> None:
         for question, answer in zip(conversation.messages[::2], conversation.messages[1::2]):
             a, b = (int(word) for word in question["content"].rstrip("?").split() if word.isdigit())
             assert answer["content"] == f"{a} plus {b} is {a + b}."
+
+
+def test_a_weight_of_zero_leaves_a_turn_out_as_train_false_does(tmp_path: Path) -> None:
+    found = _message({"role": "assistant", "content": "x", "weight": 0}, "here", 1)
+    assert found["train"] is False
+    assert _message({"role": "assistant", "content": "x", "weight": 1}, "here", 1)["train"] is True
+    assert "train" not in _message({"role": "user", "content": "x", "weight": 0}, "here", 1)
