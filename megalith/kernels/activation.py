@@ -67,12 +67,12 @@ REFERENCES: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 def reference_activate(x: Tensor, activation: Activation) -> Tensor:
     """What `activate` computes, in plain operations."""
-    return REFERENCES[activation](x.to(_wide(x))).to(x.dtype)
+    return REFERENCES[activation](x.to(wide_of(x))).to(x.dtype)
 
 
 def reference_gated(gate_up: Tensor, gate: Gate) -> Tensor:
     """What `gated` computes, in plain operations."""
-    g, up = gate_up.to(_wide(gate_up)).chunk(2, dim=-1)
+    g, up = gate_up.to(wide_of(gate_up)).chunk(2, dim=-1)
     if gate.clamp is not None:
         g, up = g.clamp(max=gate.clamp), up.clamp(-gate.clamp, gate.clamp)
     return (REFERENCES[gate.activation](g) * (up + gate.up_offset)).to(gate_up.dtype)
@@ -92,11 +92,11 @@ class Formula(NamedTuple):
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    return torch.sigmoid(QUICK * x.to(_wide(x))).mul_(x).to(x.dtype)
+    return torch.sigmoid(QUICK * x.to(wide_of(x))).mul_(x).to(x.dtype)
 
 
 def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    wide = _wide(x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
+    wide = wide_of(x)  # quick_gelu(x) = silu(QUICK * x) / QUICK
     dx: Tensor = torch.ops.aten.silu_backward(dy.to(wide), QUICK * x.to(wide))
     return dx.to(x.dtype)
 
@@ -168,26 +168,27 @@ class GatedFunction(Function):
         return (_loop_backward if ctx.loops else _backward)(dy, gate_up, ctx.gate), None, None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def wide_of(x: Tensor) -> torch.dtype:
+    """What activations are computed in."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
+def limited(wide: Tensor, clamp: float | None) -> tuple[Tensor, Tensor]:
     """Gate and up [t, f] within their limits; without any, parts of `wide` [t, 2 f] itself."""
     g, up = wide.chunk(2, dim=-1)
     return (g, up) if clamp is None else (g.clamp(max=clamp), up.clamp(-clamp, clamp))
 
 
 def _forward(gate_up: Tensor, gate: Gate) -> Tensor:
-    g, up = _limited(gate_up.to(_wide(gate_up)), gate.clamp)
+    g, up = limited(gate_up.to(wide_of(gate_up)), gate.clamp)
     value = FORMULAS[gate.activation].value(g)
     return value.mul_(up + gate.up_offset if gate.up_offset else up).to(gate_up.dtype)
 
 
 def _backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     """Both halves of the gradient, 0 for what was cut off."""
-    wide = gate_up.to(_wide(gate_up))
-    g, up = _limited(wide, gate.clamp)
+    wide = gate_up.to(wide_of(gate_up))
+    g, up = limited(wide, gate.clamp)
     formula, d = FORMULAS[gate.activation], dy.to(wide.dtype)
     halves = formula.backward(d * (up + gate.up_offset), g), formula.value(g).mul_(d)
     if gate.clamp is not None:
@@ -202,7 +203,7 @@ def _loop_forward(gate_up: Tensor, gate: Gate) -> Tensor:
     gate_up = gate_up.contiguous()
     t, f = gate_up.shape[0], gate_up.shape[1] // 2
     y = gate_up.new_empty(t, f)
-    cpu.run("gated", y.dtype, t, f, *_numbers(gate), gate_up, y, elements=y.numel())
+    cpu.run("gated", y.dtype, t, f, *numbers_of(gate), gate_up, y, elements=y.numel())
     return y
 
 
@@ -210,10 +211,10 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     """`_backward` in one pass."""
     dy, gate_up = dy.contiguous(), gate_up.contiguous()
     out = torch.empty_like(gate_up)
-    cpu.run("gated_backward", dy.dtype, *dy.shape, *_numbers(gate), dy, gate_up, out, elements=dy.numel())
+    cpu.run("gated_backward", dy.dtype, *dy.shape, *numbers_of(gate), dy, gate_up, out, elements=dy.numel())
     return out
 
 
-def _numbers(gate: Gate) -> tuple[float, float, float, float]:
+def numbers_of(gate: Gate) -> tuple[float, float, float, float]:
     """a and b of `SIGMOIDS`, the clamp and the offset."""
     return *SIGMOIDS[gate.activation], float("inf") if gate.clamp is None else gate.clamp, gate.up_offset

@@ -21,6 +21,7 @@ reference: the plain definition, whose backward is autograd's."""
 
 Loop = Literal[
     "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "dropout", "rope",
+    "weighted_gated", "weighted_gated_backward", "weighted_squared_relu", "weighted_squared_relu_backward",
     "row_sums", "logit_gradients", "visible_softmax", "visible_exp",
 ]  # fmt: skip
 

@@ -344,6 +344,77 @@ def gated_backward(block: Block) -> None:
             out[i, 1, j] = narrow(zero if abs(up) > clamp else d * g * sigmoid, out)
 
 
+def weighted_gated(block: Block) -> None:
+    """rows, f, a, b, clamp, offset, weights fp32 [rows], gate_up [rows, 2, f] -> y [rows, f]: `gated` * weight."""
+    rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
+    clamp, offset, weights = number(block, 4), number(block, 5), wides(block, 6, (rows,))
+    gate_up, y = data(block, 7, (rows, 2, f)), data(block, 8, (rows, f))
+    first, last = share(rows)
+    for i in range(first, last):
+        w = weights[i]
+        for j in range(f):
+            g, u = wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
+            g = clamp if g > clamp else g
+            u = within(u, clamp)
+            c = within(g, np.float32(100))
+            y[i, j] = narrow(g / (np.float32(1) + exp(-(a + b * c * c) * c)) * (u + offset) * w, y)
+
+
+def weighted_gated_backward(block: Block) -> None:
+    """rows, f, a, b, clamp, offset, weights fp32 [rows], dy [rows, f], gate_up [rows, 2, f] -> d gate_up, dw [rows].
+
+    dw is fp32: each row's sum of dy times what `gated` gives.
+    """
+    rows, f, a, b = count(block, 0), count(block, 1), number(block, 2), number(block, 3)
+    clamp, offset, weights = number(block, 4), number(block, 5), wides(block, 6, (rows,))
+    dy, gate_up, out = data(block, 7, (rows, f)), data(block, 8, (rows, 2, f)), data(block, 9, (rows, 2, f))
+    dw = wides(block, 10, (rows,))
+    zero, one = np.float32(0), np.float32(1)
+    first, last = share(rows)
+    for i in range(first, last):
+        w, total = weights[i], zero
+        for j in range(f):
+            d, gate, up = wide(dy[i, j]), wide(gate_up[i, 0, j]), wide(gate_up[i, 1, j])
+            g = clamp if gate > clamp else gate
+            u, c = within(up, clamp) + offset, within(g, np.float32(100))  # beyond 100, sigmoid is 0 or 1
+            sigmoid = one / (one + exp(-(a + b * c * c) * c))
+            slope = sigmoid * (one + c * (a + np.float32(3) * b * c * c) * (one - sigmoid))
+            total += d * g * sigmoid * u
+            d *= w
+            out[i, 0, j] = narrow(zero if gate > clamp else d * u * slope, out)
+            out[i, 1, j] = narrow(zero if abs(up) > clamp else d * g * sigmoid, out)
+        dw[i] = total
+
+
+def weighted_squared_relu(block: Block) -> None:
+    """rows, f, weights fp32 [rows], x [rows, f] -> y [rows, f]: weight * max(x, 0)^2."""
+    rows, f, weights = count(block, 0), count(block, 1), wides(block, 2, (count(block, 0),))
+    x, y = data(block, 3, (rows, f)), data(block, 4, (rows, f))
+    first, last = share(rows)
+    for i in range(first, last):
+        w = weights[i]
+        for j in range(f):
+            value = wide(x[i, j])
+            value = np.float32(0) if value < np.float32(0) else value  # NaN stays
+            y[i, j] = narrow(value * value * w, y)
+
+
+def weighted_squared_relu_backward(block: Block) -> None:
+    """rows, f, weights fp32 [rows], dy [rows, f], x -> dx [rows, f], dw fp32 [rows]."""
+    rows, f, weights = count(block, 0), count(block, 1), wides(block, 2, (count(block, 0),))
+    dy, x, dx = data(block, 3, (rows, f)), data(block, 4, (rows, f)), data(block, 5, (rows, f))
+    dw = wides(block, 6, (rows,))
+    first, last = share(rows)
+    for i in range(first, last):
+        w, total = np.float32(2) * weights[i], np.float32(0)
+        for j in range(f):
+            d, value = wide(dy[i, j]), wide(x[i, j])
+            value = np.float32(0) if value < np.float32(0) else value
+            total += d * value * value
+            dx[i, j] = narrow(d * value * w, dx)
+        dw[i] = total
+
+
 def dropout(block: Block) -> None:
     """rows, h, first, threshold, factor, hashes int64 [rows], x [rows, h] -> y [rows, h].
 

@@ -1,0 +1,173 @@
+"""Activations and gates times one weight per token: what experts do between their matmuls.
+
+An expert's output is weighted before its second matmul, since down(w * y) = w * down(y): so the wide outputs need not
+be kept for the gradient of the weight, and backward keeps the input and the weights, as it would without weights.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalith.config.model import Activation
+from megalith.kernels import cpu
+from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, numbers_of, wide_of
+from megalith.kernels.cpu import Kernel
+from megalith.kernels.linear import Context
+
+
+def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Kernel = "auto") -> Tensor:
+    """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in gate_up's dtype.
+
+    Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype than the features.
+    Their gradient, a sum over the features, is summed in fp32 and has the weights' dtype.
+    """
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_weighted_gated(gate_up, weights, gate)
+    loops = kernel == "auto" and gate.activation in SIGMOIDS and cpu.takes(gate_up)
+    y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, loops)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def weighted_activate(x: Tensor, weights: Tensor, activation: Activation, *, kernel: Kernel = "auto") -> Tensor:
+    """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in `weighted_gated`."""
+    if kernel == "reference" or torch.compiler.is_compiling():
+        return reference_weighted_activate(x, weights, activation)
+    loops = kernel == "auto" and activation == "squared_relu" and cpu.takes(x)
+    y: Tensor = WeightedActivationFunction.apply(x, weights, activation, loops)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+# --- what they compute, in plain operations
+
+
+def reference_weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+    """What `weighted_gated` computes, in plain operations."""
+    wide = gate_up.to(wide_of(gate_up))
+    g, up = limited(wide, gate.clamp)
+    inner = REFERENCES[gate.activation](g) * (up + gate.up_offset)
+    return (inner * weights.to(wide.dtype).unsqueeze(-1)).to(gate_up.dtype)
+
+
+def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    """What `weighted_activate` computes, in plain operations."""
+    wide = x.to(wide_of(x))
+    return (REFERENCES[activation](wide) * weights.to(wide.dtype).unsqueeze(-1)).to(x.dtype)
+
+
+# --- as autograd sees them
+
+
+class WeightedGatedFunction(Function):
+    """`weighted_gated` as autograd sees it."""
+
+    reference = staticmethod(lambda gate_up, weights, gate, loops: reference_weighted_gated(gate_up, weights, gate))
+
+    @staticmethod
+    def forward(ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, loops: bool) -> Tensor:
+        """gate_up [t, 2 f], weights [t] -> [t, f]."""
+        ctx.save_for_backward(gate_up, weights)
+        ctx.gate, ctx.loops = gate, loops
+        return (_loop_gated if loops else _gated)(gate_up, weights, gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, f] -> [t, 2 f] and [t]."""
+        backward = _loop_gated_backward if ctx.loops else _gated_backward
+        gate_up, weights = ctx.saved_tensors
+        return *backward(dy, gate_up, weights, ctx.gate), None, None
+
+
+class WeightedActivationFunction(Function):
+    """`weighted_activate` as autograd sees it."""
+
+    reference = staticmethod(lambda x, weights, activation, loops: reference_weighted_activate(x, weights, activation))
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, weights: Tensor, activation: Activation, loops: bool) -> Tensor:
+        """x [t, f], weights [t] -> [t, f]."""
+        ctx.save_for_backward(x, weights)
+        ctx.activation, ctx.loops = activation, loops
+        return _loop_squares(x, weights) if loops else _activated(x, weights, activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, f] -> [t, f] and [t]."""
+        x, weights = ctx.saved_tensors
+        if ctx.loops:
+            return *_loop_squares_backward(dy, x, weights), None, None
+        return *_activated_backward(dy, x, weights, ctx.activation), None, None
+
+
+# --- in torch's operations
+
+
+def _gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+    wide = gate_up.to(wide_of(gate_up))
+    g, up = limited(wide, gate.clamp)
+    y = FORMULAS[gate.activation].value(g).mul_(up + gate.up_offset if gate.up_offset else up)
+    return y.mul_(weights.unsqueeze(-1)).to(gate_up.dtype)
+
+
+def _gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """Both halves of the features' gradient, 0 for what was cut off, and the weights'."""
+    wide = gate_up.to(wide_of(gate_up))
+    g, up = limited(wide, gate.clamp)
+    formula, d, factor = FORMULAS[gate.activation], dy.to(wide.dtype), up + gate.up_offset
+    value = formula.value(g).mul_(d)
+    dweights = torch.linalg.vecdot(value, factor)
+    d = d * weights.unsqueeze(-1)
+    halves = formula.backward(d.mul_(factor), g), value.mul_(weights.unsqueeze(-1))
+    if gate.clamp is not None:
+        whole_gate, whole_up = wide.chunk(2, dim=-1)
+        halves[0].masked_fill_(whole_gate > gate.clamp, 0.0)
+        halves[1].masked_fill_(whole_up.abs() > gate.clamp, 0.0)
+    return torch.cat(halves, dim=-1).to(gate_up.dtype), dweights.to(weights.dtype)
+
+
+def _activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    y = FORMULAS[activation].value(x.to(wide_of(x)))
+    return y.mul_(weights.unsqueeze(-1)).to(x.dtype)
+
+
+def _activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    wide, d = x.to(wide_of(x)), dy.to(wide_of(x))
+    dweights = torch.linalg.vecdot(FORMULAS[activation].value(wide), d)
+    dx = FORMULAS[activation].backward(d * weights.unsqueeze(-1), wide)
+    return dx.to(x.dtype), dweights.to(weights.dtype)
+
+
+# --- as compiled loops, in one pass
+
+
+def _loop_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+    gate_up, w = gate_up.contiguous(), weights.float().contiguous()
+    y = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    cpu.run("weighted_gated", y.dtype, *y.shape, *numbers_of(gate), w, gate_up, y, elements=y.numel())
+    return y
+
+
+def _loop_gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    dy, gate_up, w = dy.contiguous(), gate_up.contiguous(), weights.float().contiguous()
+    out, dw = torch.empty_like(gate_up), torch.empty_like(w)
+    cpu.run(
+        "weighted_gated_backward", dy.dtype, *dy.shape, *numbers_of(gate), w, dy, gate_up, out, dw,
+        elements=dy.numel(),
+    )  # fmt: skip
+    return out, dw.to(weights.dtype)
+
+
+def _loop_squares(x: Tensor, weights: Tensor) -> Tensor:
+    x, w = x.contiguous(), weights.float().contiguous()
+    y = torch.empty_like(x)
+    cpu.run("weighted_squared_relu", x.dtype, *x.shape, w, x, y, elements=x.numel())
+    return y
+
+
+def _loop_squares_backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    dy, x, w = dy.contiguous(), x.contiguous(), weights.float().contiguous()
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+    cpu.run("weighted_squared_relu_backward", x.dtype, *x.shape, w, dy, x, dx, dw, elements=x.numel())
+    return dx, dw.to(weights.dtype)
