@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from megalith.data.marked import Spans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
@@ -73,6 +74,15 @@ class HuggingFaceTokenizer:
         """The ids of a text in which special tokens are written out; nothing is put around it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
+
+    def encode_spans(self, text: str) -> Spans:
+        """The same ids, and the characters that each stands for.
+
+        Where a tokenizer leaves spaces out of what it tells, a token of spaces alone is said to lie behind them.
+        """
+        found = self._tokenizer.encode(text, add_special_tokens=False)
+        places = [(start, end) if start < end else (max(0, start - 1), max(1, end)) for start, end in found.offsets]
+        return Spans(found.ids, places)
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts; on several threads unless TOKENIZERS_PARALLELISM=false."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.data.marked import encode_parts
+from megalith.data.marked import Spans, encode_parts, spans_of_parts
 from megalith.errors import DataError
 
 MODEL = "tokenizer.model"
@@ -67,6 +67,10 @@ class SentencePieceTokenizer:
         """The ids of a text in which control pieces are written out; nothing is put around it."""
         return encode_parts(text, self.specials, self._model.encode)
 
+    def encode_spans(self, text: str) -> Spans:
+        """The same ids, and the characters that each stands for."""
+        return spans_of_parts(text, self.specials, self._spans)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts."""
         first = [self.bos] if self._add_special_tokens and self.bos is not None else []
@@ -86,6 +90,12 @@ class SentencePieceTokenizer:
     def num_bytes(self, ids: Sequence[int]) -> int:
         """UTF-8 bytes of the text that the ids stand for."""
         return len(self.decode(ids).encode())
+
+    def _spans(self, text: str) -> Spans:
+        """Of several bytes of one character only the last has it; a space that is put before the text lies nowhere.
+        Both are given the character that follows."""
+        found = self._model.encode(text, return_type="offset_mapping")
+        return Spans(list(found["ids"]), [(start, max(end, start + 1)) for start, end in found["offsets"]])
 
     def _piece(self, text: str) -> int:
         number: int = self._model.piece_to_id(text)

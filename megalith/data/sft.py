@@ -96,20 +96,26 @@ class Report:
 def tokenise(conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool) -> Arrays:
     """Tokens of one conversation, and which of them are learnt: `everything`, or what the template says.
 
+    A token across the border of what is learnt is learnt: it holds the first or the last of what the assistant wrote,
+    which nothing else would teach.
+
     Raises:
-        DataError: the template refuses it, or its parts have other tokens than the whole; the text has file and row.
+        DataError: the template refuses it, or makes no text of it; the message has file and row.
     """
     try:
         pieces = _pieces(conversation, template, everything)
-        parts = [tokenizer.encode_marked(piece.text) for piece in pieces]
-        ids = [token for part in parts for token in part]
-        whole = ids if len(parts) == 1 else tokenizer.encode_marked("".join(piece.text for piece in pieces))
-        if ids != whole:
-            raise DataError(_differ(ids, whole, tokenizer))
+        ids, places = tokenizer.encode_spans("".join(piece.text for piece in pieces))
     except DataError as error:
         raise DataError(f"{conversation.where}: {error} Use other text there, or remove the row.") from error
-    learnt = [piece.learnt for piece, part in zip(pieces, parts, strict=True) for _ in part]
-    return {"tokens": np.array(ids, np.int32), "learnt": np.array(learnt, np.bool_)}
+    if not ids:
+        raise DataError(
+            f"{conversation.where}: {template.name} makes {len(ids)} tokens of its {len(conversation.messages)} "
+            f"messages. Use a template that writes them down, or remove the row."
+        )
+    characters = np.repeat([piece.learnt for piece in pieces], [len(piece.text) for piece in pieces])
+    before = np.concatenate([[0], np.cumsum(characters)])
+    starts, ends = np.minimum(np.array(places, np.int64).T, [[len(characters) - 1], [len(characters)]])
+    return {"tokens": np.array(ids, np.int32), "learnt": before[ends] > before[starts]}
 
 
 def _pieces(conversation: Conversation, template: ChatTemplate, everything: bool) -> list[Piece]:
@@ -121,16 +127,6 @@ def _pieces(conversation: Conversation, template: ChatTemplate, everything: bool
             f"Set data.sft.loss_on=assistant, or remove it from {conversation.where}."
         )
     return [Piece(template.render(conversation.messages, tools=conversation.tools), True)]
-
-
-def _differ(ids: Sequence[int], whole: Sequence[int], tokenizer: Tokenizer) -> str:
-    place = next((i for i, (a, b) in enumerate(zip(ids, whole)) if a != b), min(len(ids), len(whole)))
-    near = slice(max(0, place - 1), place + 2)
-    return (
-        f"turn by turn the conversation has {len(ids)} tokens, as a whole {len(whole)}, and token {place} is the first "
-        f"that differs: {list(ids[near])} ({tokenizer.decode(ids[near])!r}), as a whole {list(whole[near])} "
-        f"({tokenizer.decode(whole[near])!r}): a token would lie across the border of what is learnt."
-    )
 
 
 def tokenise_all(

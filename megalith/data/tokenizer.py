@@ -1,5 +1,6 @@
 """Text to token ids and back: bytes, a tokenizer read from files, or digits for made-up data."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
-from megalith.data.marked import encode_parts
+from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
 from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
@@ -49,6 +50,9 @@ class Tokenizer(Protocol):
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text in which special tokens are written out, as chat templates do; nothing is put around it."""
 
+    def encode_spans(self, text: str) -> Spans:
+        """The same ids, and the characters that each stands for."""
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of several texts, in order."""
 
@@ -83,6 +87,10 @@ class ByteTokenizer:
         """The UTF-8 bytes of the text, and the end token where it is written out."""
         return encode_parts(text, self.specials, self.encode)
 
+    def encode_spans(self, text: str) -> Spans:
+        """The same, and the character of each byte."""
+        return spans_of_parts(text, self.specials, self._spans)
+
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The UTF-8 bytes of each text."""
         return [self.encode(text) for text in texts]
@@ -100,6 +108,10 @@ class ByteTokenizer:
     def num_bytes(self, ids: Sequence[int]) -> int:
         """Every id but the end is a byte."""
         return sum(token < 256 for token in ids)
+
+    def _spans(self, text: str) -> Spans:
+        ids = self.encode(text)
+        return Spans(ids, places_of_bytes(text, [1] * len(ids)))
 
 
 class NullTokenizer:
@@ -132,6 +144,14 @@ class NullTokenizer:
             DataError: a word is not one of the ids.
         """
         return self.encode(text)
+
+    def encode_spans(self, text: str) -> Spans:
+        """The numbers in the text, and their digits' places.
+
+        Raises:
+            DataError: a word is not one of the ids.
+        """
+        return Spans(self.encode(text), [word.span() for word in re.finditer(r"\S+", text)])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The numbers in each text."""

@@ -1,5 +1,8 @@
-from megalith.data.marked import encode_parts
-from megalith.data.tokenizer import ByteTokenizer
+from pathlib import Path
+
+from megalith.data.huggingface import train_bpe
+from megalith.data.marked import encode_parts, places_of_bytes
+from megalith.data.tokenizer import ByteTokenizer, NullTokenizer, Tokenizer
 
 
 def test_the_longest_special_token_wins_and_the_rest_is_encoded_apart() -> None:
@@ -11,3 +14,31 @@ def test_the_longest_special_token_wins_and_the_rest_is_encoded_apart() -> None:
 def test_bytes_know_their_end_token_by_its_text() -> None:
     assert ByteTokenizer().encode_marked("ab<|endoftext|>c") == [97, 98, 256, 99]
     assert 256 not in ByteTokenizer().encode("ab<|endoftext|>c"), "elsewhere it is text like any other"
+
+
+TEXT = "  two  spaces, höhe\n\U0001f600 <|endoftext|> x "
+
+
+def test_every_token_lies_at_the_characters_it_stands_for(tmp_path: Path) -> None:
+    trained = train_bpe(["two spaces and two more"] * 9, vocab_size=280, path=str(tmp_path / "tokenizer"))
+    tokenizers: list[Tokenizer] = [ByteTokenizer(), trained]
+    for tokenizer in tokenizers:
+        ids, places = tokenizer.encode_spans(TEXT)
+        assert ids == tokenizer.encode_marked(TEXT) and len(places) == len(ids)
+        assert all(0 <= start < end <= len(TEXT) for start, end in places)
+        for token, (start, end) in zip(ids, places, strict=True):
+            text = tokenizer.decode([token])
+            assert "\ufffd" in text or text.strip() == TEXT[start:end].replace("<|endoftext|>", "").strip()
+    assert NullTokenizer(40).encode_spans("3 17") == ([3, 17], [(0, 1), (2, 4)])
+
+
+def test_a_token_of_spaces_alone_is_none_of_the_text_behind_it(tmp_path: Path) -> None:
+    """Byte-level tokenizers leave spaces out of where they say tokens lie."""
+    trained = train_bpe(["ab ab"] * 9, vocab_size=258, path=str(tmp_path / "tokenizer"))
+    ids, places = trained.encode_spans("ab  ab")
+    spaces = [place for token, place in zip(ids, places, strict=True) if not trained.decode([token]).strip()]
+    assert spaces and all(end <= 4 for _, end in spaces)
+
+
+def test_no_bytes_lie_nowhere() -> None:
+    assert places_of_bytes("", []) == []

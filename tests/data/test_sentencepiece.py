@@ -41,9 +41,9 @@ def test_every_text_comes_back_and_special_tokens_stand_for_none(folder: Path) -
     for text in (TEXT, "naïve ☕ 漢字", "a b"):
         ids = [*tokenizer.encode(text), tokenizer.eod]
         assert tokenizer.decode(ids) == text and tokenizer.num_bytes(ids) == len(text.encode())
-    ids, lengths = tokenizer.encode_joined(["fox", "", "the dog"])
+    joined, lengths = tokenizer.encode_joined(["fox", "", "the dog"])
     assert lengths.tolist() == [len(tokenizer.encode(text)) for text in ("fox", "", "the dog")]
-    assert ids[lengths[0] + lengths[1] :].tolist() == tokenizer.encode("the dog")
+    assert joined[lengths[0] + lengths[1] :].tolist() == tokenizer.encode("the dog")
     decoder = StreamDecoder(tokenizer)
     assert "".join(map(decoder.push, tokenizer.encode("漢 fox"))) + decoder.finish() == "漢 fox"
 
@@ -71,3 +71,12 @@ def test_wrong_files_and_pieces_are_named(folder: Path, tmp_path: Path, monkeypa
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     with pytest.raises(DataError, match=r'Install it with pip install "megalith\[sentencepiece\]"'):
         SentencePieceTokenizer(str(folder))
+
+
+def test_pieces_lie_at_the_characters_they_stand_for(folder: Path) -> None:
+    tokenizer, text = SentencePieceTokenizer(str(folder)), " the  ö\U0001f600 quick</s>dog <s>"
+    ids, places = tokenizer.encode_spans(text)
+    assert ids == tokenizer.encode_marked(text) and all(0 <= start < end <= len(text) for start, end in places)
+    found = {tokenizer.decode([token]).strip(): text[start:end].strip() for token, (start, end) in zip(ids, places)}
+    assert found["the"] == "the" and places[ids.index(tokenizer.eod)] == (text.index("</s>"), text.index("dog"))
+    assert text[places[-1][0] :] == "<s>"

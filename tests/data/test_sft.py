@@ -12,6 +12,7 @@ from megalith.config.data import DataConfig
 from megalith.config.sft import Packing, SFTConfig
 from megalith.data.build import Splits, build_datasets
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
+from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, Tokenizer
 from megalith.errors import ConfigError, DataError
@@ -132,14 +133,44 @@ def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
         build(of_files(str(tmp_path / "empty.jsonl")))
 
 
-def test_tokens_across_the_border_of_a_turn_are_refused_with_the_first_difference(tmp_path: Path) -> None:
+def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_of_the_whole_text(
+    tmp_path: Path,
+) -> None:
     tokenizer = train_bpe(["abc abc abc zz bcd bcd"] * 20, vocab_size=262, path=str(tmp_path / "tokenizer"))
     path = write(tmp_path / "a.jsonl", talk("zz", " d"), talk("zz a", "bc"))
-    message = (
-        r"a.jsonl:2: turn by turn the conversation has \d+ tokens, as a whole \d+, and token \d+ is the first that"
-    )
-    with pytest.raises(DataError, match=message):
-        build(of_files(path), tokenizer=tokenizer)
+    dataset = build(of_files(path, shuffle="none", packing="greedy"), tokenizer=tokenizer)
+    whole = tokenizer.encode_marked("zz abc<|endoftext|>")
+    row = dataset.sample(0)
+    assert row.lengths[1] == len(whole) - 1 and len(tokenizer.encode(" abc")) == 1, "a token has both turns"
+    assert row.ids[row.lengths[0] : row.num_valid].tolist() == whole[:-1]
+    prompt = len(tokenizer.encode("zz")) - 1
+    assert row.labels[row.lengths[0] : row.num_valid].tolist() == [-1] * prompt + whole[-2:]
+
+
+def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with_the_answer(tmp_path: Path) -> None:
+    """Its pieces take the space before a word with them, and one is put before a text."""
+    library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+    text = tmp_path / "text"
+    text.write_text("the answer is four and the other answer is five\n" * 20)
+    library.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "tokenizer"), vocab_size=285, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    tokenizer = SentencePieceTokenizer(str(tmp_path))
+    path = write(tmp_path / "a.jsonl", talk("is ö the answer ", "four"), talk("answer", " is four\U0001f600"))
+    dataset = build(of_files(path, shuffle="none", packing="greedy"), seq_len=80, tokenizer=tokenizer)
+    row, end = dataset.sample(0), tokenizer.eod
+    assert row.labels[: row.lengths[0]][-2:].tolist() == tokenizer.encode_marked("four</s>")[-2:]
+    first, second = row.labels[: row.lengths[0]], row.labels[row.lengths[0] : row.num_valid]
+    assert tokenizer.decode(first[first >= 0].tolist()) == "four" and first[-1] == second[-1] == end
+    assert tokenizer.decode(second[second >= 0].tolist()).strip() == "is four\U0001f600"
+    assert row.ids[: row.lengths[0]].tolist() == tokenizer.encode_marked("is ö the answer four</s>")[:-1]
+
+
+def test_a_conversation_that_becomes_no_text_is_refused_by_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", talk("ab", "c"), {"messages": [{"role": "user", "content": ""}]})
+    with pytest.raises(DataError, match=r"a.jsonl:2: identity makes 0 tokens of its 1 messages. Use a template that"):
+        build(of_files(path))
 
 
 def test_special_tokens_that_the_template_writes_are_single_tokens(tmp_path: Path) -> None:

@@ -112,3 +112,14 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     with pytest.raises(DataError, match=r'Install it with pip install "megalith\[tiktoken\]"'):
         TiktokenTokenizer(lines(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("in_json", [True, False])
+def test_tokens_lie_at_the_characters_of_their_bytes(in_json: bool, tmp_path: Path) -> None:
+    path = listed(tmp_path / "m.json") if in_json else lines(tmp_path / "m")
+    tokenizer = TiktokenTokenizer(path, num_special=10, special_tokens=("<s>", "</s>"))
+    text = f"<s>{TEXT}</s>☕"
+    ids, places = tokenizer.encode_spans(text)
+    assert ids == tokenizer.encode_marked(text) and len(places) == len(ids)
+    assert [text[start:end] for start, end in (places[0], places[1], places[-1])] == ["<s>", "the", "☕"]
+    assert [end for _, end in places if end == len(text)] == [len(text)] * 2, "a character of two tokens has both"
