@@ -63,9 +63,9 @@ def train_step(
     stopping, squares, zeros, *sums = news.tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
-    if trainer.loss_scale is not None:
+    empty = not any(counts)  # momentum and weight decay would still move the weights, and zeros overflow at no scale
+    if trainer.loss_scale is not None and not empty:
         trainer.loss_scale.update(overflow=not finite)
-    empty = not any(counts)  # momentum and weight decay would still move the weights
     if finite and not empty:
         trainer.optimizer.step(
             [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,

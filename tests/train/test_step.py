@@ -215,6 +215,19 @@ def test_a_global_batch_without_labels_changes_nothing_not_even_by_momentum_or_d
     assert_close(weights(trainer), before, EXACT)
 
 
+def test_a_global_batch_without_labels_says_nothing_about_the_loss_scale() -> None:
+    """No gradient could have overflown, so it is no reason to try a larger scale."""
+    trainer = build(precision__params="fp16", precision__loss_scale__window="2", precision__loss_scale__initial="1024")
+    steps = loader(trainer, steps=3, masked=tuple(range(12, 24)))
+    assert trainer.loss_scale is not None
+    told = []
+    for _ in range(3):
+        train_step(trainer, steps.next(), lr=LR, weight_decay=DECAY)
+        told.append((trainer.loss_scale.growth_tracker, trainer.loss_scale.scale))
+    first = told[0][1]
+    assert told == [(1, first), (1, first), (0, 2 * first)]
+
+
 @pytest.mark.parametrize("stop", [False, True])
 def test_a_wish_to_stop_comes_back_after_the_step(stop: bool) -> None:
     trainer = build()
