@@ -1,0 +1,183 @@
+"""Which experts a token goes to, and with what weight: scores, choices, capacities. Plain arithmetic on one rank."""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalith.config.moe import Drop, RouterConfig, Score
+from megalith.kernels.linear import Context, Kept, Sink, kept_of, save, saved_input
+from megalith.kernels.rebuilt import Input, value_of
+
+NOWHERE = -1
+"""The number of an expert that a token would have gone to, but was refused by."""
+
+SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 200
+
+
+class Choice(NamedTuple):
+    """The experts that each token goes to: those chosen first stand first."""
+
+    experts: Tensor
+    """int64 [t, k], each expert of a token once; `NOWHERE` where it was refused."""
+
+    weights: Tensor
+    """[t, k]: what the expert's answer counts; 0 where it was refused."""
+
+
+# --- logits
+
+
+def gate(x: Input, weight: Tensor, *, dtype: torch.dtype, sink: Sink | None = None) -> Tensor:
+    """How much each expert suits each token: x [t, h], weight [E, h] -> logits [t, E], computed in `dtype`.
+
+    Backward keeps x and the weight as they are, and widens them once more.
+    """
+    logits: Tensor = GateFunction.apply(value_of(x), kept_of(x, [weight]), sink, dtype, weight)  # type: ignore[no-untyped-call]  # torch's own
+    return logits
+
+
+class GateFunction(Function):
+    """`gate` as autograd sees it."""
+
+    reference = staticmethod(lambda x, kept, sink, dtype, weight: x.to(dtype) @ weight.to(dtype).t())
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor, kept: Kept, sink: Sink | None, dtype: torch.dtype, weight: Tensor) -> Tensor:
+        """x [t, h] -> [t, E]."""
+        save(ctx, kept, x, [weight])
+        ctx.sink, ctx.dtype = sink, dtype
+        return x.to(dtype) @ weight.to(dtype).t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, E] -> dx [t, h], and the weight's gradient to the sink or to the weight."""
+        weight, *inputs = ctx.saved_tensors
+        dx = (dy @ weight.to(ctx.dtype)).to(weight.dtype) if ctx.needs_input_grad[0] else None
+        x = saved_input(ctx, ctx.needs_input_grad[4:], tuple(inputs))
+        if x is None:
+            return dx, None, None, None, None
+        dw = dy.t() @ x.to(ctx.dtype)
+        if ctx.sink is None:
+            return dx, None, None, None, dw.to(weight.dtype)
+        ctx.sink.gradient(dw)
+        return dx, None, None, None, None
+
+
+# --- choice
+
+
+def choose_experts(logits: Tensor, router: RouterConfig, top_k: int, bias: Tensor | None = None) -> Choice:
+    """Each token's best `top_k` experts and their weights: logits [t, E] -> [t, k].
+
+    `bias` [E] is added to scores for the choice alone. Of equal experts the one of the lower number is chosen. Weights
+    have the dtype of the logits; what lies between is fp32 or float64.
+    """
+    scores = score_experts(logits, router.score)
+    order = scores if bias is None else scores + bias
+    experts = best(among_groups(order.detach(), router, top_k), top_k)
+    return Choice(experts, weigh(logits, scores, experts, router))
+
+
+def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig) -> Tensor:
+    """What the answers of `experts` [t, k] count, whoever chose them: logits and scores [t, E] -> [t, k]."""
+    if router.renormalise and router.score == "softmax":
+        chosen = logits.gather(1, experts).to(scores.dtype).softmax(1)
+    else:
+        chosen = scores.gather(1, experts)
+        chosen = chosen / (chosen.sum(1, keepdim=True) + 1e-20) if router.renormalise else chosen
+    return (chosen if router.scale == 1.0 else chosen * router.scale).to(logits.dtype)
+
+
+def score_experts(logits: Tensor, score: Score) -> Tensor:
+    """Scores [t, E] of logits [t, E], in fp32 or float64."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return wide.softmax(1) if score == "softmax" else wide.sigmoid()
+
+
+def shares_of_one(logits: Tensor, score: Score) -> Tensor:
+    """The same for balancing: scores that add up to 1 for each token, however small all of them are."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (wide if score == "softmax" else torch.nn.functional.logsigmoid(wide)).softmax(1)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The places of the largest `count` scores of each row, largest first: [t, E] -> int64 [t, count].
+
+    Of equal ones the first stands first; top-k of torch promises no order among them.
+    """
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
+    """Scores [t, E] with -inf outside each token's best groups."""
+    if router.groups is None or router.top_groups is None:
+        return scores
+    inside = scores.view(len(scores), router.groups, -1)
+    if router.group_score == "max":
+        of_groups = inside.amax(2)
+    else:
+        of_groups = inside.topk(top_k // router.top_groups, dim=2).values.sum(2)
+    chosen = torch.zeros_like(of_groups, dtype=torch.bool).scatter_(1, best(of_groups, router.top_groups), True)
+    return inside.masked_fill(~chosen.unsqueeze(2), -math.inf).flatten(1)
+
+
+def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) -> Tensor:
+    """A plan [t, E] near exp(logits) by which all experts get equally much of all `tokens`.
+
+    `total` adds what ranks have that share the tokens. Ends when the experts' factors move by less than 1e-4 on
+    average, or do not settle. Source: Sinkhorn and Knopp 1967; Clark et al. 2022, arXiv:2202.01169.
+    """
+    wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
+    plan = torch.exp(wide - wide.amax(1, keepdim=True))  # a factor per token changes nothing
+    count = plan.shape[1]
+    of_experts, of_tokens = plan.new_ones(count), plan.new_ones(len(plan))
+    for _ in range(SINKHORN_ROUNDS):
+        of_tokens = 1 / tokens / ((plan * of_experts).sum(1) + 1e-8)
+        settled = 1 / count / (total((plan * of_tokens[:, None]).sum(0)) + 1e-8)
+        moved, of_experts = (settled - of_experts).abs().mean(), settled
+        if not moved > SINKHORN_TOLERANCE:
+            break
+    return plan * of_experts * of_tokens[:, None]
+
+
+# --- capacity
+
+
+def refuse_surplus(
+    choice: Choice, capacity: int, drop: Drop, *, num_experts: int, order: Tensor | None = None
+) -> Tensor:
+    """Which choices [t, k] their experts take, bool: no expert takes more than `capacity`.
+
+    drop: those of least weight are refused, or those of the last tokens; `order` int64 [t] is each token's place then,
+    unless they stand in order. Of equal weights the later token is taken.
+    """
+    t, k = choice.experts.shape
+    places = torch.arange(t, device=choice.experts.device) if order is None else order
+    first = places.repeat_interleave(k).argsort(stable=True)
+    if drop == "least":
+        first = first.flip(0)
+        first = first[choice.weights.detach().flatten()[first].argsort(descending=True, stable=True)]
+    of_expert = choice.experts.flatten()[first]
+    by_expert = of_expert.argsort(stable=True)
+    counts = torch.zeros_like(of_expert[:1]).repeat(num_experts).scatter_add_(0, of_expert, torch.ones_like(of_expert))
+    starts = counts.cumsum(0) - counts
+    seats = torch.arange(t * k, device=places.device) - starts[of_expert[by_expert]]
+    taken = torch.zeros(t * k, dtype=torch.bool, device=places.device)
+    taken[first[by_expert]] = seats < capacity
+    return taken.view(t, k)
+
+
+def without(choice: Choice, taken: Tensor) -> Choice:
+    """The choices that are `taken`, bool [t, k]; the weights of those left are not made larger."""
+    return Choice(choice.experts.where(taken, NOWHERE), choice.weights * taken)
+
+
+def capacity_of(factor: float, tokens: int, top_k: int, experts: int) -> int:
+    """Tokens that an expert takes of a microbatch: at most all of them."""
+    return min(tokens, math.ceil(tokens * top_k / experts * factor))

@@ -1,0 +1,171 @@
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.moe import RouterConfig
+from megalith.kernels.routing import (
+    NOWHERE,
+    Choice,
+    among_groups,
+    best,
+    capacity_of,
+    choose_experts,
+    gate,
+    refuse_surplus,
+    shares_of_one,
+    sinkhorn,
+    without,
+)
+
+LOGITS = torch.tensor(
+    [[2, 1, 0, -1], [1.5, 2.5, 0.5, -0.5], [3, 0, 1, 0.5], [0, 1, -1, 2]], dtype=torch.float64
+)  # fmt: skip
+"""Four tokens, four experts."""
+
+
+def close(x: Tensor, *rows: tuple[float, ...]) -> bool:
+    return torch.allclose(x, torch.tensor(rows, dtype=x.dtype), rtol=0, atol=6e-7)
+
+
+def test_weights_of_renormalised_softmax_are_a_softmax_over_the_chosen() -> None:
+    choice = choose_experts(LOGITS, RouterConfig(), 2)
+    assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 2], [3, 1]]
+    pair = (0.731059, 0.268941)
+    assert close(choice.weights, pair, pair, (0.880797, 0.119203), pair)
+
+
+def test_weights_without_renormalising_are_the_scores() -> None:
+    choice = choose_experts(LOGITS, RouterConfig(renormalise=False), 2)
+    pair = (0.643914, 0.236883)
+    assert close(choice.weights, pair, pair, (0.789137, 0.106798), pair)
+
+
+def test_renormalised_scores_are_a_softmax_over_the_chosen() -> None:
+    scores = choose_experts(LOGITS, RouterConfig(renormalise=False), 3).weights
+    renormalised = choose_experts(LOGITS, RouterConfig(), 3).weights
+    assert torch.allclose(scores / scores.sum(1, keepdim=True), renormalised, rtol=1e-14)
+
+
+def test_weights_of_sigmoid_are_scaled_after_they_are_divided() -> None:
+    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", scale=2.5), 2)
+    rows = (1.366123, 1.133877), (1.326482, 1.173518), (1.414462, 1.085538), (1.366123, 1.133877)
+    assert close(choice.weights, *rows)
+
+
+def test_a_balancing_bias_decides_who_is_chosen_and_not_the_weight() -> None:
+    bias = torch.tensor([0, 0.3, 0, -0.3], dtype=torch.float64)
+    choice = choose_experts(LOGITS, RouterConfig(score="sigmoid", balancing_bias=True), 2, bias)
+    assert choice.experts.tolist() == [[1, 0], [1, 0], [0, 1], [1, 3]]
+    assert close(choice.weights[:1], (0.453551, 0.546449))
+
+
+def test_only_the_best_groups_are_chosen_from() -> None:
+    router = RouterConfig(renormalise=False, groups=2, top_groups=1)
+    masked = among_groups(LOGITS.softmax(1), router, 2)
+    assert masked.isinf().tolist() == [[False, False, True, True]] * 3 + [[True, True, False, False]]
+    choice = choose_experts(LOGITS, router, 2)
+    assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 1], [3, 2]]
+
+
+@pytest.mark.parametrize(("kind", "group"), [("top", 0), ("max", 1)])
+def test_a_group_is_as_good_as_its_best_together_or_as_its_best(kind: str, group: int) -> None:
+    scores = torch.tensor([[0.5, 0.4, 0.6, 0.1]])
+    router = RouterConfig(groups=2, top_groups=1, group_score=kind)  # type: ignore[arg-type]
+    assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [group, group]
+
+
+def test_of_equal_experts_the_first_is_chosen() -> None:
+    assert choose_experts(torch.zeros(3, 70), RouterConfig(), 4).experts.tolist() == [[0, 1, 2, 3]] * 3
+
+
+def test_weights_have_the_dtype_of_logits_and_are_computed_in_fp32() -> None:
+    logits = LOGITS.bfloat16()
+    weights = choose_experts(logits, RouterConfig(), 2).weights
+    assert weights.dtype == torch.bfloat16
+    exact = logits.float().gather(1, torch.tensor([[0, 1]])).softmax(1)
+    assert torch.equal(weights[:1], exact.bfloat16())
+    assert choose_experts(LOGITS, RouterConfig(score="sigmoid"), 2).weights.dtype == torch.float64
+
+
+def test_shares_do_not_vanish_with_all_scores() -> None:
+    shares = shares_of_one(torch.tensor([[-200.0, -201.0]]), "sigmoid")
+    assert torch.allclose(shares, torch.tensor([[0.73106, 0.26894]]), atol=1e-5)
+    plain = LOGITS.sigmoid()
+    assert torch.allclose(shares_of_one(LOGITS, "sigmoid"), plain / plain.sum(1, keepdim=True), rtol=1e-13)
+
+
+def test_sinkhorn_sends_all_experts_equally_much() -> None:
+    plan = sinkhorn(LOGITS, lambda x: x, tokens=4)
+    assert best(plan, 2).tolist() == [[0, 2], [1, 2], [0, 2], [3, 1]]
+    assert torch.allclose(plan.sum(0), torch.full((4,), 0.25, dtype=torch.float64), atol=1e-4)
+
+
+def test_sinkhorn_ends_on_logits_that_are_no_numbers() -> None:
+    assert sinkhorn(torch.full((2, 3), float("nan")), lambda x: x, tokens=2).isnan().all()
+
+
+def test_an_expert_takes_the_heaviest_tokens() -> None:
+    choice = choose_experts(LOGITS, RouterConfig(), 2)
+    taken = refuse_surplus(choice, 1, "least", num_experts=4)
+    kept = without(choice, taken)
+    assert sorted((t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE) == [
+        (1, 1), (2, 0), (2, 2), (3, 3),
+    ]  # fmt: skip
+    assert float(kept.weights.sum()) == pytest.approx(0.731059 + 0.880797 + 0.119203 + 0.731059, abs=2e-6)
+
+
+def test_with_room_for_two_only_the_third_is_refused() -> None:
+    choice = choose_experts(LOGITS, RouterConfig(), 2)
+    kept = without(choice, refuse_surplus(choice, 2, "least", num_experts=4))
+    assert sorted((t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE) == [
+        (0, 0), (1, 1), (2, 0), (2, 2), (3, 1), (3, 3),
+    ]  # fmt: skip
+    assert float(kept.weights.sum()) == pytest.approx(3.4621171573, abs=1e-9)
+
+
+def test_an_expert_takes_the_first_tokens_in_the_order_given() -> None:
+    choice = Choice(torch.tensor([[0], [0], [0]]), torch.tensor([[0.1], [0.9], [0.5]]))
+    assert refuse_surplus(choice, 2, "last", num_experts=1).flatten().tolist() == [True, True, False]
+    late_first = torch.tensor([2, 1, 0])
+    taken = refuse_surplus(choice, 2, "last", num_experts=1, order=late_first)
+    assert taken.flatten().tolist() == [False, True, True]
+
+
+def test_of_equal_weights_the_later_token_is_taken() -> None:
+    choice = Choice(torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1))
+    assert refuse_surplus(choice, 3, "least", num_experts=2).flatten().tolist() == [False] * 2 + [True] * 3
+
+
+@pytest.mark.parametrize(("factor", "capacity"), [(0.5, 1), (1.0, 2), (1.1, 3), (9.0, 4)])
+def test_capacity_is_rounded_up_and_never_more_than_all_tokens(factor: float, capacity: int) -> None:
+    assert capacity_of(factor, tokens=4, top_k=2, experts=4) == capacity
+
+
+def test_the_gate_computes_in_its_own_dtype_forward_and_backward() -> None:
+    x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
+    y = gate(x, w, dtype=torch.float32)
+    assert torch.equal(y, x.float() @ w.float().t())
+    y.backward(dy := torch.randn(5, 3))
+    assert x.grad is not None and torch.equal(x.grad, (dy @ w.float()).bfloat16())
+    assert w.grad is not None and torch.equal(w.grad, (dy.t() @ x.float()).bfloat16())
+
+
+def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
+    class Kept:
+        seen: list[Tensor]
+
+        def product(self, x: Tensor, dy: Tensor) -> None:
+            raise AssertionError
+
+        def gradient(self, dw: Tensor) -> None:
+            self.seen = [dw]
+
+        def rows(self, rows: Tensor, dy: Tensor) -> None:
+            raise AssertionError
+
+    x, w = torch.randn(5, 7, dtype=torch.bfloat16), torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)
+    sink = Kept()
+    gate(x, w, dtype=torch.float32, sink=sink).sum().backward()
+    assert w.grad is None and sink.seen[0].dtype == torch.float32
+    assert torch.equal(sink.seen[0], torch.ones(5, 3).t() @ x.float())
