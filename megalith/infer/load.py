@@ -6,15 +6,20 @@ from pathlib import Path
 import torch
 
 from megalith.checkpoint.boxes import Entry
+from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import Pretrained, load_pretrained, locate, open_pretrained
+from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.mesh import Mesh
 from megalith.train.rules import model_problems
+
+FURTHER = ("mtp.*",)
+"""Parameters of layers that predict further ahead than the next token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +54,13 @@ def load_writer(source: Pretrained, mesh: Mesh, device: torch.device, dtype: tor
     """
     tokenizer = build_tokenizer(source.tokenizer)
     check_vocabulary(tokenizer, source.model, source.path)
-    model = Decoder(source.model, mesh, dtype=dtype)
+    # Layers that predict further ahead are for training: text is written a token at a time.
+    model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
     allocate(model, device)
     entries = [
         Entry(declared.shard, "param", getattr(module, name)) for declared, module, name in declared_parameters(model)
     ]
-    load_pretrained(entries, str(source.path), mesh.world, model=source.model)
+    fill_from(source, entries, mesh.world, rules=CheckpointConfig(skip=FURTHER if source.model.mtp.depths else ()))
     return Writer(model.eval(), tokenizer, stop_ids(source, tokenizer))
 
 

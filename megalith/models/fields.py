@@ -19,9 +19,18 @@ HARMLESS = frozenset((
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "remove_invalid_values",
     "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id",
     "exponential_decay_length_penalty", "is_llama_config", "unsloth_fixed", "unsloth_version",
-    "transformers.js_config", "pretraining_tp", "cache_implementation", "auto_map",
+    "transformers.js_config", "pretraining_tp", "cache_implementation", "gradient_checkpointing",
+    "auto_map",  # whoever chooses the family looks at it
 ))  # fmt: skip
 """Fields that change no result of a forward pass. pretraining_tp only orders the sums of a matmul."""
+
+OFF = frozenset((
+    "is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder", "use_bfloat16", "tf_legacy_loss",
+    "attention_bias", "qkv_bias", "mlp_bias", "lm_head_bias", "use_qk_norm", "qk_layernorm", "use_sliding_window",
+    "use_mrope", "use_bidirectional_attention", "output_router_logits", "rope_interleaved",
+))  # fmt: skip
+"""Fields that change nothing while they are false, also for families that have no such thing. A field that nobody knows
+may as well be one that is usually true."""
 
 ACTIVATIONS: Mapping[object, Activation] = {
     "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
@@ -134,8 +143,9 @@ class Fields:
             ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
         """
         for name, value in self.raw.items():
-            # Null and false mean that whatever it is, is off.
-            if name in self._asked or name.startswith("_") or value is None or value is False:
+            # Null means that nothing was said.
+            known = name in self._asked or name.startswith("_") or (value is False and name in OFF)
+            if known or value is None:
                 continue
             if name == "quantization_config":
                 self.problems.append(

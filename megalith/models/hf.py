@@ -52,6 +52,7 @@ from megalith.models.qwen2 import QWEN2
 from megalith.models.qwen3 import QWEN3
 from megalith.models.smollm3 import SMOLLM3
 from megalith.models.starcoder2 import STARCODER2
+from megalith.models.usual import Unsaid
 from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
@@ -59,6 +60,9 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3, DEEPSEEK_V2, GPT_OSS,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
+
+REFUSED: tuple[Family, ...] = (GPT_OSS,)
+"""Those of which nothing is read but what is wrong with it."""
 
 PADDED = ("embed.weight", "head.weight")
 """Our tables whose rows may be more than their tensors have; the rows added are zero."""
@@ -236,11 +240,28 @@ def find_family(raw: Mapping[str, Any], path: Path) -> Family:
     named = raw.get("architectures") or []
     for family in FAMILIES:
         if family.architecture in named or (not named and raw.get("model_type") == family.model_type):
+            _refuse_other_code(raw, family, path)
             return family
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')}"
-    raise CheckpointError(
-        f"{path}: the architecture {found} is not supported. Use one of {', '.join(f.architecture for f in FAMILIES)}."
-    )
+    known = ", ".join(family.architecture for family in FAMILIES if family not in REFUSED)
+    raise CheckpointError(f"{path}: the architecture {found} is not supported. Use one of {known}.")
+
+
+def _refuse_other_code(raw: Mapping[str, Any], family: Family, path: Path) -> None:
+    """Code that came with a folder is not run. Where its model has the name of one of transformers' own, it is taken
+    for an older copy of that, as those of Phi-3 and DeepSeek are; any other may compute anything.
+
+    Raises:
+        CheckpointError: it is another.
+    """
+    named = raw.get("auto_map") or {}
+    model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
+    if model is not None and str(model).rsplit(".", 1)[-1] != family.architecture:
+        raise CheckpointError(
+            f"{path / CONFIG}: auto_map={named!r:.120}: the model is computed by code of its own, which is not run. "
+            f"Use a folder that transformers reads without trust_remote_code; or remove auto_map, if it computes what "
+            f"{family.architecture} does."
+        )
 
 
 def family_for(config: ModelConfig) -> Family:
@@ -262,7 +283,7 @@ def family_for(config: ModelConfig) -> Family:
 
 def _number_lacking(refusal: ConfigError) -> float:
     """How many settings a family has no words for; without end where the whole model is of another kind."""
-    return str(refusal).count("has no word for it") or math.inf
+    return len(refusal.settings) if isinstance(refusal, Unsaid) else math.inf
 
 
 def read_json(file: Path) -> dict[str, Any]:

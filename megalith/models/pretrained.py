@@ -25,7 +25,6 @@ from megalith.checkpoint.strictness import (
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
@@ -53,19 +52,15 @@ from megalith.models.hf import (
     read_json,
 )
 from megalith.models.release import parameters
+from megalith.models.usual import canonical
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box
 
 RUNS = Path("runs")
 
-FREE = ("dropout", "init_std", "mtp.loss_weight")
-"""Settings that decide how a model learns, not what it computes; they may change when weights are taken over."""
-
-OF_SCALING = (
-    "factor", "low_freq_factor", "high_freq_factor", "original_max_position", "beta_fast", "beta_slow", "whole_pairs",
-    "attention_factor",
-)  # fmt: skip
-"""Settings of rotary positions that mean nothing while nothing is scaled."""
+FREE = ("init_std",)
+"""Settings that decide how a model learns, not what it computes, beside those that have no canonical form at all; they
+may change when weights are taken over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +184,22 @@ def load_pretrained(
     assert path is not None
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes)
+    fill_from(opened, entries, world, rules=rules)
+    return notes
+
+
+def fill_from(opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT) -> None:
+    """Fill weights (roles `param` and `master`) from an opened model. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: tensors are damaged, missing or surplus, or of other shapes.
+    """
     if opened.checkpoint is None:
         folder = opened.weights
         assert isinstance(folder, HuggingFaceFolder | AdaptedWeights)
         _fill_from_folder(entries, folder, world, rules)
     else:
         opened.checkpoint.load_into(entries, world, rules=rules, purpose="start")
-    return notes
 
 
 def _fill_from_folder(
@@ -231,12 +235,15 @@ def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[st
     Raises:
         CheckpointError: some are not; all of these are in a table.
     """
-    theirs, ours = (_as_computed(config) for config in (opened.model, model))
-    if isinstance(opened.weights, HuggingFaceFolder):  # padding is decided here, when a folder is read
-        theirs = replace(theirs, vocab_multiple=ours.vocab_multiple)
+    theirs, ours = canonical(opened.model), canonical(model)
+    if not isinstance(opened.weights, HuggingFaceFolder):  # padding is decided here, when a folder is read
+        theirs = replace(theirs, vocab_multiple=opened.model.vocab_multiple)
+        ours = replace(ours, vocab_multiple=model.vocab_multiple)
     changed = [
         (f"model.{path}", old, new) for path, old, new in differences_of(theirs, ours) if not _within(path, FREE)
     ]
+    said = {f"model.{path}" for path, _, _ in differences_of(opened.model, model)}
+    changed = [row for row in changed if row[0] in said] or changed  # others follow from these, as head_dim may
     allowed = [name for name, _, _ in changed if _within(name, allow)]
     if ours.max_seq_len >= theirs.max_seq_len and model.positions != "learned":  # else there are more vectors to learn
         allowed.append("model.max_seq_len")
@@ -248,16 +255,6 @@ def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[st
             f"change what these weights compute, set checkpoint.allow_model_changes to {names}."
         )
     return [f"{name}: {old} there, {new} here" for name, old, new in changed]
-
-
-def _as_computed(config: ModelConfig) -> ModelConfig:
-    """The settings with those that change nothing at their defaults."""
-    rope, usual = config.rope, RopeConfig()
-    if config.positions != "rope":
-        rope = usual
-    elif rope.scaling == "none":
-        rope = replace(rope, **{name: getattr(usual, name) for name in OF_SCALING})
-    return replace(config, head_dim=config.head_size(), rope=rope)
 
 
 def _within(path: str, names: Sequence[str]) -> bool:

@@ -11,7 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.tree import differences
-from megalith.errors import raise_all
+from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
@@ -157,22 +157,33 @@ def windowed(window: int | None, layers: tuple[bool, ...]) -> dict[str, Any]:
 Read = Callable[[Mapping[str, Any]], ModelConfig]
 
 
+class Unsaid(ConfigError):
+    """A family has no words for some settings of a model."""
+
+    def __init__(self, text: str, settings: Sequence[str]) -> None:
+        super().__init__(text)
+        self.settings = tuple(settings)
+
+
 def said(raw: dict[str, Any], config: ModelConfig, read_config: Read, family: Family) -> dict[str, Any]:
     """`raw`, what a family wrote about a model, if reading it gives the same model.
 
     Raises:
-        ConfigError: the family has no words for something; each setting is named.
+        Unsaid: the family has no words for something; each setting is named.
     """
     if (biases := raw.get("attention_bias")) is not None:  # one switch for all four
         config = replace(config, qkv_bias=biases, output_bias=biases)
-    there = read_config(raw)
-    raise_all(
-        [
-            f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be {theirs!r} there. Use a "
-            f"Megalith checkpoint for this model."
-            for field, theirs, ours in differences(canonical(there), canonical(config))
-        ]
-    )
+    lost = differences(canonical(read_config(raw)), canonical(config))
+    try:
+        raise_all(
+            [
+                f"model.{field}={ours!r}: {family.architecture} has no word for it; it would be {theirs!r} there. Use "
+                f"a Megalith checkpoint for this model."
+                for field, theirs, ours in lost
+            ]
+        )
+    except ConfigError as error:
+        raise Unsaid(str(error), [field for field, _, _ in lost]) from None
     return raw
 
 
@@ -206,12 +217,15 @@ def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -
     if windows and (rope.local_theta != rope.theta or values):
         kept["local_theta"] = rope.local_theta
     looked_at = ["factor"] if values else []
-    if kind in ("dynamic", "llama3", "yarn"):
+    if kind in ("dynamic", "llama3", "yarn", "longrope"):
         looked_at.append("original_max_position")
     if kind == "llama3":
         looked_at += ["low_freq_factor", "high_freq_factor"]
     if kind == "yarn":
         looked_at += ["beta_fast", "beta_slow", "whole_pairs"]
+        kept["attention_factor"] = float(f"{attention_factor(rope):.12g}")
+    if kind == "longrope":
+        looked_at = ["original_max_position", "short_factors", "long_factors"]
         kept["attention_factor"] = float(f"{attention_factor(rope):.12g}")
     return RopeConfig(**kept, **{name: getattr(rope, name) for name in looked_at})
 

@@ -42,16 +42,18 @@ class Trainer:
         return model
 
 
-def build_trainer(run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True) -> Trainer:
+def build_trainer(
+    run: TrainRun, mesh: Mesh, device: torch.device, *, fill: bool = True, fill_frozen: bool = True
+) -> Trainer:
     """Build this rank's part of the model without whole tensors anywhere, and give it its first weights.
 
-    `fill=False` leaves weights at zero, for a checkpoint to fill.
+    `fill=False` leaves weights at zero, for a checkpoint to fill; `fill_frozen=False` those that are not trained.
     """
     staged = build_staged(run, mesh, device, dtype=DTYPES[run.precision.params])
     model = staged.modules
     data = build_engine(run, model, mesh, device)
     if fill:
-        _give_first_weights(model, data, seed=run.seed)
+        _give_first_weights(model, data, seed=run.seed, frozen=fill_frozen)
     for chunk in staged.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
@@ -83,10 +85,10 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
     )  # fmt: skip
 
 
-def _give_first_weights(model: nn.Module, data: Engine, *, seed: int) -> None:
+def _give_first_weights(model: nn.Module, data: Engine, *, seed: int, frozen: bool) -> None:
     """Each rank draws the slices that it owns, and gets the others from their owners: the same under every layout."""
     init_of = {declared.shard.name: declared.init for declared, _, _ in declared_parameters(model)}
-    for shard, weight in (*((owned.shard, owned.weight) for owned in data.owned), *data.frozen):
+    for shard, weight in (*((owned.shard, owned.weight) for owned in data.owned), *(data.frozen if frozen else ())):
         fill(weight, shard, init_of[shard.name], seed=seed)
     data.publish()
     data.settle()

@@ -104,7 +104,9 @@ class _Loop:
         self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
         self.tokenizer = matching_tokenizer(run)
         self.data = self._open_data(saved)
-        self.trainer = build_trainer(run, mesh, device, fill=saved is None and needs_first_weights(run))
+        self.trainer = build_trainer(
+            run, mesh, device, fill=saved is None and needs_first_weights(run), fill_frozen=keeps_first_weights(run)
+        )
         self._load(saved)
         _compare_replicas(self.trainer)
         _compare_stages(self.trainer)
@@ -445,9 +447,14 @@ class _RunData:
 
 
 def needs_first_weights(run: TrainRun) -> bool:
-    """Whether a run that begins now draws weights: none are loaded, or some of them may keep what was drawn."""
+    """Whether a run that begins now draws weights: of adapters, or any that may keep what was drawn."""
+    return (run.lora is not None and run.lora.load is None) or keeps_first_weights(run)
+
+
+def keeps_first_weights(run: TrainRun) -> bool:
+    """Whether weights of the model may stay as they were drawn: none are loaded, or loading may leave some out."""
     checkpoint = run.checkpoint
-    return run.lora is not None or checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
+    return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

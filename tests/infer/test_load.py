@@ -7,6 +7,8 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.mla import MLAConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.sample import SampleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
@@ -43,6 +45,24 @@ def test_a_run_a_checkpoint_and_a_folder_write_the_same(tmp_path: Path, tiny: Si
     expected = [w.token for w in generate(model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
     for source in (tmp_path / "run", path, tmp_path / "theirs", tmp_path / "ours"):
         assert text(source) == expected
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "folder"])
+def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
+    kind: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    latent = {"mla": MLAConfig(kv_rank=6, nope_dim=2, rope_dim=2, value_dim=4), "num_kv_heads": 6}
+    config = tiny.config(vocab_size=300, mtp=MTPConfig(depths=1), **latent)
+    path = save(tmp_path / "ours", tiny.model(config), TokenizerConfig())
+    if kind == "folder":
+        convert(open_pretrained(path), tmp_path / "theirs", "huggingface")
+        path = tmp_path / "theirs"
+    source = open_source(str(path), 1)
+    assert source.model.mtp.depths == 1
+    writer = load_writer(source, mesh_of_one(), CPU, torch.float32)
+    assert not any("mtp" in d.shard.name for d, _, _ in declared_parameters(writer.model))
+    expected = [w.token for w in generate(tiny.model(config), [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
+    assert text(path) == expected
 
 
 def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespace) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.models.fields import ACTIVATIONS, Fields, activation_word
+from megalith.models.fields import ACTIVATIONS, OFF, Fields, activation_word
 
 
 def problems(fields: Fields) -> str:
@@ -16,7 +16,7 @@ def problems(fields: Fields) -> str:
 
 
 def test_values_of_the_right_kind_are_given_as_they_are() -> None:
-    fields = Fields({"a": 3, "b": 2, "c": True, "d": "gelu_new", "e": None, "f": [1, 0, 0], "_note": "x", "off": False})
+    fields = Fields({"a": 3, "b": 2, "c": True, "d": "gelu_new", "e": None, "f": [1, 0, 0], "_note": "x", "off": None})
     assert (fields.whole("a"), fields.number("b", 1.0), fields.flag("c"), fields.activation("d")) == (
         3, 2.0, True, "gelu_tanh",
     )  # fmt: skip
@@ -46,6 +46,7 @@ def test_missing_fields_have_their_defaults() -> None:
         (["x"], lambda f: f.choice("a", {"x": 1, "y": 2}, "x"), "a=['x'] is not supported: it must be one of 'x', 'y'"),
         (2, lambda f: f.only("a", 1), "a=2 is not supported: it must be 1."),
         ([1], lambda f: f.flags_of_layers("a", 2, {1: True, 0: False}), "a=[1]: expected 1 or 0 for each of 2 layers."),
+        (False, lambda f: f.value("b"), "a=False is not known, so it may change what the model computes. Remove it"),
         (5, lambda f: f.value("b"), "a=5 is not known, so it may change what the model computes. Remove it"),
     ],
 )
@@ -68,6 +69,11 @@ def test_only_fields_that_are_known_to_change_nothing_may_be_left_unasked() -> N
     fields = Fields({"torch_dtype": "bfloat16", "eos_token_id": [1], "auto_map": {}, "mine": 3, "pruned_heads": {}})
     fields.ignore("mine")
     fields.finish()
+
+
+def test_what_is_off_unless_said_may_be_false_where_nobody_asks_for_it() -> None:
+    Fields(dict.fromkeys(OFF, False)).finish()
+    assert "attention_bias=True is not known" in problems(Fields({"attention_bias": True}))
 
 
 def test_every_activation_has_a_word_that_means_it() -> None:

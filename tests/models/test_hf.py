@@ -15,8 +15,9 @@ from megalith.checkpoint.boxes import Entry
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models import hf
-from megalith.models.hf import HuggingFaceFolder, companion_files, plan_files, write_folder
+from megalith.models.hf import HuggingFaceFolder, companion_files, find_family, plan_files, write_folder
 from megalith.models.llama import rules
+from megalith.models.usual import Unsaid
 from megalith.parallel.mesh import mesh_on_paper, model_grid
 from megalith.plan.shards import Shard, whole
 
@@ -189,6 +190,10 @@ def test_a_tied_model_may_store_its_head_only_if_it_is_the_embedding(tmp_path: P
             "model_type bert is not supported. Use one of LlamaForCausalLM",
         ),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": None}, "config.json: .*longrope"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "modeling_x.OtherForCausalLM"}},
+            "config.json: auto_map=.*OtherForCausalLM'}: the model is computed by code of its own.* Use a folder that",
+        ),
         ({"hidden_act": "mish"}, "config.json: hidden_act='mish' is not supported"),
     ],
 )
@@ -199,6 +204,24 @@ def test_other_models_are_refused_by_name(
     edit(tmp_path / "x", **fields)
     with pytest.raises(CheckpointError, match=message):
         HuggingFaceFolder(tmp_path / "x")
+
+
+def test_no_one_is_sent_to_a_family_that_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="Use one of LlamaForCausalLM") as refused:
+        find_family({"architectures": ["X"]}, tmp_path)
+    assert all(family.architecture not in str(refused.value) for family in hf.REFUSED)
+
+
+def test_code_beside_a_model_of_transformers_is_taken_for_a_copy_of_its(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    edit(tmp_path / "x", auto_map={"AutoModelForCausalLM": "someone/x--modeling_x.LlamaForCausalLM"})
+    assert HuggingFaceFolder(tmp_path / "x").family.architecture == "LlamaForCausalLM"
+
+
+def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(tiny: SimpleNamespace) -> None:
+    with pytest.raises(Unsaid) as refused:
+        hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
+    assert refused.value.settings == ("up_offset",)
 
 
 def test_a_config_without_architectures_goes_by_its_model_type(tmp_path: Path, tiny: SimpleNamespace) -> None:

@@ -159,7 +159,7 @@ def test_all_that_is_wrong_is_said_at_once() -> None:
 def test_fields_that_change_nothing_are_let_through() -> None:
     harmless = {
         "use_cache": True, "bos_token_id": 1, "eos_token_id": [2, 3], "pretraining_tp": 2, "torch_dtype": "bfloat16",
-        "transformers_version": "4.31.0", "_name_or_path": "x", "sliding_window": None, "some_switch": False,
+        "transformers_version": "4.31.0", "_name_or_path": "x", "sliding_window": None, "is_decoder": False,
         "rope_interleaved": False, "max_length": 20, "pruned_heads": {},
     }  # fmt: skip
     assert read_config(RAW | harmless) == read_config(RAW)

@@ -209,6 +209,13 @@ def test_what_changes_the_mathematics_is_refused_with_a_table_unless_it_is_named
     assert not any((entry.tensor == -7).all() for entry in target)
 
 
+def test_what_follows_from_another_setting_has_no_line_of_its_own(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    save(tmp_path, 1, tiny.entries(tiny.model(tiny.config())), tiny.config())
+    wider = tiny.config(hidden_size=24)
+    with pytest.raises(CheckpointError, match="set checkpoint.allow_model_changes to model.hidden_size[.]"):
+        load_pretrained(tiny.entries(tiny.blank(wider)), str(tmp_path), alone("world"), model=wider)
+
+
 def test_learnt_positions_do_not_grow_by_themselves(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(positions="learned")
     save(tmp_path, 1, tiny.entries(tiny.model(config)), config)

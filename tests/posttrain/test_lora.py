@@ -16,10 +16,13 @@ from megalith.models.adapters import RECORD
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.models.pretrained import adapters_in, locate, open_pretrained
 from megalith.models.release import release_run, write_release
+from megalith.nn.init import fill
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.shards import Box
+from megalith.parallel.tensor import Init
+from megalith.plan.shards import Box, Shard
 from megalith.testing.tiny import tiny_run
+from megalith.train import build
 from megalith.train.evaluate import run_evaluation
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
@@ -83,6 +86,26 @@ def test_the_loss_falls_and_a_checkpoint_holds_adapters_alone(trained: Path) -> 
     assert all(".lora_" in key for key in stored)
     whole = sum(f.stat().st_size for f in (trained.parent / "base").iterdir())
     assert sum(t.numel() for k, t in stored.items() if k.startswith("model.")) < 0.25 * whole / 4
+
+
+@pytest.mark.parametrize(("missing", "base_too"), [("error", False), ("warn", True)])
+def test_the_base_is_drawn_only_where_some_of_it_may_stay_so(
+    missing: str, base_too: bool, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[str] = []
+
+    def counted(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
+        drawn.append(shard.name)
+        fill(parameter, shard, init, seed=seed)
+
+    monkeypatch.setattr(build, "fill", counted)
+    train(tmp_path / "run", trained.parent / "base", {"train.steps": "1", "checkpoint.missing": missing})
+    assert any(".lora_" not in name for name in drawn) == base_too and len(drawn) >= 20
+    if not base_too:
+        assert losses(tmp_path / "run")[0] == losses(trained)[0]
+        drawn.clear()
+        train(tmp_path / "more", trained.parent / "base", {"train.steps": "1", "lora.load": str(trained)})
+        assert drawn == []
 
 
 def test_a_run_that_was_stopped_ends_at_the_same_bits(trained: Path, tmp_path: Path) -> None:
