@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn"]
+RopeScaling = Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"]
 """Ways to read further than a model was trained to."""
 
 
@@ -12,7 +12,8 @@ class RopeConfig:
     """Rotary positions.
 
     Source: Su et al. 2021, arXiv:2104.09864; linear: Chen et al. 2023, arXiv:2306.15595; yarn: Peng et al. 2023,
-    arXiv:2309.00071; llama3: the Llama 3.1 release; dynamic: base changed with the length (NTK-aware).
+    arXiv:2309.00071; longrope: Ding et al. 2024, arXiv:2402.13753; llama3: the Llama 3.1 release; dynamic: base changed
+    with the length (NTK-aware).
     """
 
     theta: float = 10_000.0
@@ -35,7 +36,8 @@ class RopeConfig:
 
     scaling: RopeScaling = "none"
     """linear divides positions by `factor`; dynamic raises theta with the length read; llama3 stretches the long
-    wavelengths, yarn those that no training row held whole, and yarn also sharpens attention."""
+    wavelengths, yarn those that no training row held whole; longrope every pair by a factor of its own; the last two
+    also sharpen attention."""
 
     factor: float = 8.0
     """How many times further the model reads; of no use to `none`."""
@@ -47,7 +49,7 @@ class RopeConfig:
     """llama3: wavelengths below original_max_position / high_freq_factor stay as they are."""
 
     original_max_position: int = 8192
-    """llama3, yarn, dynamic: the context length of the first training, in tokens."""
+    """llama3, yarn, dynamic, longrope: the context length of the first training, in tokens."""
 
     beta_fast: float = 32.0
     """yarn: pairs that turn more often than this over the original context stay as they are."""
@@ -59,4 +61,11 @@ class RopeConfig:
     """yarn: round the pairs where stretching begins and ends to whole numbers."""
 
     attention_factor: float | None = None
-    """yarn: what queries and keys are multiplied by; unset: 0.1 ln(factor) + 1."""
+    """yarn, longrope: what queries and keys are multiplied by; unset: 0.1 ln(factor) + 1 with yarn,
+    sqrt(1 + ln(factor) / ln(original_max_position)) with longrope."""
+
+    short_factors: tuple[float, ...] = ()
+    """longrope: what each pair's angles are divided by in documents as long as original_max_position or shorter."""
+
+    long_factors: tuple[float, ...] = ()
+    """longrope: the same in documents that are longer."""

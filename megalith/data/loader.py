@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.config.data import Sampler
 from megalith.data.sample import Dataset, PackedSample, Row, Sample
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices, with_places
 from megalith.parallel.group import Group, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
@@ -170,6 +170,8 @@ def build_batch(
     counted = labels >= 0
     pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
     shared, tokens = _share(pairs, lengths, slicing, device)
+    if (places := _places(samples, lengths)) is not None:
+        tokens = with_places(tokens, places)
     (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
     return Batch(
         own_ids, own_labels, tokens, int(counted.sum()), sum(length**2 for length in lengths) - filler.squares,
@@ -214,6 +216,18 @@ def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[
     """What a depth reads and predicts: ids and labels that many tokens further on in the same document."""
     source = tokens_further_on(lengths, depth)
     return np.where(source >= 0, ids.reshape(-1)[source], 0), np.where(source >= 0, labels.reshape(-1)[source], -1)
+
+
+def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
+    """[3, t]: where every token is in time, height and width; in rows of text three times its place in the document.
+
+    None where all rows are text.
+    """
+    if all(sample.places is None for sample in samples):
+        return None
+    rows = np.split(np.concatenate([np.arange(length) for length in lengths]), len(samples))
+    given = [np.stack([row] * 3) if one.places is None else one.places for one, row in zip(samples, rows, strict=True)]
+    return np.concatenate(given, axis=1)
 
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:

@@ -17,6 +17,7 @@ class Sample:
     ids: NDArray[np.int64]  # [seq_len + 1]; zeros from num_valid on
     num_valid: int  # ids from here on are padding: neither read nor predicted
     dataset_id: int = 0  # which member of a blend it came from
+    places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -36,6 +37,7 @@ class PackedSample:
     labels: NDArray[np.int64]  # [seq_len], the next token of the same document; -1 where there is no loss
     lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more
     num_valid: int  # tokens before the filler
+    places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
 
     def blank(self) -> "PackedSample":
         """A row as long, all of it filler."""

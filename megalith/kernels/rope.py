@@ -20,11 +20,17 @@ def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: t
 
     linear divides all by `factor`. llama3 divides the slow ones, keeps the fast ones, and blends linearly in between.
     yarn does so too, over the number of the pair. dynamic raises theta once rows of `length` tokens are longer than
-    those of the first training.
+    those of the first training; longrope divides each pair by a factor of its own, and by another one then.
     """
     exponents = torch.arange(0, size, 2, dtype=torch.int64).to(dtype) / size
-    frequencies = 1.0 / _theta(config, size, length) ** exponents
+    wavelengths = _theta(config, size, length) ** exponents
+    frequencies = 1.0 / wavelengths
     match config.scaling:
+        case "longrope":
+            long = turning_length(config, length) > 0
+            return 1.0 / (
+                torch.tensor(config.long_factors if long else config.short_factors, dtype=dtype) * wavelengths
+            )
         case "linear":
             return frequencies / config.factor
         case "llama3":
@@ -42,10 +48,23 @@ def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: t
 
 def _theta(config: RopeConfig, size: int, length: int) -> float:
     """The base of the wavelengths for rows of `length` tokens."""
-    if config.scaling != "dynamic" or length <= config.original_max_position:
+    if config.scaling != "dynamic" or turning_length(config, length) == 0:
         return config.theta
     stretch: float = config.factor * length / config.original_max_position - (config.factor - 1)
     return config.theta * stretch ** (size / (size - 2))
+
+
+def turning_length(config: RopeConfig, length: int) -> int:
+    """The shortest document, if not shorter than the first training's rows, that turns as one of `length` tokens does;
+    0 for all that turn as those rows did.
+
+    >>> kinds = [RopeConfig(scaling=kind, original_max_position=8) for kind in ("yarn", "dynamic", "longrope")]
+    >>> [turning_length(rope, 11) for rope in kinds]
+    [0, 11, 9]
+    """
+    if config.scaling not in ("dynamic", "longrope") or length <= config.original_max_position:
+        return 0
+    return length if config.scaling == "dynamic" else config.original_max_position + 1
 
 
 def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
@@ -64,25 +83,32 @@ def yarn_range(config: RopeConfig, size: int) -> tuple[float, float]:
 
 def attention_factor(config: RopeConfig) -> float:
     """What turned queries and keys are multiplied by, each."""
-    if config.scaling != "yarn":
+    if config.scaling not in ("yarn", "longrope"):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
-    return 1.0 if config.factor <= 1 else 0.1 * math.log(config.factor) + 1.0
+    if config.factor <= 1:
+        return 1.0
+    if config.scaling == "yarn":
+        return 0.1 * math.log(config.factor) + 1.0
+    return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_position))
 
 
 def rope_tables(
     positions: Tensor, frequencies: Tensor, dtype: torch.dtype, *, factor: float = 1.0, sections: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
-    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs]; angles stay in the latter's.
+    """(cos, sin) * factor, each [t, pairs] in `dtype`: positions [t], frequencies [pairs] or [t, pairs]; angles stay in
+    the latter's.
 
-    With `sections` positions are [len(sections), t], and so many pairs, one section after the other, turn by each.
+    Positions may also be [len(sections), t]: so many pairs, one section after the other, then turn by each. One
+    position stands for equal ones.
     """
-    if sections:
-        axes = torch.repeat_interleave(torch.arange(len(sections)), torch.tensor(sections)).to(positions.device)
-        angles = positions.to(frequencies.dtype)[axes].T * frequencies
+    axes = positions.to(frequencies.dtype).unsqueeze(-1)
+    if positions.ndim == 1:
+        angles = axes * frequencies
     else:
-        angles = positions.to(frequencies.dtype).unsqueeze(-1) * frequencies
+        parts = frequencies.split(list(sections), dim=-1)
+        angles = torch.cat([axis * part for axis, part in zip(axes, parts, strict=True)], dim=-1)
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 

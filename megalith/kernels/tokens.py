@@ -1,10 +1,11 @@
 """`Tokens`: which document each token belongs to and where; the only thing that knows about documents."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
@@ -33,7 +34,8 @@ class Tokens:
     """Length of every document when all have the same and queries and keys are the same tokens; else None."""
 
     positions: Tensor
-    """int64 [t]: place of each token within its document."""
+    """int64 [t]: place of each token within its document; or [3, t]: its places in time, height and width, as tokens of
+    pictures have them (see `with_places`)."""
 
     document: Tensor
     """int32 [t]: number of the document a token belongs to."""
@@ -58,7 +60,7 @@ class Tokens:
     @property
     def num_tokens(self) -> int:
         """t."""
-        return int(self.positions.shape[0])
+        return int(self.positions.shape[-1])
 
     @property
     def whole(self) -> "Tokens":
@@ -187,3 +189,19 @@ def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device |
 def _join(parts: Numbers, device: torch.device | str) -> Join:
     order = np.argsort(parts.reshape(-1))
     return Join(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
+def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
+    """The tokens with `places` [3, t] in time, height and width, given for all that were read; filler is at 0.
+
+    Source: Wang et al. 2024, arXiv:2409.12191, section 2.1.
+    """
+    context, device = tokens.context, tokens.positions.device
+    if context is None:
+        return replace(tokens, positions=torch.from_numpy(places).to(device))
+    slices = context.slices
+    mine, everyone = slices.as_read(context.rank), slices.source
+    mine = np.where(mine >= 0, places[:, mine], 0)
+    every = places if everyone is None else np.where(everyone >= 0, places[:, everyone], 0)
+    whole = replace(context.whole, positions=torch.from_numpy(every).to(device))
+    return replace(tokens, positions=torch.from_numpy(mine).to(device), context=replace(context, whole=whole))
+
+

@@ -133,10 +133,9 @@ class Decoder(nn.Module):
         further: tuple[tuple[Tensor, Tensor], ...] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there."""
+        tokens = self.rotations.given_to(tokens)
         x = self(ids, tokens, x=x)
-        own = self.head.loss(x, labels)
-        turned = self.rotations.given_to(tokens) if further else tokens
-        return own, *self.further.losses(x, further, turned)
+        return self.head.loss(x, labels), *self.further.losses(x, further, tokens)
 
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
         """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""

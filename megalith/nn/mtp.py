@@ -86,8 +86,9 @@ class FurtherPredictions(nn.Module):
             shared = made.embed.weight
 
     def losses(self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens) -> Iterator[Tensor]:
-        """The summed loss of every depth for which there are (ids, labels), each [t]; x: hidden states of the model."""
-        for prediction, (ids, labels) in zip(self.depths, further, strict=False):
+        """The summed loss of every depth; further: (ids, labels), each [t], of as many depths, or of none, where only
+        the next token is of interest; x: hidden states of the model."""
+        for prediction, (ids, labels) in zip(self.depths if further else (), further, strict=True):
             assert isinstance(prediction, FurtherPrediction)
             x = prediction(x, ids, tokens)
             yield prediction.head.loss(x, labels)

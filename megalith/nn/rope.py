@@ -1,54 +1,99 @@
-"""Rotary positions of a model: the angles of every token, computed once per forward and shared by all layers."""
+"""Rotary positions of a model: the angles of every token, looked up once per forward and shared by all layers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
-from megalith.kernels.rope import apply_rope, attention_factor, rope_frequencies, rope_tables
+from megalith.errors import DataError
+from megalith.kernels.rope import apply_rope, attention_factor, rope_frequencies, rope_tables, turning_length
 from megalith.kernels.tokens import Tokens
 
 Turn = Callable[[Tensor, Tokens], Tensor]
 """What a layer does to its queries and keys [t, n, d] -> [t, n, d], so that they know their places."""
 
 
+class Angles(NamedTuple):
+    """How documents of one kind turn, on the device where tokens are."""
+
+    length: int
+    """What `turning_length` says about the documents."""
+
+    frequencies: Tensor
+    """Radians per token of each pair: [pairs]."""
+
+    cos: Tensor
+    """Of every position so far asked for: [positions, pairs]."""
+
+    sin: Tensor
+    """The same."""
+
+
 class Rotations:
-    """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers have their own."""
+    """Gives tokens the tables that layers turn by: one pair, and a second where windowed layers have their own.
+
+    Cosines and sines of all positions are made once and stay where tokens are; they are no part of a checkpoint.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.size, self.dtype = config.rotary_size(), dtype
+        self.sections = config.rope.sections
         self.kinds = [config.rope] if config.positions == "rope" else []
         if self.kinds and config.rope.local_theta is not None:
             self.kinds.append(replace(config.rope, theta=config.rope.local_theta, scaling="none"))
-        self._known: dict[RopeConfig, Tensor] = {}
+        # For each kind of layers, one of short documents and one of long ones, so that nothing piles up.
+        self._made: dict[tuple[RopeConfig, bool], Angles] = {}
 
     def given_to(self, tokens: Tokens) -> Tokens:
-        """The tokens with (cos, sin) [t, pairs] for every kind of layer; `dynamic` scaling looks at the length of each
-        document, as far as it has been read."""
-        tables: list[Tensor] = []
-        for rope in self.kinds:
-            frequencies = self._frequencies(rope, tokens).to(tokens.positions.device)
-            factor = attention_factor(rope)
-            tables += rope_tables(tokens.positions, frequencies, self.dtype, factor=factor, sections=rope.sections)
-        return replace(tokens, rotary=tuple(tables))
+        """The tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have them.
 
-    def _frequencies(self, rope: RopeConfig, tokens: Tokens) -> Tensor:
-        """Radians per token of each pair: [pairs], or [t, pairs] where long documents turn by angles of their own."""
-        longest = [keys if keys > rope.original_max_position else 0 for _, keys in tokens.lengths]
-        if rope.scaling != "dynamic" or not any(longest) or tokens.document.is_meta:
-            return self._of_length(rope, 0)
-        return torch.stack([self._of_length(rope, length) for length in longest])[tokens.document.long().cpu()]
+        `dynamic` and `longrope` look at the length of each document, as far as it has been read.
 
-    def _of_length(self, rope: RopeConfig, length: int) -> Tensor:
-        """Radians per token of each pair, for documents of a length."""
-        if length:
-            return rope_frequencies(rope, self.size, length=length)
-        if rope not in self._known:
-            self._known[rope] = rope_frequencies(rope, self.size)
-        return self._known[rope]
+        Raises:
+            DataError: tokens have places in time, height and width, which this model does not know.
+        """
+        if tokens.rotary:
+            return tokens
+        if tokens.positions.ndim == 2 and len(tokens.positions) != len(self.sections):
+            raise DataError(
+                f"tokens with {len(tokens.positions)} positions each for model.rope.sections={list(self.sections)}: "
+                f"set model.rope.sections to one count of pairs for each, or give tokens one position each."
+            )
+        pairs = [self._pair(rope, tokens) for rope in self.kinds]
+        return replace(tokens, rotary=tuple(table for pair in pairs for table in pair))
+
+    def _pair(self, rope: RopeConfig, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [t, pairs] of one kind of layers."""
+        lengths = [turning_length(rope, keys) for _, keys in tokens.lengths]
+        if len(set(lengths)) > 1:
+            each = torch.stack([rope_frequencies(rope, self.size, length=length) for length in lengths])
+            return self._computed(rope, tokens.positions, each.to(tokens.document.device)[tokens.document.long()])
+        angles = self._angles(rope, lengths[0], tokens)
+        if tokens.positions.ndim == 2:
+            return self._computed(rope, tokens.positions, angles.frequencies)
+        return angles.cos[tokens.positions], angles.sin[tokens.positions]
+
+    def _angles(self, rope: RopeConfig, length: int, tokens: Tokens) -> Angles:
+        """As made before, if they reach as far as these tokens, on the same device."""
+        made, device = self._made.get((rope, length > 0)), tokens.positions.device
+        room = 0
+        if made is not None and made.length == length and made.cos.device == device:
+            if len(made.cos) >= tokens.max_kv:
+                return made
+            room = 2 * len(made.cos)  # documents that grow token by token make few tables
+        frequencies = rope_frequencies(rope, self.size, length=length).to(device)
+        positions = torch.arange(max(tokens.max_kv, room), device=device)
+        made = Angles(length, frequencies, *self._computed(rope, positions, frequencies))
+        self._made[rope, length > 0] = made
+        return made
+
+    def _computed(self, rope: RopeConfig, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        factor = attention_factor(rope)
+        return rope_tables(positions, frequencies, self.dtype, factor=factor, sections=rope.sections)
 
 
 @dataclass(frozen=True, slots=True)

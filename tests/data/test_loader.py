@@ -1,5 +1,6 @@
 """The loader: every layout sees the same global batch, labels that do not count are dropped, counts are global."""
 
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -136,6 +137,27 @@ def test_ranks_that_share_rows_share_what_further_depths_read(by: Literal["row",
             found |= {place: pair for place, pair in zip(places, pairs, strict=True) if place >= 0}
         assert found == dict(enumerate(zip(ids.tolist(), labels.tolist(), strict=True)))
         assert whole.num_further[depth] == int((labels >= 0).sum()) < whole.num_labels
+
+
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_ranks_that_share_rows_share_the_places_of_their_tokens_in_pictures(by: Literal["row", "document"]) -> None:
+    draw = np.random.default_rng(0)
+    rows = [Sample(draw.integers(1, 9, 13), 11) for _ in range(3)]
+    rows[1] = replace(rows[1], places=draw.integers(0, 99, (3, 12)))
+    masks = Masks(eod=4, documents=True)
+    text, whole = (build_batch(some, masks, device=CPU).tokens for some in ([rows[0]], rows))
+    assert whole.positions.shape == (3, 36) and whole.num_tokens == 36
+    assert torch.equal(whole.positions[:, :12], text.positions.expand(3, -1))
+    assert whole.positions[:, 12:24].tolist() == rows[1].places.tolist()  # type: ignore[union-attr]  # just given
+    found = torch.zeros_like(whole.positions)
+    for rank in range(2):
+        mine = build_batch(rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)).tokens
+        assert mine.context is not None and mine.whole.positions.shape == (3, 2 * mine.num_tokens)
+        places = torch.from_numpy(mine.context.slices.as_read(rank))
+        found[:, places[places >= 0]] = mine.positions[:, places >= 0]
+        assert (mine.positions[:, places < 0] == 0).all()
+        assert torch.equal(mine.whole.positions[:, torch.from_numpy(mine.context.slices.numbers[rank])], mine.positions)
+    assert torch.equal(found, whole.positions)
 
 
 def test_labels_of_every_depth_are_counted_over_the_step() -> None:

@@ -1,12 +1,15 @@
 """Rotary positions: known frequencies, scores that see only distances, a backward that turns back."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.config.rope import RopeConfig
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
+from megalith.kernels.rope import apply_rope, attention_factor, reference_rope, rope_frequencies, rope_tables
 
 LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)
 
@@ -47,6 +50,32 @@ def test_frequencies_equal_those_of_transformers(factor: float) -> None:
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     ours = rope_frequencies(RopeConfig(theta=500_000.0, scaling="llama3", factor=factor), 64)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("length", [16, 17])
+@pytest.mark.parametrize("attention", [{}, {"attention_factor": 1.3}, {"factor": 32.0}])
+def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
+    length: int, attention: dict[str, Any]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    short, long = (1.0, 1.1, 1.25, 2.0), (1.5, 3.0, 9.0, 30.5)
+    parameters = {
+        "rope_type": "longrope", "rope_theta": 500.0, "short_factor": list(short), "long_factor": list(long),
+        "original_max_position_embeddings": 16, **attention,
+    }  # fmt: skip
+    theirs_config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, max_position_embeddings=64, rope_parameters=parameters
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs_config, "cpu", seq_len=length)
+    ours = RopeConfig(
+        theta=500.0, scaling="longrope", short_factors=short, long_factors=long, original_max_position=16,
+        **({"factor": 4.0} | attention),
+    )  # fmt: skip
+    torch.testing.assert_close(rope_frequencies(ours, 8, length=length), theirs, rtol=1e-6, atol=0)
+    assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    assert attention_factor(replace(ours, factor=1.0, attention_factor=None)) == 1.0
 
 
 def test_equals_the_rotation_of_transformers() -> None:

@@ -14,6 +14,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.tokens import Tokens, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.nn.mtp import FurtherPrediction
+from megalith.nn.rope import Rotations
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.packing import tokens_further_on
 from megalith.testing.tolerance import EXACT, FP64, PARITY, assert_close, assert_equals
@@ -98,9 +99,27 @@ def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
     assert_equals("loss", losses[0], plain, EXACT)
 
 
+def test_all_depths_turn_by_what_was_looked_up_for_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, (ids, labels, tokens), found, look_up = model(config()), text(), [], Rotations._pair
+
+    def noted(self: Rotations, *these: Any) -> tuple[Tensor, Tensor]:
+        found.append(these)
+        return look_up(self, *these)
+
+    monkeypatch.setattr(Rotations, "_pair", noted)
+    made.losses(ids, labels, tokens, further=further(ids, labels, 2))
+    assert len(found) == 1
+
+
+def test_depths_and_what_they_read_are_as_many() -> None:
+    made, (ids, labels, tokens) = model(config()), text()
+    with pytest.raises(ValueError, match="shorter"):
+        made.losses(ids, labels, tokens, further=further(ids, labels, 1))
+
+
 def loss_at(made: Decoder, ids: Tensor, depth: int, place: int, label: int) -> Tensor:
     """The loss of one token at one depth."""
-    pairs = list(further(ids, ids.roll(-1), depth + 1))
+    pairs = list(further(ids, ids.roll(-1), 2))
     pairs[depth] = (pairs[depth][0], torch.where(torch.arange(len(ids)) == place, label, -1))
     return made.losses(ids, ids.roll(-1), tokens_of_lengths(LENGTHS), further=tuple(pairs))[1 + depth]
 

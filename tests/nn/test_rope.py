@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +10,10 @@ from torch import Tensor
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
+from megalith.errors import DataError
 from megalith.kernels.rope import rope_frequencies, rope_tables
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_places
+from megalith.nn import rope as rotations
 from megalith.nn.rope import Rotations, Turned, turn_of_layer, unturned
 
 
@@ -66,9 +69,79 @@ def test_dynamic_scaling_begins_behind_the_first_training() -> None:
         assert torch.equal(ours.rotary[0], theirs.rotary[0]) == same
 
 
-def test_dynamic_scaling_looks_at_each_document_and_not_at_its_neighbours() -> None:
-    model = config(rope=RopeConfig(scaling="dynamic", factor=2.0, original_max_position=8))
-    together = Rotations(model, torch.float64).given_to(tokens_of_lengths([11, 5]))
-    apart = [Rotations(model, torch.float64).given_to(tokens_of_lengths([length])) for length in (11, 5)]
+@pytest.mark.parametrize("scaling", ["dynamic", "longrope"])
+def test_a_scaling_that_asks_for_the_length_looks_at_each_document_and_not_at_its_neighbours(scaling: Any) -> None:
+    factors: dict[str, Any] = {"short_factors": (1.0, 1.5, 2.0, 3.0), "long_factors": (1.0, 2.0, 4.0, 8.0)}
+    rope = RopeConfig(scaling=scaling, factor=2.0, original_max_position=8, **factors if scaling == "longrope" else {})
+    together = Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([11, 5]))
+    apart = [Rotations(config(rope=rope), torch.float64).given_to(tokens_of_lengths([length])) for length in (11, 5)]
     for table, first, second in zip(together.rotary, *(tokens.rotary for tokens in apart), strict=True):
         assert torch.equal(table, torch.cat([first, second]))
+        assert not torch.equal(first[:5], second)  # turns by other angles
+
+
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many positions each table that is made from now on has."""
+    found: list[int] = []
+
+    def noted(positions: Tensor, *others: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        found.append(positions.shape[-1])
+        return rope_tables(positions, *others, **more)
+
+    monkeypatch.setattr(rotations, "rope_tables", noted)
+    return found
+
+
+def test_tables_are_made_once_and_looked_up_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, model = made(monkeypatch), Rotations(config(), torch.float64)
+    frequencies = rope_frequencies(RopeConfig(), 8)
+    for documents in ([7], [5, 2], [7], [1] * 20):
+        tokens = tokens_of_lengths(documents)
+        expected = rope_tables(tokens.positions, frequencies, torch.float64)
+        assert all(map(torch.equal, model.given_to(tokens).rotary, expected))
+    assert lengths == [7]
+    assert model.given_to(model.given_to(tokens)).rotary[0] is not None and lengths == [7]
+    for length in range(8, 40):  # as when it writes on, token by token
+        tokens = model.given_to(tokens_of_queries([(1, length)]))
+        assert torch.equal(tokens.rotary[0], rope_tables(torch.tensor([length - 1]), frequencies, torch.float64)[0])
+    assert lengths == [7, 14, 28, 56]
+
+
+def test_lengths_that_turn_by_angles_of_their_own_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = made(monkeypatch)
+    model = Rotations(config(rope=RopeConfig(scaling="dynamic", original_max_position=4)), torch.float64)
+    for length in (3, 9, 10, 3, 11, 4, 11):
+        model.given_to(tokens_of_lengths([length]))
+    assert lengths == [3, 9, 10, 11, 6]  # the last is of documents of 4, twice as far as those of 3
+    assert len(model._made) == 2
+
+
+def test_equal_places_in_time_height_and_width_are_plain_positions() -> None:
+    rope = RopeConfig(sections=(1, 2, 1))
+    text = tokens_of_lengths([5, 2])
+    three = with_places(text, np.stack([text.positions.numpy()] * 3))
+    assert three.num_tokens == 7
+    plain = Rotations(config(), torch.float64).given_to(text).rotary
+    for tokens in (text, three):
+        found = Rotations(config(rope=rope), torch.float64).given_to(tokens)
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found.rotary, plain, strict=True))
+
+
+def test_each_section_turns_by_its_own_place() -> None:
+    places = torch.randint(0, 50, (3, 6), generator=torch.Generator().manual_seed(0))
+    model = config(rope=RopeConfig(sections=(1, 2, 1), interleaved=True))
+    tokens = with_places(tokens_of_lengths([4, 2]), places.numpy())
+    cos, sin = Rotations(model, torch.float64).given_to(tokens).rotary
+    frequencies = rope_frequencies(RopeConfig(), 8)
+    for pair, axis in enumerate([0, 1, 1, 2]):
+        angles = places[axis] * frequencies[pair]
+        assert torch.equal(cos[:, pair], angles.cos().double()) and torch.equal(sin[:, pair], angles.sin().double())
+
+
+@pytest.mark.parametrize("changes", [{}, {"positions": "learned"}])
+def test_places_in_a_picture_are_refused_by_a_model_of_text(changes: dict[str, Any]) -> None:
+    tokens = with_places(tokens_of_lengths([4]), np.zeros((3, 4), dtype=np.int64))
+    with pytest.raises(
+        DataError, match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one"
+    ):
+        Rotations(config(**changes), torch.float64).given_to(tokens)
