@@ -1,4 +1,4 @@
-"""What attention does beside comparing queries with keys: norms, windows, caps, sinks, gates; latent attention."""
+"""What attention does beside comparing queries with keys: norms, windows, caps, sinks, gates."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +14,9 @@ class AttentionConfig:
     qk_norm: QKNorm = "none"
     """Norm queries and keys: over each head's features, with one weight for all heads (head); over all heads'
     features together (whole); or over each head's, without a weight (l2)."""
+
+    qk_norm_eps: float | None = None
+    """Of these norms; unset: the model's norm_eps."""
 
     scale: float | None = None
     """What scores are multiplied by; unset: 1 / sqrt(head_dim)."""
@@ -32,32 +35,3 @@ class AttentionConfig:
 
     gated: bool = False
     """Multiply each head's output by the sigmoid of a projection of the layer's input. Source: arXiv:2505.06708."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MLAConfig:
-    """Multi-head latent attention: keys and values of all heads from one short vector per token.
-
-    Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1.
-    """
-
-    kv_rank: int
-    """Features of the vector that keys and values come from."""
-
-    q_rank: int | None = None
-    """The same for queries; unset: they come from the layer's input."""
-
-    nope_dim: int = 128
-    """Features per head of queries and keys that know no position."""
-
-    rope_dim: int = 64
-    """Features that turn with the position; the keys' are shared by all heads."""
-
-    value_dim: int = 128
-    """Features per head of values."""
-
-    norm_eps: float = 1e-6
-    """Of the norms of the two vectors."""
-
-    yarn_mscale: float | None = None
-    """With yarn: scores are multiplied by (0.1 yarn_mscale ln(rope.factor) + 1) squared; unset: not at all."""

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 
@@ -147,6 +148,10 @@ class ModelConfig:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
         pattern = self.attention.window_layers
         return self.attention.window is not None and (not pattern or pattern[layer % len(pattern)])
+
+    def qk_norm_eps(self) -> float:
+        """Of the norms of queries and keys."""
+        return self.norm_eps if self.attention.qk_norm_eps is None else self.attention.qk_norm_eps
 
     def turns(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""

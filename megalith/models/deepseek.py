@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megalith.config.attention import MLAConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig

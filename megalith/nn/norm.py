@@ -95,11 +95,11 @@ class LayerNorm(Norm):
 
 def build_norm(
     name: str, size: int, config: ModelConfig, *, invariant: frozenset[str], dtype: torch.dtype,
-    again: Rebuilding | None = None,
+    again: Rebuilding | None = None, eps: float | None = None,
 ) -> Norm:  # fmt: skip
-    """The norm that a model uses everywhere, over `size` features; see `Norm` about the rest."""
+    """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See `Norm` about the rest."""
     kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
     return kind(
-        name, size, eps=config.norm_eps, invariant=invariant, dtype=dtype, zero_centred=config.norm_zero_centred,
-        again=again,
+        name, size, eps=config.norm_eps if eps is None else eps, invariant=invariant, dtype=dtype,
+        zero_centred=config.norm_zero_centred, again=again,
     )  # fmt: skip

@@ -29,7 +29,7 @@ def build_qk_norms(name: str, config: ModelConfig, mesh: Mesh, heads: HeadSplit,
         case "none":
             return unnormed
         case "l2":
-            return partial(l2_normed, eps=config.norm_eps)
+            return partial(l2_normed, eps=config.qk_norm_eps())
         case "head":
             return HeadNorms(name, config, dtype=dtype)
         case "whole":
@@ -59,9 +59,9 @@ class HeadNorms(nn.Module):
 
     def __init__(self, name: str, config: ModelConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
-        size, different = config.head_size(), frozenset[str]()
-        self.q_norm = build_norm(f"{name}.q_norm", size, config, invariant=different, dtype=dtype)
-        self.k_norm = build_norm(f"{name}.k_norm", size, config, invariant=different, dtype=dtype)
+        size, different, eps = config.head_size(), frozenset[str](), config.qk_norm_eps()
+        self.q_norm = build_norm(f"{name}.q_norm", size, config, invariant=different, dtype=dtype, eps=eps)
+        self.k_norm = build_norm(f"{name}.k_norm", size, config, invariant=different, dtype=dtype, eps=eps)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q [t, n, d], k [t, g, d] -> the same, normed."""
@@ -97,7 +97,7 @@ class WholeNorm(nn.Module):
         self, name: str, num_heads: int, sizes: list[int], config: ModelConfig, group: Group, *, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.group, self.eps, self.features = group, config.norm_eps, num_heads * config.head_size()
+        self.group, self.eps, self.features = group, config.qk_norm_eps(), num_heads * config.head_size()
         self.zero_centred = config.norm_zero_centred
         shard = whole(f"{name}.weight", (num_heads, config.head_size()), inputs=0)
         shard = cut_dim(shard, 0, sizes, group.rank, group.axes)

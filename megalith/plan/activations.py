@@ -358,7 +358,7 @@ def _latent_rows(setting: Setting) -> list[Row]:
         (sizes.kv_rank, "attention.kv_norm", "attention.kv_up"),
     ):
         if rank is not None:
-            rows += _norm_rows(replace(setting, model=replace(setting.model, norm="rms")), norm, features=rank)
+            rows += _norm_rows(setting, norm, features=rank)
             rows.append(Row(up, "input", own * rank, own * rank * e))
     return rows
 

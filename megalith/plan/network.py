@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.rope import RopeConfig
 from megalith.plan.grid import divisors
+from megalith.plan.unread import shown, unread_problems
 
 Rule = Callable[[ModelConfig], str | None]
 
@@ -20,7 +19,7 @@ def network_problems(model: ModelConfig) -> list[str]:
 
 def relation_problems(model: ModelConfig) -> list[str]:
     """Settings that do not go together, where all counts are positive."""
-    return [text for rule in RULES if (text := rule(model)) is not None]
+    return unread_problems(model) + [text for rule in RULES if (text := rule(model)) is not None]
 
 
 # --- numbers, one by one
@@ -60,7 +59,8 @@ def number_problems(model: ModelConfig) -> list[str]:
         "rope.local_theta": (rope.local_theta, 1e4), "rope.low_freq_factor": (rope.low_freq_factor, 1.0),
         "rope.high_freq_factor": (rope.high_freq_factor, 4.0), "rope.beta_fast": (rope.beta_fast, 32.0),
         "rope.beta_slow": (rope.beta_slow, 1.0), "rope.attention_factor": (rope.attention_factor, 1.0),
-        "attention.scale": (attention.scale, 0.125), "attention.softcap": (attention.softcap, 50.0),
+        "attention.qk_norm_eps": (attention.qk_norm_eps, 1e-6), "attention.scale": (attention.scale, 0.125),
+        "attention.softcap": (attention.softcap, 50.0),
         "mla.norm_eps": (None if mla is None else mla.norm_eps, 1e-6),
         "mla.yarn_mscale": (None if mla is None else mla.yarn_mscale, 1.0),
         "activation_clamp": (model.activation_clamp, 7.0), "embedding_scale": (model.embedding_scale, 1.0),
@@ -134,39 +134,15 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
     odd = [name for name, (value, fits) in given.items() if value != fits]
     if not odd:
         return None
-    shown = ", ".join(f"model.{name}={_shown(given[name][0])}" for name in odd)
-    fits = ", ".join(f"model.{name}={_shown(given[name][1])}" for name in odd)
+    told = ", ".join(f"model.{name}={shown(given[name][0])}" for name in odd)
+    fits = ", ".join(f"model.{name}={shown(given[name][1])}" for name in odd)
     return (
-        f"{shown} with model.mla: latent attention has its own sizes and norms, and as many key/value heads as query "
+        f"{told} with model.mla: latent attention has its own sizes and norms, and as many key/value heads as query "
         f"heads. Set {fits}, or remove model.mla."
     )
 
 
-def sharpening_needs_yarn(model: ModelConfig) -> str | None:
-    """mscale says how yarn sharpens latent attention."""
-    mla, scaling = model.mla, model.rope.scaling
-    if mla is None or mla.yarn_mscale is None or scaling == "yarn":
-        return None
-    return (
-        f"model.mla.yarn_mscale={mla.yarn_mscale} with model.rope.scaling={scaling}: it is a setting of yarn. "
-        f"Set model.rope.scaling=yarn, or remove it."
-    )
-
-
 # --- positions
-
-
-def rotary_settings_are_read(model: ModelConfig) -> str | None:
-    """Without rotary positions, nobody reads how they turn."""
-    usual = RopeConfig()
-    odd = [one.name for one in fields(RopeConfig) if getattr(model.rope, one.name) != getattr(usual, one.name)]
-    if model.positions == "rope" or not odd:
-        return None
-    shown = ", ".join(f"model.rope.{name}={_shown(getattr(model.rope, name))}" for name in odd)
-    return (
-        f"{shown} with model.positions={model.positions}: these are settings of rotary positions. "
-        f"Set model.positions=rope, or remove them."
-    )
 
 
 def latent_positions_turn(model: ModelConfig) -> str | None:
@@ -252,14 +228,25 @@ def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
     )
 
 
-def attention_factor_needs_yarn(model: ModelConfig) -> str | None:
-    """Only yarn multiplies queries and keys."""
+def yarn_has_wavelengths(model: ModelConfig) -> str | None:
+    """Yarn asks which pair turns how often, and divides by the logarithm of theta."""
     rope = model.rope
-    if rope.attention_factor is None or rope.scaling == "yarn":
+    if rope.scaling != "yarn" or rope.theta > 1 or not rope.theta > 0:
         return None
     return (
-        f"model.rope.attention_factor={rope.attention_factor} with model.rope.scaling={rope.scaling}: it is a setting "
-        f"of yarn. Set model.rope.scaling=yarn, or remove it."
+        f"model.rope.theta={rope.theta} with model.rope.scaling={rope.scaling} must be above 1: at 1 all pairs turn "
+        f"alike, and none is slower than the others. Use 10000.0, or set model.rope.scaling=linear."
+    )
+
+
+def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
+    """Dynamic scaling raises theta to size / (size - 2)."""
+    fraction = model.rope.fraction
+    if model.rope.scaling != "dynamic" or not 0 < fraction <= 1 or model.rotary_size() != 2:
+        return None
+    return (
+        f"model.rope.scaling={model.rope.scaling} with {model.rotary_size()} features that turn: the only pair does so "
+        f"by one radian per token, whatever theta is. Set model.rope.scaling=linear, or turn 4 features or more."
     )
 
 
@@ -291,16 +278,19 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     )
 
 
-def windowed_layers_have_a_window(model: ModelConfig) -> str | None:
-    """What is for layers with a window needs one."""
-    attention, local = model.attention, model.rope.local_theta
-    given = [f"model.attention.window_layers={_shown(attention.window_layers)}"] if attention.window_layers else []
-    given += [] if local is None else [f"model.rope.local_theta={local}"]
-    if attention.window is not None or not given:
+def patterns_choose_a_layer(model: ModelConfig) -> str | None:
+    """A pattern that leaves every layer out says what another setting says better."""
+    if model.positions == "rope" and model.rope.skip and all(model.rope.skip):
+        return (
+            f"model.rope.skip={shown(model.rope.skip)} leaves every layer without positions. "
+            f"Set model.positions=none, or remove model.rope.skip."
+        )
+    window, layers = model.attention.window, model.attention.window_layers
+    if window is None or not layers or any(layers):
         return None
     return (
-        f"{' and '.join(given)} with model.attention.window=null: no layer has a window. "
-        f"Set model.attention.window to 4096 or so, or remove it."
+        f"model.attention.window={window} with model.attention.window_layers={shown(layers)}: no layer has the "
+        f"window. Remove both, or set model.attention.window_layers to [true, false] for every other layer."
     )
 
 
@@ -314,25 +304,6 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
     )
 
 
-def only_gates_have_limits(model: ModelConfig) -> str | None:
-    """Settings of a gate need a gate."""
-    given = {"model.activation_clamp": model.activation_clamp, "model.up_offset": model.up_offset or None}
-    idle = [f"{name}={value}" for name, value in given.items() if value is not None]
-    if model.gated or not idle:
-        return None
-    return (
-        f"{' and '.join(idle)} with model.gated=false: these are settings of a gate. "
-        f"Set model.gated=true, or remove them."
-    )
-
-
-def _shown(value: object) -> str:
-    """As a user types it."""
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_shown, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def _fraction(features: int, head: int) -> float:
     """A short number that makes so many features of a head's."""
     digits = next(n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features)
@@ -341,9 +312,8 @@ def _fraction(features: int, head: int) -> float:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, whole_norms_are_rms, latent_attention_has_no_options, sharpening_needs_yarn,
-    rotary_settings_are_read, latent_positions_turn, fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart,
-    yarn_bands_are_apart, scaling_stretches, dynamic_scaling_begins_somewhere, attention_factor_needs_yarn,
-    sections_are_all_pairs, patterns_fit_the_layers, windowed_layers_have_a_window, one_norm_comes_first,
-    only_gates_have_limits,
+    heads_share_keys, head_size_is_known, whole_norms_are_rms, latent_attention_has_no_options, latent_positions_turn,
+    fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
+    scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs, sections_are_all_pairs,
+    patterns_fit_the_layers, patterns_choose_a_layer, one_norm_comes_first,
 )  # fmt: skip

@@ -138,10 +138,10 @@ def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldPara
         yield HeldParameter("attention.q", query, h, cut=True)
     else:
         yield HeldParameter("attention.q_down", sizes.q_rank, h)
-        yield HeldParameter("attention.q_down_norm.weight", sizes.q_rank)
+        yield from _norm("attention.q_down_norm", model, size=sizes.q_rank)
         yield HeldParameter("attention.q_up", query, sizes.q_rank, cut=True)
     yield HeldParameter("attention.kv_down", sizes.kv_rank + sizes.rope_dim, h)
-    yield HeldParameter("attention.kv_down_norm.weight", sizes.kv_rank)
+    yield from _norm("attention.kv_down_norm", model, size=sizes.kv_rank)
     yield HeldParameter("attention.kv_up", part.heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank, cut=True)
     yield from _output(model, part.heads * sizes.value_dim)
 

@@ -349,9 +349,10 @@ def number_problems(run: TrainRun) -> list[str]:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
+    text_has_one_position,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there, text_has_one_position,
+    *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
     compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, samples_can_be_counted, conversations_need_text,
 )  # fmt: skip

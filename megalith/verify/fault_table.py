@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig

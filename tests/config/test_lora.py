@@ -2,9 +2,10 @@ from typing import Any
 
 import pytest
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig, lora_matrices, lora_problems, lora_targets
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems

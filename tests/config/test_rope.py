@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import MLAConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalith.config.attention import MLAConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
 from megalith.errors import ConfigError
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig

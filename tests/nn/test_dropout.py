@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.attention import MLAConfig
 from megalith.config.dropout import DropoutConfig
+from megalith.config.mla import MLAConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.dropout import dropout
 from megalith.kernels.scores import Scores

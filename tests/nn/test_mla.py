@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.infer.cache import KeyValueCache
@@ -26,6 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": {"mla": MLAConfig(**SIZES, q_rank=8, yarn_mscale=0.707), "rope": YARN},
     "values wider than keys": {"mla": MLAConfig(**SIZES | {"value_dim": 11, "rope_dim": 2})},
     "a window": {"mla": MLAConfig(**SIZES), "attention": AttentionConfig(window=3)},
+    "LayerNorm": {"mla": MLAConfig(**SIZES, q_rank=8), "norm": "layer"},
+    "zero-centred": {"mla": MLAConfig(**SIZES, q_rank=8), "norm_zero_centred": True},
 }
 
 
@@ -41,11 +44,11 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
     sizes, (cos, sin) = config.mla, tokens.rotary
     assert sizes is not None
     scale = latent_scores(config, 0).scale
-    latent = short(x, w, "kv_down")
+    latent = short(x, w, "kv_down", config)
     shared = turned((x @ w["kv_down"].T)[:, sizes.kv_rank :], cos, sin)
     heads = []
     for head in range(config.num_heads):
-        q = x @ w["q"][head].T if "q" in w else short(x, w, "q_down") @ w["q_up"][head].T
+        q = x @ w["q"][head].T if "q" in w else short(x, w, "q_down", config) @ w["q_up"][head].T
         q = torch.cat([q[:, : sizes.nope_dim], turned(q[:, sizes.nope_dim :], cos, sin)], 1)
         k = torch.cat([latent @ w["kv_up"][head, : sizes.nope_dim].T, shared], 1)
         v = latent @ w["kv_up"][head, sizes.nope_dim :].T
@@ -53,10 +56,13 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
     return torch.einsum("ntv,hnv->th", torch.stack(heads), w["o"]) + w["o_bias"]
 
 
-def short(x: Tensor, w: dict[str, Tensor], word: str) -> Tensor:
+def short(x: Tensor, w: dict[str, Tensor], word: str, config: ModelConfig) -> Tensor:
     weight = w[f"{word}_norm.weight"]
     y = (x @ w[word].T)[:, : len(weight)]
-    return y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
+    if config.norm == "layer":
+        y = y - y.mean(1, keepdim=True)
+    y = y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * (weight + config.norm_zero_centred)
+    return y + w[f"{word}_norm.bias"] if config.norm == "layer" else y
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

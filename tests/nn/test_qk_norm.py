@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.config.attention import AttentionConfig
+from megalith.config.attention import AttentionConfig, QKNorm
 from megalith.config.model import ModelConfig
 from megalith.nn.attention import Attention
 from megalith.nn.qk_norm import WholeNorms, l2_normed
@@ -18,8 +18,21 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def rms(x: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return x / (x.square().mean(dims, keepdim=True) + 1e-5).sqrt()
+def rms(x: Tensor, dims: tuple[int, ...], eps: float = 1e-5) -> Tensor:
+    return x / (x.square().mean(dims, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize(("kind", "dims"), [("head", (2,)), ("whole", (1, 2)), ("l2", (2,))])
+def test_an_epsilon_of_their_own_is_that_of_these_norms_alone(
+    kind: QKNorm, dims: tuple[int, ...], layers: SimpleNamespace
+) -> None:
+    config = layers.config(attention=AttentionConfig(qk_norm=kind, qk_norm_eps=0.5))
+    layer = layers.build(Attention, config)
+    w, q, k = layers.weights(layer), seeded(5, 6, 4), seeded(5, 3, 4, seed=1)
+    normed_q, normed_k = layer.norms(q, k)
+    assert config.norm_eps == 1e-5
+    assert_equals("q", normed_q, rms(q, dims, 0.5) * w.get("q_norm.weight", 1.0), FP64)
+    assert_equals("k", normed_k, rms(k, dims, 0.5) * w.get("k_norm.weight", 1.0), FP64)
 
 
 def test_per_head_all_heads_share_a_weight(layers: SimpleNamespace) -> None:

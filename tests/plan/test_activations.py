@@ -12,9 +12,10 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.dropout import DropoutConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
@@ -134,6 +135,9 @@ KINDS = {
     "one norm, after": replace(MODEL, block="parallel", norm_placement="after"),
     "mla, values as keys": replace(
         MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=10, nope_dim=4, rope_dim=4, value_dim=8)
+    ),
+    "mla, LayerNorm": replace(
+        MODEL, num_kv_heads=4, norm="layer", mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8)
     ),
     "mtp": replace(MODEL, mtp=MTPConfig(depths=2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),

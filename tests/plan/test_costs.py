@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig

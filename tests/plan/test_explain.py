@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalith.config.attention import MLAConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.tree import apply_overrides
 from megalith.parallel.mesh import mesh_on_paper

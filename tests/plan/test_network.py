@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
@@ -38,14 +39,14 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (latent(kv_rank=0), "model.mla.kv_rank=0 must be at least 1", "Set model.mla.kv_rank to 1 or more"),
     (latent(q_rank=-1), "model.mla.q_rank=-1 must be at least 1", "Set model.mla.q_rank to 1 or more"),
     ({"mtp": MTPConfig(depths=-1)}, "model.mtp.depths=-1 must be at least 0", "Use 0"),
-    ({"mtp": MTPConfig(loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number of at least 0", "Use 0"),
+    ({"mtp": MTPConfig(depths=1, loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number", "Use 0"),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),
     (attention(softcap=-1.0), "model.attention.softcap=-1.0 must be a finite number above 0", "Use 50.0"),
     (attention(scale=math.nan), "model.attention.scale=nan must be a finite number above 0", "Use 0.125"),
     ({"logit_softcap": 0.0}, "model.logit_softcap=0.0 must be a finite number above 0", "Use 30.0"),
     ({"activation_clamp": math.inf}, "model.activation_clamp=inf must be a finite number above 0", "Use 7.0"),
     ({"up_offset": math.inf}, "model.up_offset=inf must be a finite number", "Use 0.0 or 1.0"),
-    (rope(beta_slow=0.0), "model.rope.beta_slow=0.0 must be a finite number above 0", "Use 1.0"),
+    (rope(scaling="yarn", beta_slow=0.0), "model.rope.beta_slow=0.0 must be a finite number above 0", "Use 1.0"),
     ({"num_kv_heads": 3}, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"hidden_size": 50}, "model.hidden_size=50 is not a multiple of model.num_heads=8", "to 48 or 56, or set"),
     (
@@ -64,9 +65,45 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (latent(rope_dim=5), "model.mla.rope_dim=5 is odd", "Set model.mla.rope_dim to 6"),
     (latent(yarn_mscale=1.0), "model.mla.yarn_mscale=1.0 with model.rope.scaling=none", "Set model.rope.scaling=yarn"),
     (
+        latent(yarn_mscale=1.0) | rope(scaling="yarn") | attention(scale=0.2),
+        "model.mla.yarn_mscale=1.0 with model.attention.scale=0.2", "Set model.attention.scale=null, or remove it",
+    ),
+    (attention(qk_norm_eps=1e-6), "model.attention.qk_norm_eps=1e-06 with model.attention.qk_norm=none", "=head"),
+    (attention(qk_norm="l2", qk_norm_eps=0.0), "model.attention.qk_norm_eps=0.0 must be a finite number", "1e-06"),
+    (
         rope(theta=5e5, skip=(True, False)) | {"positions": "none"},
         "model.rope.theta=500000.0, model.rope.skip=[true, false] with model.positions=none",
         "Set model.positions=rope, or remove them",
+    ),
+    (
+        rope(factor=4.0, scaling="linear") | {"positions": "none"},
+        "model.rope.scaling=linear, model.rope.factor=4.0 with model.positions=none: nothing would read them",
+        "Set model.positions=rope, or remove them",
+    ),
+    (rope(factor=4.0), "model.rope.factor=4.0 with model.rope.scaling=none", "one of linear, dynamic, llama3, yarn"),
+    (
+        rope(scaling="linear", original_max_position=16), "model.rope.original_max_position=16 with", "dynamic, llama3",
+    ),
+    (
+        rope(scaling="yarn", low_freq_factor=2.0, high_freq_factor=3.0),
+        "model.rope.low_freq_factor=2.0, model.rope.high_freq_factor=3.0 with model.rope.scaling=yarn",
+        "Set model.rope.scaling=llama3, or remove them",
+    ),
+    (
+        rope(scaling="llama3", beta_fast=16.0, beta_slow=2.0, whole_pairs=False),
+        "model.rope.beta_fast=16.0, model.rope.beta_slow=2.0, model.rope.whole_pairs=false with",
+        "Set model.rope.scaling=yarn",
+    ),
+    ({"mtp": MTPConfig(loss_weight=0.3)}, "model.mtp.loss_weight=0.3 with model.mtp.depths=0", "depths to 1 or more"),
+    (rope(scaling="yarn", theta=1.0), "model.rope.theta=1.0 with model.rope.scaling=yarn must be above 1", "10000.0"),
+    (
+        rope(scaling="dynamic", original_max_position=16, fraction=0.4),
+        "model.rope.scaling=dynamic with 2 features that turn", "or turn 4 features or more",
+    ),
+    (rope(skip=(True, True)), "model.rope.skip=[true, true] leaves every layer", "Set model.positions=none"),
+    (
+        attention(window=8, window_layers=(False,)), "model.attention.window=8 with model.attention.window_layers=[fal",
+        "to [true, false] for every other layer",
     ),
     (rope(fraction=0.0), "model.rope.fraction=0.0 must be above 0 and at most 1", "Use 1.0"),
     (rope(fraction=math.nan), "model.rope.fraction=nan must be above 0 and at most 1", "Use 1.0"),
@@ -97,8 +134,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "Use 2 places or fewer",
     ),
     (
-        attention(window_layers=(True, False)) | rope(local_theta=1e4),
-        "window_layers=[true, false] and model.rope.local_theta=10000.0 with model.attention.window=null",
+        attention(window_layers=(True, False)),
+        "model.attention.window_layers=[true, false] with model.attention.window=null",
         "Set model.attention.window to 4096",
     ),
     (
@@ -107,7 +144,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ),
     (
         {"gated": False, "activation_clamp": 7.0, "up_offset": 1.0},
-        "model.activation_clamp=7.0 and model.up_offset=1.0 with model.gated=false", "Set model.gated=true, or remove",
+        "model.activation_clamp=7.0, model.up_offset=1.0 with model.gated=false", "Set model.gated=true, or remove",
     ),
 ]  # fmt: skip
 

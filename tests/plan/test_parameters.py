@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from megalith.config.attention import AttentionConfig, MLAConfig
+from megalith.config.attention import AttentionConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
@@ -32,6 +33,7 @@ LAYERNORM = replace(SMALL, norm="layer", norm_placement="around", qkv_bias=True)
 MORE = {
     "mla": MLA,
     "mla, whole queries": replace(MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), tied_embeddings=True, output_bias=True),
+    "mla, LayerNorm": replace(MLA, norm="layer"),
     "mtp": replace(MLA, mtp=MTPConfig(depths=2)),
     "mtp, tied": replace(SMALL, tied_embeddings=True, mtp=MTPConfig(depths=1), positions="learned"),
     "gate with biases, norms of heads": replace(LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")),

@@ -56,7 +56,7 @@ CASES = [
     ({"model__dropout__residual": "1.0"}, 1, "model.dropout.residual=1.0 must be a probability", "Use 0.1"),
     (
         {"model__gated": "false", "model__activation_clamp": "7.0", "model__up_offset": "1.0"}, 1,
-        "model.activation_clamp=7.0 and model.up_offset=1.0 with model.gated=false", "Set model.gated=true, or remove",
+        "model.activation_clamp=7.0, model.up_offset=1.0 with model.gated=false", "Set model.gated=true, or remove",
     ),
     ({"model__logit_softcap": "0"}, 1, "model.logit_softcap=0.0 must be a finite number above 0", "Use 30.0"),
     ({"model__head_dim": "5"}, 1, "model.head_dim=5 is odd", "Set model.head_dim to 6"),

@@ -1,0 +1,113 @@
+"""Settings of a network that nothing would read: what each belongs to, as one table, and the refusal of the rest."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megalith.config.fields import Plain, describe
+from megalith.config.model import ModelConfig
+from megalith.config.tree import flatten
+
+ANY_SCALING = ("linear", "dynamic", "llama3", "yarn", "longrope")
+FROM_A_LENGTH = ("dynamic", "llama3", "yarn", "longrope")
+
+
+class Belongs(NamedTuple):
+    """Settings that are read by some networks only."""
+
+    settings: tuple[str, ...]
+    """Dotted names below `model`; a section stands for all that is in it."""
+
+    decider: str
+    """The setting that decides, by the same name."""
+
+    reads: Callable[[ModelConfig], bool]
+    """Whether a network reads them."""
+
+    why: str
+    """What they are."""
+
+    fix: str
+    """What to set for them to be read."""
+
+
+def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
+    return lambda model: model.rope.scaling in kinds
+
+
+BELONGS: tuple[Belongs, ...] = (
+    Belongs(
+        ("rope",), "positions", lambda model: model.positions == "rope", "settings of rotary positions",
+        "model.positions=rope",
+    ),
+    Belongs(
+        ("rope.factor",), "rope.scaling", _scaled(*ANY_SCALING), "how far a scaling stretches",
+        f"model.rope.scaling to one of {', '.join(ANY_SCALING)}",
+    ),
+    Belongs(
+        ("rope.original_max_position",), "rope.scaling", _scaled(*FROM_A_LENGTH), "the length that a scaling begins at",
+        f"model.rope.scaling to one of {', '.join(FROM_A_LENGTH)}",
+    ),
+    Belongs(
+        ("rope.low_freq_factor", "rope.high_freq_factor"), "rope.scaling", _scaled("llama3"), "settings of llama3",
+        "model.rope.scaling=llama3",
+    ),
+    Belongs(
+        ("rope.beta_fast", "rope.beta_slow", "rope.whole_pairs", "mla.yarn_mscale"), "rope.scaling", _scaled("yarn"),
+        "settings of yarn", "model.rope.scaling=yarn",
+    ),
+    Belongs(
+        ("rope.attention_factor",), "rope.scaling", _scaled("yarn", "longrope"), "what a scaling sharpens by",
+        "model.rope.scaling=yarn",
+    ),
+    Belongs(
+        ("mla.yarn_mscale",), "attention.scale", lambda model: model.attention.scale is None,
+        "part of the scale where none is given", "model.attention.scale=null",
+    ),
+    Belongs(
+        ("attention.window_layers", "rope.local_theta"), "attention.window",
+        lambda model: model.attention.window is not None, "for layers with a window, and no layer has one",
+        "model.attention.window to 4096 or so",
+    ),
+    Belongs(
+        ("attention.qk_norm_eps",), "attention.qk_norm", lambda model: model.attention.qk_norm != "none",
+        "for norms of queries and keys", "model.attention.qk_norm=head",
+    ),
+    Belongs(
+        ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "settings of a gate", "model.gated=true"
+    ),
+    Belongs(
+        ("mtp.loss_weight",), "mtp.depths", lambda model: model.mtp.depths > 0, "the weight of further predictions",
+        "model.mtp.depths to 1 or more",
+    ),
+)  # fmt: skip
+
+
+def unread_problems(model: ModelConfig) -> list[str]:
+    """Changed settings that nothing would read: one text for each reason, and each setting in one of them."""
+    usual = {setting.path: setting.default for setting in describe(ModelConfig)}
+    values = flatten(model)
+    changed = [path for path, value in values.items() if path in usual and value != usual[path]]
+    problems = []
+    for row in BELONGS:
+        idle = [path for path in changed if _within(path, row.settings)]
+        if not idle or row.reads(model):
+            continue
+        changed = [path for path in changed if path not in idle]
+        given = ", ".join(f"model.{path}={shown(values[path])}" for path in idle)
+        problems.append(
+            f"{given} with model.{row.decider}={shown(values[row.decider])}: nothing would read "
+            f"{'them: these are' if len(idle) > 1 else 'it: this is'} {row.why}. Set {row.fix}, or remove "
+            f"{'them' if len(idle) > 1 else 'it'}."
+        )
+    return problems
+
+
+def shown(value: Plain) -> str:
+    """As a user types it."""
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _within(path: str, settings: tuple[str, ...]) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in settings)

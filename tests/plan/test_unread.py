@@ -1,0 +1,32 @@
+"""Settings that nothing reads are found, each once, and the names of the table are settings."""
+
+from dataclasses import replace
+
+from megalith.config.fields import setting_names
+from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
+from megalith.plan.unread import BELONGS, unread_problems
+
+MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+
+
+def test_every_name_of_the_table_is_a_setting_or_a_section_of_them() -> None:
+    known = setting_names(ModelConfig)
+    for row in BELONGS:
+        for name in row.settings:
+            assert name in known or any(other.startswith(f"{name}.") for other in known), name
+        assert row.decider in known, row.decider
+
+
+def test_a_setting_is_named_once_whatever_it_lacks() -> None:
+    rope = RopeConfig(scaling="linear", beta_fast=16.0, local_theta=10.0)
+    (one,) = unread_problems(replace(MODEL, positions="learned", rope=rope))
+    assert "model.rope.local_theta=10.0, model.rope.scaling=linear, model.rope.beta_fast=16.0 with" in one
+    yarn, window = sorted(unread_problems(replace(MODEL, rope=rope)))
+    assert "model.rope.beta_fast=16.0 with model.rope.scaling=linear" in yarn
+    assert "model.rope.local_theta=10.0 with model.attention.window=null" in window
+
+
+def test_defaults_and_what_is_read_are_no_problem() -> None:
+    assert unread_problems(MODEL) == []
+    assert unread_problems(replace(MODEL, rope=RopeConfig(scaling="yarn", factor=2.0, beta_fast=16.0))) == []
