@@ -8,6 +8,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import lcm
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from megalith.parallel.engine import (
     Parameters,
     divide_frozen,
     require_alike_slices,
+    sum_of_bytes,
     sum_shared_slices,
     tensor_axes,
     warn_of_zeros,
@@ -34,13 +37,17 @@ from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
 from megalith.plan.shards import Shard
 
+SLICES_OVER = {"dense": SHARD_AXES, "expert": ("edp_shard",)}
+REPLICAS_OVER = {"dense": ("dp_replica",), "expert": ("edp_replica",)}
+"""By grid: axes along which ranks divide the slices of what they all compute with, and along which they repeat them."""
+
 IN_FLIGHT = 2
 """Sums of buckets on their way at once; each holds what it receives. Two, so that the link never waits for the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Which ranks divide optimizer state and gradients, and which hold the same slices."""
+    """Which ranks divide optimizer state and gradients of what lies on a grid, and which hold the same slices."""
 
     slices: Group
     """Ranks that own different slices; alone when nothing is divided."""
@@ -48,20 +55,16 @@ class Division:
     replicas: Group
     """Ranks that own the same slices and computed other tokens."""
 
-    gradients: bool
-    """ZeRO-2: a rank keeps the gradients of its own slices only, and of a bucket until it has been summed."""
 
-    @property
-    def divided(self) -> bool:
-        """Whether a rank owns less than it computes with."""
-        return self.slices.size > 1
+def division_of(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+    """How ranks divide what lies on a grid under `parallel.zero` 0, 1 or 2.
 
-
-def division_of(zero: int, mesh: Mesh) -> Division:
-    """How ranks divide under `parallel.zero` 0, 1 or 2. Source: Rajbhandari et al. 2019, arXiv:1910.02054, sec. 5."""
-    if zero == 0 or mesh.shard.size == 1:
-        return Division(alone(*SHARD_AXES), mesh.dp_cp, gradients=False)
-    return Division(mesh.shard, mesh.over("dp_replica"), gradients=zero == 2)
+    Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.
+    """
+    slices, replicas = SLICES_OVER[grid], REPLICAS_OVER[grid]
+    if zero == 0 or mesh.over(*slices).size == 1:
+        return Division(alone(*slices), mesh.over(*replicas, *slices))
+    return Division(mesh.over(*slices), mesh.over(*replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,16 +169,22 @@ class DataParallel:
         """`reduce_dtype`: what gradients travel in; None: what they are. `chunks`: the parts of the model whose forward
         is called; without any, `publish` waits. `watch`: note which gradients are not finite before they are summed."""
         self.mesh, self.overlap, self.reduce_dtype, self.watch = mesh, overlap, reduce_dtype, watch
-        self.division = division_of(zero, mesh)
         trained, frozen = divide_frozen(parameters)
         self.shards = [shard for shard, _, _ in trained]
+        grids = sorted({"dense", *(shard.grid for shard, _, _ in parameters)})
+        self.divisions = {grid: division_of(zero, mesh, grid) for grid in grids}
+        sizes = [division.slices.size for division in self.divisions.values()]
+        self.divided = max(sizes) > 1
+        """Whether a rank owns less than it computes with."""
+        self.drops_gradients = zero == 2 and self.divided
+        """A rank keeps the gradients of its own slices only, and of a bucket until it has been summed."""
         layers = [layer for layer in model.modules() if isinstance(layer, TensorParallel)]
         number_of = {id(getattr(module, name)): number for number, (_, module, name) in enumerate(trained)}
         kinds = [self._kind(shard) for shard in self.shards]
         runs = {layer: _runs([number_of.get(id(weight)) for weight in layer.sunk()], kinds) for layer in layers}
         self.plan: BucketPlan = plan_buckets(
-            [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * self.division.slices.size,
-            alone=[n for n, shard in enumerate(self.shards) if self.division.divided and len(shard.stages) > 1],
+            [shard.numel for shard in self.shards], bucket_numel=bucket_numel, end_align=64 * lcm(*sizes),
+            alone=[n for n, shard in enumerate(self.shards) if self.divided and len(shard.stages) > 1],
             together=list({run for layer in layers for run in runs[layer] if len(run) > 1}), kinds=kinds,
         )  # fmt: skip
         # A stage that only hands on what it receives has no parameters, and of their dtype there is nothing to store.
@@ -186,13 +195,12 @@ class DataParallel:
         apart = [torch.zeros(shard.numel, dtype=getattr(m, name).dtype, device=device) for shard, m, name in frozen]
         still = _move_into(apart, model, frozen)
         self.frozen = [(shard, one.data) for (shard, _, _), one in zip(frozen, still, strict=True)]
-        numel = self.plan.numel // (self.division.slices.size if self.division.gradients else 1)
+        self.kept, numel = self._places_of_gradients()
         self.gradients = torch.zeros(numel, dtype=gradient_dtype, device=device)
         self.owned = self._owned()
         self._compare_layouts()
         self._buffers: list[Tensor | None] = [
-            None if self.division.gradients else self.gradients[bucket.start : bucket.stop]
-            for bucket in self.plan.buckets
+            None if self.drops_gradients else self.gradients[bucket.start : bucket.stop] for bucket in self.plan.buckets
         ]
         parts = {layer: self._parts(layer, runs[layer]) for layer in layers if runs[layer]}
         self._uses = self._connect(parts, list(model) if isinstance(model, nn.ModuleList) else [model], sinks)
@@ -200,8 +208,9 @@ class DataParallel:
         self._sums: deque[tuple[int, SliceSum]] = deque()
         self._running: list[dist.Work] = []
         self._told = False
-        self.publication = Publication(self.weights, self.plan, self.division.slices)
-        self._waits_in_forward = self.division.divided and overlap and bool(chunks)
+        slices = [self._division(index).slices for index in range(len(self.plan.buckets))]
+        self.publication = Publication(self.weights, self.plan, slices)
+        self._waits_in_forward = self.divided and overlap and bool(chunks)
         if self._waits_in_forward:
             for chunk in chunks:
                 self.publication.wait_in(chunk, self.parameters)
@@ -213,8 +222,8 @@ class DataParallel:
         self._begin(microbatches)
 
     def _begin(self, microbatches: int) -> None:
-        self._rounds = microbatches if self.division.gradients else 1
-        each = 1 if self.division.gradients else microbatches
+        self._rounds = microbatches if self.drops_gradients else 1
+        each = 1 if self.drops_gradients else microbatches
         self._expected = [uses * each for uses in self._uses]
         self._left = list(self._expected)
         self._fresh = [True] * len(self.shards)
@@ -241,7 +250,7 @@ class DataParallel:
             self._left[number] -= 1
             if self._left[number] == 0:
                 self._waiting[self.plan.slots[number].bucket] -= 1
-        if not self.overlap and not self.division.gradients:
+        if not self.overlap and not self.drops_gradients:
             return
         count = len(self._waiting)
         while self._next < count * self._rounds and self._waiting[self._next % count] == 0:
@@ -271,7 +280,7 @@ class DataParallel:
 
     def _check_counts(self) -> None:
         """A contribution that came after its bucket was on its way would be lost, or lose others."""
-        least = self._expected if self.division.gradients else [0] * len(self._left)  # ZeRO-2 expects the next round
+        least = self._expected if self.drops_gradients else [0] * len(self._left)  # ZeRO-2 expects the next round
         surplus = [n for n, (left, at_least) in enumerate(zip(self._left, least, strict=True)) if left < at_least]
         assert not surplus, f"more gradients than backward passes: {[self.shards[n].name for n in surplus[:5]]}"
 
@@ -286,18 +295,19 @@ class DataParallel:
                 self._took_part.add(number)
         if self.watch:
             self._norms.append((index, torch._foreach_norm([self._view(number) for number in members])))
-        if self.division.divided:
-            started = start_sum(buffer, self.division.slices, tag=2 * self._next, dtype=self.reduce_dtype)
+        division = self._division(index)
+        if self.divided:
+            started = start_sum(buffer, division.slices, tag=2 * self._next, dtype=self.reduce_dtype)
             self._sums.append((self._next, started))
             self._renew(index)
             self._complete(IN_FLIGHT)
-        elif (work := start_all_reduce_(buffer, self.division.replicas)) is not None:
+        elif (work := start_all_reduce_(buffer, division.replicas)) is not None:
             self._running.append(work)
         self._next += 1
 
     def _renew(self, index: int) -> None:
         """Expect the next microbatch's contributions to a bucket whose sum has started (ZeRO-2)."""
-        if not self.division.gradients:
+        if not self.drops_gradients:
             return
         self._buffers[index] = None
         for number in self.plan.buckets[index].members:
@@ -311,12 +321,12 @@ class DataParallel:
             number, started = self._sums.popleft()
             turn, index = divmod(number, len(self.plan.buckets))
             part = started.wait()
-            if self.division.gradients:
+            if self.drops_gradients:
                 first, _ = self._slice(index)
                 kept = self.gradients[first : first + part.numel()]
                 part = kept.copy_(part) if turn == 0 else kept.add_(part)
             if turn == self._rounds - 1:
-                work = start_all_reduce_(part, self.division.replicas)
+                work = start_all_reduce_(part, self._division(index).replicas)
                 self._running += [] if work is None else [work]
 
     def nonfinite(self) -> list[str]:
@@ -333,7 +343,7 @@ class DataParallel:
     def publish(self) -> None:
         """Send my slices of the updated weights to the ranks that compute with them; forward waits where it reads."""
         self.settle()
-        if not self.division.divided:
+        if not self.divided:
             return  # the weights were updated where they are read
         self.publication.start()
         if not self._waits_in_forward:
@@ -343,39 +353,58 @@ class DataParallel:
         """Wait until the weights of all slices have arrived."""
         self.publication.settle()
 
-    def checksum(self) -> tuple[int, Group]:
-        """A sum over the bytes of the weights; ranks that compute other tokens have the same."""
+    def checksums(self) -> Sequence[tuple[int, Group]]:
+        """Sums over the bytes of the weights; ranks that compute other tokens with them have the same."""
         self.settle()
-        held = [self.weights, *(weight for _, weight in self.frozen)]
-        return sum(int(weight.view(torch.uint8).sum(dtype=torch.int64)) for weight in held), self.mesh.dp_cp
+        weights = [(shard, one.data) for shard, one in zip(self.shards, self.parameters, strict=True)]
+        held = {grid: [one for shard, one in (*weights, *self.frozen) if shard.grid == grid] for grid in self.divisions}
+        return [(sum_of_bytes(tensors), self._alike(grid)) for grid, tensors in held.items()]
 
     # --- where things lie
 
     def _kind(self, shard: Shard) -> tuple[str, ...]:
         """What all parameters of a bucket have in common: over which ranks their slices are summed."""
         several = (axis for axis in tensor_axes(shard) if self.mesh.over(axis).size > 1)
-        return tuple(several) if self.division.divided else ()
+        return shard.grid, *(several if self.divided else ())
+
+    def _division(self, index: int) -> Division:
+        """Which ranks divide a bucket."""
+        return self.divisions[self.shards[self.plan.buckets[index].members[0]].grid]
+
+    def _places_of_gradients(self) -> tuple[list[int], int]:
+        """Where the gradients of each bucket start, and how many there are in all; of my slices alone under ZeRO-2."""
+        lengths = [
+            (bucket.stop - bucket.start) // (self._division(index).slices.size if self.drops_gradients else 1)
+            for index, bucket in enumerate(self.plan.buckets)
+        ]
+        return list(accumulate(lengths, initial=0))[:-1], sum(lengths)
 
     def _owned(self) -> list[Owned]:
-        if not self.division.divided:
+        if not self.divided:
             return [
                 Owned(shard, parameter.data, self.gradients[slot.start : slot.stop].view(shard.matrix_shape))
                 for shard, parameter, slot in zip(self.shards, self.parameters, self.plan.slots, strict=True)
             ]
-        slices = self.division.slices
-        return [self._owned_part(part) for part in owned_parts(self.plan, slices.rank, slices.size)]
+        places = [self._division(index).slices for index in range(len(self.plan.buckets))]
+        return [self._owned_part(part) for part in owned_parts(self.plan, [(one.rank, one.size) for one in places])]
 
     def _compare_layouts(self) -> None:
         """Make sure that what is summed in one message is the same thing on all ranks of the sum."""
-        slots = zip(self.shards, self.plan.slots, strict=True)
-        require_alike(
-            {shard.name: f"at elements {slot.start} to {slot.stop}" for shard, slot in slots}, self.mesh.dp_cp
-        )
+        places = [
+            (shard, f"at elements {slot.start} to {slot.stop}")
+            for shard, slot in zip(self.shards, self.plan.slots, strict=True)
+        ]
+        for grid in self.divisions:
+            require_alike({shard.name: place for shard, place in places if shard.grid == grid}, self._alike(grid))
         require_alike_slices(self.owned, self.mesh)
+
+    def _alike(self, grid: str) -> Group:
+        """Ranks that compute other tokens with the same slices of what lies on a grid."""
+        return self.mesh.over(*SLICES_OVER[grid], *REPLICAS_OVER[grid])
 
     def _owned_part(self, part: Part) -> Owned:
         shard = self.shards[part.number]
-        mine = replace(shard, flat=part.flat, cut=(*shard.cut, *SHARD_AXES))
+        mine = replace(shard, flat=part.flat, cut=(*shard.cut, *SLICES_OVER[shard.grid]))
         kept, first = self._slice(part.bucket)
         start = kept + part.start - first
         gradient = self.gradients[start : start + part.stop - part.start]
@@ -383,9 +412,9 @@ class DataParallel:
 
     def _slice(self, index: int) -> tuple[int, int]:
         """Where my slice of a bucket starts: in `gradients`, and in the flat buffer of all weights."""
-        slices = self.division.slices
-        start, _ = slice_of(self.plan.buckets[index], slices.rank, slices.size)
-        return (self.plan.buckets[index].start // slices.size if self.division.gradients else start), start
+        slices, bucket = self._division(index).slices, self.plan.buckets[index]
+        start, _ = slice_of(bucket, slices.rank, slices.size)
+        return self.kept[index] + (0 if self.drops_gradients else start - bucket.start), start
 
     def _buffer(self, index: int) -> Tensor:
         """The gradients of a bucket before they are summed; under ZeRO-2 memory that goes when they have been."""

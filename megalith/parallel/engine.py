@@ -75,8 +75,8 @@ class Engine(Protocol):
         """Names of the parameters whose gradient on this rank was not finite before any rank's was added, in the step
         that `finish` ended; for engines that were built to watch, else empty. Not collective."""
 
-    def checksum(self) -> tuple[int, Group]:
-        """A sum over the bytes of the weights that this rank holds, and the ranks on which it must be the same."""
+    def checksums(self) -> Sequence[tuple[int, Group]]:
+        """Sums over the bytes of weights that this rank holds, and the ranks on which each must be the same."""
 
 
 Parameters = Sequence[tuple[Shard, nn.Module, str]]
@@ -129,6 +129,11 @@ def warn_of_zeros(unused: Sequence[str]) -> bool:
             ", ".join(unused[:10]), more,
         )  # fmt: skip
     return bool(unused)
+
+
+def sum_of_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of all tensors together; equal tensors have equal sums."""
+    return sum(int(one.contiguous().view(torch.uint8).sum(dtype=torch.int64)) for one in tensors)
 
 
 def tensor_axes(shard: Shard) -> tuple[str, ...]:

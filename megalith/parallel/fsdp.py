@@ -23,6 +23,7 @@ from megalith.parallel.engine import (
     Parameters,
     divide_frozen,
     require_alike_slices,
+    sum_of_bytes,
     sum_shared_slices,
     warn_of_zeros,
 )
@@ -117,10 +118,10 @@ class FullySharded:
         """Names of parameters whose gradient here was not finite before any other rank's was added; needs `watch`."""
         return sorted({name for unit in self.units for name, finite in unit.seen if not bool(finite)})
 
-    def checksum(self) -> tuple[int, Group]:
+    def checksums(self) -> Sequence[tuple[int, Group]]:
         """A sum over the bytes of my rows; replicas have the same."""
         held = [*(owned.weight for owned in self.owned), *(rows for _, rows in self.frozen)]
-        return sum(int(rows.view(torch.uint8).sum(dtype=torch.int64)) for rows in held), self.mesh.over("dp_replica")
+        return [(sum_of_bytes(held), self.mesh.over("dp_replica"))]
 
     def _free(self) -> None:
         for unit in self.units:

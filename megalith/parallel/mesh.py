@@ -1,18 +1,18 @@
 """The mesh: every group of ranks a run needs, made once from the grid and handed out as explicit `Group`s."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megalith.observe.flight import Flight
 from megalith.parallel.group import Group
-from megalith.plan.grid import Grid, dense_grid
+from megalith.plan.grid import Grid, dense_grid, expert_grid
 from megalith.plan.layout import model_grid as model_grid  # where it was; users of the mesh ask for both
-from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS
 
-MESH_AXES = ("pp", *DENSE_AXES)
+MESH_AXES = ("pp", *DENSE_AXES, *EXPERT_AXES)
 """Every axis, outer first, whatever their order over the ranks is."""
 
 SPANS: tuple[tuple[str, ...], ...] = (
@@ -20,9 +20,14 @@ SPANS: tuple[tuple[str, ...], ...] = (
     PARTS["cp"], ("cp_ring",), ("cp_a2a",),
     PARTS["dp"], ("dp_replica",), ("dp_shard",),
     ("dp_shard", *PARTS["cp"]), DATA_AXES,
-    ("pp",), DENSE_AXES, MESH_AXES,
+    (*PARTS["cp"], *PARTS["tp"]), ("pp",), DENSE_AXES, ("pp", *DENSE_AXES),
 )  # fmt: skip
 """Combinations of axes that something sums, gathers or waits over."""
+
+EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
+    ("ep",), ("etp",), ("ep", "etp"), EXPERT_PARTS["edp"], ("edp_replica",), ("edp_shard",),
+)  # fmt: skip
+"""The same in a model with experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +39,11 @@ class Mesh:
     groups: Mapping[tuple[str, ...], Group]
 
     def over(self, *axes: str) -> Group:
-        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, `dp` and `cp` for their parts."""
-        wanted = {part for axis in axes for part in PARTS.get(axis, (axis,))}
+        """My group along `axes`, in any order; `tp` stands for `tp_kv` and `tp_copy`, and so on: see `PARTS`.
+
+        With experts there are also groups along `ep`, `etp` and `edp`.
+        """
+        wanted = {part for axis in axes for part in (PARTS | EXPERT_PARTS).get(axis, (axis,))}
         return self.groups[tuple(axis for axis in MESH_AXES if axis in wanted)]
 
     @property
@@ -71,7 +79,7 @@ class Mesh:
     @property
     def world(self) -> Group:
         """Every rank of this grid."""
-        return self.over(*MESH_AXES)
+        return self.over("pp", *DENSE_AXES)
 
     @property
     def coordinates(self) -> dict[str, int]:
@@ -86,7 +94,7 @@ def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight:
     """
     made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
     groups = {}
-    for span in SPANS:
+    for span in spans_of(grid):
         every = tuple(grid.groups(span))
         if every not in made:
             made[every] = _new_groups(every, rank, "_".join(span), timeout_seconds)
@@ -98,10 +106,15 @@ def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight:
 def mesh_on_paper(grid: Grid, *, rank: int) -> Mesh:
     """The same groups without processes, at any place of a world of any size: enough to build on meta tensors."""
     groups = {}
-    for span in SPANS:
+    for span in spans_of(grid):
         ranks = grid.group_of(rank, span)
         groups[span] = Group(axes=span, ranks=ranks, rank=ranks.index(rank), name="paper-" + "-".join(span))
     return Mesh(grid, rank, groups)
+
+
+def spans_of(grid: Grid) -> tuple[tuple[str, ...], ...]:
+    """Every combination of axes that a run over this grid may need a group along."""
+    return SPANS if grid.experts is None else SPANS + EXPERT_SPANS
 
 
 def mesh_of_one() -> Mesh:
@@ -109,7 +122,8 @@ def mesh_of_one() -> Mesh:
     grid = dense_grid(world=1)
     for axis, (outer, inner) in PARTS.items():
         grid = grid.factor(axis=axis, outer=(outer, 1), inner=(inner, 1))
-    return mesh_on_paper(grid, rank=0)
+    experts = expert_grid(world=1).factor(axis="edp", outer=("edp_replica", 1), inner=("edp_shard", 1))
+    return mesh_on_paper(replace(grid, experts=experts), rank=0)
 
 
 def destroy_mesh(mesh: Mesh) -> None:

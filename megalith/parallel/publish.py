@@ -10,12 +10,13 @@ from megalith.plan.buckets import BucketPlan
 
 
 class Publication:
-    """Makes a flat buffer whole again, of which every rank of a group has updated its own slices.
+    """Makes a flat buffer whole again, of each bucket of which every rank of a group has updated its own slice.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.1.
     """
 
-    def __init__(self, weights: Tensor, plan: BucketPlan, slices: Group) -> None:
+    def __init__(self, weights: Tensor, plan: BucketPlan, slices: Sequence[Group]) -> None:
+        """`slices`: for each bucket, the ranks that divide it."""
         self.weights, self.plan, self.slices = weights, plan, slices
         self.arriving: dict[int, Works] = {}
         """By bucket, in the order in which they arrive."""
@@ -25,7 +26,7 @@ class Publication:
         for index in reversed(range(len(self.plan.buckets))):  # the last bucket holds the first layers
             bucket = self.plan.buckets[index]
             weights = self.weights.data[bucket.start : bucket.stop]  # autograd need not count this as a change
-            self.arriving[index] = start_gather(weights, self.slices, tag=2 * index + 1)
+            self.arriving[index] = start_gather(weights, self.slices[index], tag=2 * index + 1)
 
     def settle(self) -> None:
         """Wait until the weights of all slices have arrived."""

@@ -71,13 +71,14 @@ def slice_of(bucket: Bucket, rank: int, ranks: int) -> tuple[int, int]:
     return bucket.start + rank * length, bucket.start + (rank + 1) * length
 
 
-def owned_parts(plan: BucketPlan, rank: int, ranks: int) -> list[Part]:
+def owned_parts(plan: BucketPlan, places: Sequence[tuple[int, int]]) -> list[Part]:
     """The parts of parameters in a rank's slices, in the order of registration; a part is never empty.
 
-    All ranks together own every element of every parameter exactly once.
+    places: for each bucket, the rank's number among how many that divide it. All of those together own every element
+    of its parameters exactly once.
     """
     parts = []
-    for index, bucket in enumerate(plan.buckets):
+    for index, (bucket, (rank, ranks)) in enumerate(zip(plan.buckets, places, strict=True)):
         first, last = slice_of(bucket, rank, ranks)
         for number in bucket.members:
             slot = plan.slots[number]

@@ -56,6 +56,9 @@ class Grid:
     factored: tuple[Factored, ...] = ()
     """Axes that are now two; their old names still stand for the two together."""
 
+    experts: "Grid | None" = None
+    """The same ranks as experts are divided over them, with axes of other names, which may be asked for here, too."""
+
     @property
     def world(self) -> int:
         """Number of ranks."""
@@ -77,6 +80,8 @@ class Grid:
 
     def strides(self, axis: str) -> tuple[int, int]:
         """(size, stride) of one axis: its ranks are `size` numbers, `stride` apart."""
+        if self.experts is not None and self._is_of_experts((axis,)):
+            return self.experts.strides(axis)
         parts = self._parts((axis,))
         first = self.axes.index(parts[0])  # the parts of a factored axis are neighbours in `axes`
         return prod(self.sizes[first : first + len(parts)]), prod(self.sizes[:first])
@@ -94,15 +99,17 @@ class Grid:
             left, found[axis] = divmod(left, size)
         for entry in reversed(self.factored):  # the youngest first, since its axis may be a part of an older one
             found[entry.axis] = found[entry.outer] * self.size(entry.inner) + found[entry.inner]
-        return found
+        return found if self.experts is None else self.experts.coordinates(rank) | found
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
         """The rank at some coordinates; axes of size one may be left out, a factored axis is given whole or in parts.
 
+        Coordinates among experts follow from the others and are not looked at.
+
         Raises:
             PlanError: an axis is unknown, missing, out of range, or given twice with different values.
         """
-        given = dict(coordinates)
+        given = {axis: place for axis, place in coordinates.items() if not self._is_of_experts((axis,))}
         problems = [self._unknown(name) for name in given if name not in self.names]
         for entry in self.factored:
             if entry.axis in given:
@@ -124,6 +131,8 @@ class Grid:
 
         The order in which the axes are named does not matter: the grid's own order decides.
         """
+        if self.experts is not None and self._is_of_experts(axes):
+            return self.experts.groups(axes)
         inside = self._parts(axes)
         members = self._offsets(inside)
         starts = self._offsets([axis for axis in self.axes if axis not in inside])
@@ -131,6 +140,8 @@ class Grid:
 
     def group_of(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The group along `axes` that a rank belongs to."""
+        if self.experts is not None and self._is_of_experts(axes):
+            return self.experts.group_of(rank, axes)
         inside, mine = self._parts(axes), self.coordinates(rank)
         start = rank - sum(mine[axis] * self.strides(axis)[1] for axis in inside)
         return tuple(start + member for member in self._offsets(inside))
@@ -166,6 +177,12 @@ class Grid:
     def table(self) -> str:
         """Sizes and strides in one line, fastest axis first: `tp 2 (stride 1) · dp 4 (stride 2)`."""
         return " · ".join(f"{axis} {self.size(axis)} (stride {self.strides(axis)[1]})" for axis in self.axes)
+
+    def _is_of_experts(self, axes: Sequence[str]) -> bool:
+        """Whether only the experts' factorisation of the ranks has all of these axes."""
+        if self.experts is None:
+            return False
+        return all(axis in self.experts.names for axis in axes) and not all(axis in self.names for axis in axes)
 
     def _parts(self, axes: Sequence[str]) -> list[str]:
         """The unfactored axes behind some names, in grid order, each once."""

@@ -198,7 +198,7 @@ def _state(
     else:
         plan = buffer_plan(workload, moving)
         buffer, gradients = plan.numel, plan.numel // (shards if zero == 2 else 1)
-        owned = sum(part.stop - part.start for part in owned_parts(plan, shard_rank, shards))
+        owned = sum(part.stop - part.start for part in owned_parts(plan, [(shard_rank, shards)] * len(plan.buckets)))
         if zero == 0:
             owned = sum(one.numel for one in moving)
         buffer += sum(one.numel for one in still)

@@ -16,8 +16,15 @@ DENSE_AXES = ("dp_replica", "dp_shard", "cp_ring", "cp_a2a", "tp_kv", "tp_copy")
 head differ along tp_copy; those that exchange heads in context parallelism along cp_a2a; those that divide optimizer
 state along dp_shard."""
 
+EXPERT_AXES = ("edp_replica", "edp_shard", "ep", "etp")
+"""Axes of the expert grid that hold the same layers: ranks differ in their experts along ep, in what part of them along
+etp, and along edp, which is in two parts as dp is, hold the same."""
+
 PARTS = {"dp": ("dp_replica", "dp_shard"), "cp": ("cp_ring", "cp_a2a"), "tp": ("tp_kv", "tp_copy")}
 """The parts of each axis, outer first."""
+
+EXPERT_PARTS = {"edp": ("edp_replica", "edp_shard")}
+"""The same of the expert grid."""
 
 DATA_AXES = (*PARTS["dp"], *PARTS["cp"])
 """Axes along which ranks compute other tokens with the same weights."""
@@ -89,7 +96,8 @@ def cut_dim(shard: Shard, dim: int, sizes: list[int], rank: int, axes: tuple[str
 
 def copies(shard: Shard) -> tuple[str, ...]:
     """Axes along which other ranks hold the same box."""
-    return tuple(axis for axis in DENSE_AXES if axis not in shard.cut)
+    axes = DENSE_AXES if shard.grid == "dense" else EXPERT_AXES
+    return tuple(axis for axis in axes if axis not in shard.cut)
 
 
 def summed_over(shard: Shard) -> tuple[str, ...]:

@@ -360,7 +360,7 @@ def _noted(rank: int, world: int) -> tuple[list[str], list[str], int]:
     loss_of(model, rank).backward()
     data.finish()
     assert all(entry.axes == mesh.shard.axes and entry.done for entry in flight.entries)
-    return data.nonfinite(), [entry.op for entry in flight.entries], data.checksum()[0]
+    return data.nonfinite(), [entry.op for entry in flight.entries], data.checksums()[0][0]
 
 
 def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_its_rank() -> None:

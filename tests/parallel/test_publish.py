@@ -48,7 +48,7 @@ def _published(rank: int, world: int) -> list[object]:
         weights[bucket.start : bucket.stop].view(world, -1)[rank] = rank + 1
     expected = [i + 1.0 for b in plan.buckets for i in range(world) for _ in range((b.stop - b.start) // world)]
     chunk = Chunk(weights, plan)
-    publication = Publication(weights, plan, group)
+    publication = Publication(weights, plan, [group] * len(plan.buckets))
     publication.wait_in(chunk, chunk.weights)
     left: list[object] = []
     for layer in (*chunk.layers, chunk.norm):
@@ -71,4 +71,4 @@ def test_each_layer_waits_for_its_own_weights_and_the_end_of_forward_for_the_res
 
 def test_settling_when_nothing_is_on_its_way_does_nothing() -> None:
     plan = plan_buckets(NUMELS, bucket_numel=None)
-    Publication(torch.zeros(plan.numel), plan, everyone(0, 1, "dp_shard")).settle()
+    Publication(torch.zeros(plan.numel), plan, [everyone(0, 1, "dp_shard")]).settle()

@@ -208,7 +208,7 @@ OWNED = {
 def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
     plan = plan_buckets(SIZES, bucket_numel=bucket_numel, end_align=lcm(dp, 128), alone=[0])
     for rank, expected in enumerate(OWNED[bucket_numel, dp]):
-        assert {part.number: part.flat for part in owned_parts(plan, rank, dp)} == expected
+        assert {part.number: part.flat for part in owned_parts(plan, [(rank, dp)] * len(plan.buckets))} == expected
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -225,7 +225,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         assert all((stop - start) % 64 == 0 for start, stop in bounds_of_ranks)
     pieces: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(case.sizes))}
     for rank in range(ranks):
-        parts = owned_parts(plan, rank, ranks)
+        parts = owned_parts(plan, [(rank, ranks)] * len(plan.buckets))
         assert [part.number for part in parts] == sorted({part.number for part in parts})  # one part of each at most
         for part in parts:
             slot = plan.slots[part.number]
@@ -253,7 +253,7 @@ def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
         plan = plan_buckets(sizes, bucket_numel=600, end_align=64 * 4, kinds=kinds)
         for bucket in plan.buckets:
             assert len({kinds[number] for number in bucket.members}) == 1
-        parts = [owned_parts(plan, rank, 4) for rank in range(4)]
+        parts = [owned_parts(plan, [(rank, 4)] * len(plan.buckets)) for rank in range(4)]
         found.append([[(part.number, part.flat) for part in own if part.number in shared] for own in parts])
     assert found[0] == found[1]
 

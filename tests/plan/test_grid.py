@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations, permutations
 from typing import Any
 
@@ -265,3 +266,16 @@ def test_only_degrees_and_worlds_that_the_rest_of_a_run_accepts_are_recommended(
     )
     (text,) = dense_problems(world=7, tp=2, fits=lambda degrees, world: False)
     assert "use 6 or 8 processes" in text, "something must be said"
+
+
+def test_a_grid_knows_how_experts_divide_its_ranks() -> None:
+    experts = expert_grid(world=8, ep=8)
+    grid = replace(dense_grid(world=8, tp=2, cp=2), experts=experts)
+    assert grid.groups(["cp"]) == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    assert grid.groups(["ep"]) == [tuple(range(8))]
+    assert grid.group_of(5, ["edp"]) == (5,)
+    assert grid.size("ep") == 8 and grid.strides("ep") == (8, 1)
+    here = grid.coordinates(5)
+    assert (here["tp"], here["ep"], here["edp"]) == (1, 5, 0)
+    assert grid.rank_at(here) == 5
+    assert grid.factor(axis="tp", outer=("tp_kv", 1), inner=("tp_copy", 2)).experts == experts
