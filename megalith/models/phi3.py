@@ -1,6 +1,7 @@
 """Phi-3 and Phi-4 as Hugging Face knows them: a Llama with fused projections, and a window in all layers.
 
-Their long-context variants turn each pair of features by a factor of its own (longrope), and are refused.
+Their long-context variants slow each pair of features down by a factor of its own (longrope), and by another one in
+documents that are longer than the rows of the first training.
 Source: Abdin et al. 2024, arXiv:2404.14219.
 """
 
@@ -10,9 +11,10 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
+from megalith.config.rope import RopeConfig
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
-from megalith.models.rope import read_rope, write_rope
+from megalith.models.rope import KIND, PER_PAIR, read_rope, write_rope
 from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, read_usual, said, whole_heads, write_usual
 
 
@@ -22,13 +24,13 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
     """
-    fields = Fields(raw)
+    fields = Fields(_renamed(raw))
     usual = read_usual(fields, max_seq_len=4096, norm_eps=1e-5, switch=False)
     rope = read_rope(fields, max_position=usual["max_seq_len"], fraction=1.0)
-    if rope.scaling != "none":  # transformers takes yarn for another name of longrope, and refuses all others
+    if rope.scaling not in ("none", "longrope"):  # transformers refuses all others
         fields.problems.append(
             f"rotary positions with rope_type={rope.scaling!r} are not supported in a Phi-3: rope_type must be "
-            f"'default'."
+            f"'default' or 'longrope'."
         )
     window = fields.whole_or_none("sliding_window")
     embedding, residual = fields.number("embd_pdrop", 0.0, zero=True), fields.number("resid_pdrop", 0.0, zero=True)
@@ -42,6 +44,21 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**usual, rope=rope, attention=AttentionConfig(window=window))
 
 
+def _renamed(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with older names of longrope as they are today, and the first training's rows beside its factors."""
+    found = dict(raw)
+    rows = {name: raw[name] for name in (ROWS,) if name in raw}
+    for place in ("rope_scaling", "rope_parameters"):
+        part = found.get(place)
+        if isinstance(part, Mapping) and "short_factor" in part:
+            names = {name: "longrope" for name in KIND if part.get(name) in ("su", "yarn")}
+            found[place] = rows | dict(part) | names
+    return found
+
+
+ROWS = "original_max_position_embeddings"
+
+
 def write_config(config: ModelConfig) -> dict[str, Any]:
     """Our config -> contents of a config.json, readable by transformers 4 and 5.
 
@@ -51,13 +68,23 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     whole_heads(config)
     raw = {
         **write_usual(config, PHI3, switch=False),
-        **write_rope(config.rope, fraction=True),
+        **_write_rope(config.rope),
         "sliding_window": config.attention.window,
-        "original_max_position_embeddings": config.max_seq_len,
+        ROWS: config.rope.original_max_position if config.rope.scaling == "longrope" else config.max_seq_len,
         "embd_pdrop": config.dropout.embedding,
         "resid_pdrop": config.dropout.residual,
     }
     return said(raw, config, read_config, PHI3)
+
+
+def _write_rope(rope: RopeConfig) -> dict[str, Any]:
+    """As usual, but with longrope nothing beside the factors in the older place, or transformers 4 refuses it."""
+    written = write_rope(rope, fraction=True)
+    if rope.scaling == "longrope":
+        written["rope_scaling"] = {"type": "longrope", **{name: written["rope_scaling"][name] for name in PER_PAIR}}
+        for name in ("factor", "attention_factor"):  # follow from the lengths
+            written["rope_parameters"].pop(name, None)
+    return written
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:

@@ -1,7 +1,7 @@
 """Rotary positions in config.json: as transformers 4 spells them, and as 5 does; read either, write both."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalith.config.rope import RopeConfig
@@ -25,13 +25,24 @@ YARN_KEYS = {
 }
 """yarn: theirs -> ours; mscale and mscale_all_dim are another way to say attention_factor."""
 
+LONGROPE_KEYS = {
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
+    "original_max_position_embeddings": "original_max_position",
+    "factor": "factor",
+    "attention_factor": "attention_factor",
+}
+"""longrope: theirs -> ours; without a factor it is the whole context over the original one."""
+
 WANTED = {
     "default": (), "linear": ("factor",), "dynamic": ("factor",), "llama3": tuple(LLAMA3_KEYS), "yarn": ("factor",),
+    "longrope": tuple(LONGROPE_KEYS)[:3],
 }  # fmt: skip
 """What a kind of scaling must say."""
 
 ALLOWED = {kind: frozenset(wanted) for kind, wanted in WANTED.items()} | {
     "yarn": frozenset((*YARN_KEYS, "mscale", "mscale_all_dim")),
+    "longrope": frozenset(LONGROPE_KEYS),
     # Models that were stretched by another rule before keep saying how long their first rows were.
     "dynamic": frozenset(("factor", "original_max_position_embeddings")),
 }
@@ -96,12 +107,21 @@ def _mappings(fields: Fields, layer: str | None, scaled: bool) -> tuple[Mapping[
     return found[0], found[1]
 
 
+PER_PAIR = ("short_factor", "long_factor")
+
+
 def _fits(kind: str, values: Mapping[str, Any]) -> bool:
     """Whether the values are those of the kind, each of its own kind."""
     if kind not in WANTED or not set(WANTED[kind]) <= values.keys() or not values.keys() <= ALLOWED[kind]:
         return False
     whole = type(values.get("original_max_position_embeddings", 1)) is int
-    numbers = {name: value for name, value in values.items() if name not in ("truncate", "mscale", "mscale_all_dim")}
+    other = ("truncate", "mscale", "mscale_all_dim", *PER_PAIR)
+    numbers = {name: value for name, value in values.items() if name not in other}
+    pairs = [values[name] for name in PER_PAIR if name in values]
+    if not all(
+        isinstance(each, Sequence) and _above_zero({str(i): one for i, one in enumerate(each)}) for each in pairs
+    ):
+        return False
     scales = all(type(values.get(name, 0)) in (int, float) for name in ("mscale", "mscale_all_dim"))
     return whole and scales and type(values.get("truncate", True)) is bool and _above_zero(numbers)
 
@@ -116,7 +136,7 @@ def _refusal(kind: str, values: Mapping[str, Any], base: Mapping[str, Any]) -> s
     return (
         f"rotary positions of rope_type={kind!r} with {wrong!s:.200} are not supported: rope_type must be 'default' "
         f"with nothing beside rope_theta, 'linear' or 'dynamic' with factor, 'yarn' with factor and what it may have, "
-        f"or 'llama3' with {', '.join(LLAMA3_KEYS)}."
+        f"'llama3' with {', '.join(LLAMA3_KEYS)}, or 'longrope' with {', '.join(WANTED['longrope'])}."
     )
 
 
@@ -133,6 +153,10 @@ def _scaling(kind: str, values: Mapping[str, Any], max_position: int) -> dict[st
         case "yarn":
             ours = {ours: values[theirs] for theirs, ours in YARN_KEYS.items() if theirs in values}
             return {"scaling": kind, "original_max_position": max_position, **ours, **_sharpness(values)}
+        case "longrope":
+            ours = {ours: values[theirs] for theirs, ours in LONGROPE_KEYS.items() if theirs in values}
+            ours |= {name: tuple(map(float, ours[name])) for name in ("short_factors", "long_factors")}
+            return {"scaling": kind, "factor": max_position / ours["original_max_position"], **ours}
         case _:
             return {}
 
@@ -172,4 +196,8 @@ def rope_values(rope: RopeConfig) -> tuple[str, dict[str, Any]]:
             return rope.scaling, {theirs: getattr(rope, ours) for theirs, ours in LLAMA3_KEYS.items()}
         case "yarn":
             values = {theirs: getattr(rope, ours) for theirs, ours in YARN_KEYS.items()}
+            return rope.scaling, {name: value for name, value in values.items() if value is not None}
+        case "longrope":
+            values = {theirs: getattr(rope, ours) for theirs, ours in LONGROPE_KEYS.items()}
+            values |= {name: list(values[name]) for name in PER_PAIR}
             return rope.scaling, {name: value for name, value in values.items() if value is not None}

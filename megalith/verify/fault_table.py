@@ -14,6 +14,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.rope import RopeConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
 from megalith.verify.ranks import Difference, layout_case, prove_layout
@@ -96,6 +97,8 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
         qk_norm="whole" if "whole norms" in fault.needs else "none", sinks="sinks" in fault.needs,
         window=3 if "window" in fault.needs else None,
     )  # fmt: skip
+    if "places" in fault.needs:  # scores are large enough for all three places to matter
+        return replace(model, attention=replace(kind, scale=30.0), rope=RopeConfig(sections=(1, 1, 1), theta=2.0))
     return replace(model, attention=kind)
 
 

@@ -65,7 +65,7 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "latent", "adapters",
+    "latent", "adapters", "places",
 ]  # fmt: skip
 
 
@@ -319,6 +319,10 @@ def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
 
 
 def _late_chunk_first(self: Slices, rank: int) -> Numbers:
+def _places_of_the_first_slice(tokens: Tokens, places: Numbers) -> Tokens:
+    return replace(tokens, positions=torch.from_numpy(places[:, : tokens.num_tokens]))
+
+
     read = ORIGINAL_AS_READ(self, rank)
     return np.concatenate([np.roll(row, len(row) // 2) for row in np.split(read, self.repeats)])
 
@@ -546,6 +550,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
         "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
+    Fault(
+        "cp_places_of_the_first_slice", "Every context-parallel rank takes the first tokens' places in a picture.",
+        "numbers", ("cp", "places"), lambda: replaced(loader, "with_places", _places_of_the_first_slice),
+    ),
     ),
     Fault(
         "dropout_per_rank", "Every rank numbers its rows from zero, so that all drop the same of different tokens.",

@@ -57,10 +57,14 @@ class RaggedRows:
     eod: int | None = None
     """This token, about every fifth, ends a document; None: rows are documents."""
 
+    places: bool = False
+    """Tokens have random places in time, height and width, in all rows but every third, which are text."""
+
     @property
     def fingerprint(self) -> str:
         """What it is made of."""
-        return f"ragged rows {self.seq_len} {self.vocab_size} {self.num_samples} {self.masked} {self.eod}"
+        made_of = (self.seq_len, self.vocab_size, self.num_samples, self.masked, self.eod, self.places)
+        return " ".join(["ragged rows", *map(str, made_of)])
 
     def __len__(self) -> int:
         return self.num_samples
@@ -72,7 +76,7 @@ class RaggedRows:
         kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
         if self.eod is not None:
             ids[draw.random(len(ids)) < 0.2] = self.eod
-        return Sample(ids, kept)
+        return Sample(ids, kept, places=draw.integers(0, 30, (3, self.seq_len)) if self.places and k % 3 else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +249,10 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
     eod = 7 if run.data.documents else None
-    dataset = RaggedRows(train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17), eod=eod)
+    dataset = RaggedRows(
+        train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17), eod=eod,
+        places=bool(run.model.rope.sections),
+    )  # fmt: skip
     return Loader(
         dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),

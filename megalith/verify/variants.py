@@ -49,9 +49,9 @@ SINKS = replace(
 """As gpt-oss: sinks, windows in every other layer, yarn, a clamped gate; and pairs of neighbours turn."""
 
 GATED = replace(
-    PLAIN, attention=AttentionConfig(gated=True, qk_norm="l2"), rope=RopeConfig(skip=(False, True))
+    PLAIN, attention=AttentionConfig(gated=True, qk_norm="l2"), rope=RopeConfig(skip=(False, True), sections=(1, 1, 1))
 )  # fmt: skip
-"""Attention with a gate, L2 norms, and every other layer without positions."""
+"""Attention with a gate, L2 norms, every other layer without positions, the rest with places in time, height, width."""
 
 LATENT = replace(
     PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(

@@ -51,6 +51,7 @@ TWO_THETAS = {
     "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+LONGROPE = {"rope_type": "longrope", "rope_theta": 30.0, "short_factor": [1.0, 1.5], "long_factor": [1.25, 8.0]}
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 HALF_WINDOWED = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 SCALES = {
@@ -101,6 +102,12 @@ CASES: dict[str, Case] = {
     "granite": Case("GraniteConfig", SCALES),
     "phi3": Case("Phi3Config", {"sliding_window": 4, "rope_parameters": {**FAST, "partial_rotary_factor": 0.5}}),
     "phi3, tied": Case("Phi3Config", {"tie_word_embeddings": True}),
+    "phi3, below the first length": Case(
+        "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 11}
+    ),
+    "phi3, above the first length": Case(
+        "Phi3Config", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 10}
+    ),
     "starcoder2": Case("Starcoder2Config", {"sliding_window": 4, "rope_parameters": FAST}),
     "starcoder2, no biases": Case(
         "Starcoder2Config", {"use_bias": False, "hidden_act": "gelu", "tie_word_embeddings": True}

@@ -62,6 +62,8 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
     ("olmo2", "", {"norm_eps": 1e-2}),
     ("smollm3", "rope", {"skip": ()}),
     ("granite", "", {"residual_scale": 1.0}),
+    ("phi3, below the first length", "rope", {"original_max_position": 10}),
+    ("phi3, above the first length", "rope", {"attention_factor": 1.0}),
     ("granite", "", {"logit_scale": 1.0}),
 ]
 """One setting wrong: what the comparison must be able to see."""

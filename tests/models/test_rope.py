@@ -28,6 +28,10 @@ ROPES = [
     RopeConfig(scaling="llama3", factor=4.0, low_freq_factor=1.5, high_freq_factor=5.0, original_max_position=99),
     RopeConfig(scaling="yarn", factor=4.0, beta_fast=30.0, beta_slow=2.0, whole_pairs=False, attention_factor=1.5),
     RopeConfig(scaling="yarn", factor=40.0, original_max_position=4096),
+    RopeConfig(scaling="longrope", factor=4.0, short_factors=(1.0, 1.5), long_factors=(2.0, 8.0)),
+    RopeConfig(
+        scaling="longrope", short_factors=(1.0,), long_factors=(2.0,), original_max_position=32, attention_factor=1.5
+    ),
 ]
 
 

@@ -28,6 +28,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "ring_never_turned": (False, "wrong loss"),
     "ring_gradients_kept": (False, "wrong gradients"),
     "cp_positions_local": (False, "wrong loss"),
+    "cp_places_of_the_first_slice": (False, "wrong loss"),
     "cp_chunks_swapped": (False, "wrong loss"),
     "dropout_per_rank": (False, "wrong loss"),
     "tied_sum_left_out": (False, "wrong gradients"),
@@ -53,6 +54,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "latent_key_not_entered": (True, "wrong gradients"),
     "positions_of_first_rank": (False, "wrong loss"),
     "adapter_invariant": (True, "wrong gradients"),
+    "adapter_mask_of_first_slice": (False, "wrong loss"),
     "stale_input_recomputed": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
     "second_sum_removed": (True, "wrong gradients"),
@@ -130,6 +132,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "window" in fault.needs,
     )
     assert (model.positions == "learned") == ("learned positions" in fault.needs)
+    assert bool(model.rope.sections) == ("places" in fault.needs)
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
