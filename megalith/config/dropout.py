@@ -22,17 +22,11 @@ class DropoutConfig:
         return max(self.embedding, self.residual, self.attention) > 0
 
 
-def dropout_problems(dropout: DropoutConfig, *, cp: int) -> list[str]:
+def dropout_problems(dropout: DropoutConfig) -> list[str]:
     """What keeps a run from dropping what it is asked to, as messages for the user."""
     shares = {field.name: getattr(dropout, field.name) for field in fields(dropout)}
-    problems = [
+    return [
         f"model.dropout.{name}={p} must be a probability, at least 0 and below 1. Use 0.1."
         for name, p in shares.items()
         if not 0 <= p < 1
     ]
-    if dropout.attention > 0 and cp > 1:
-        problems.append(
-            f"model.dropout.attention={dropout.attention} with parallel.cp={cp}: weights of keys that are on other "
-            f"ranks are not dropped yet. Set model.dropout.attention=0, or parallel.cp=1."
-        )
-    return problems

@@ -232,16 +232,19 @@ def _places(samples: Sequence[Row], lengths: list[int]) -> Ids | None:
 
 def with_dropout(batch: Batch, rows: Sequence[int], *, seed: int) -> Batch:
     """The batch as training with dropout needs it; `rows`: which rows of the whole run it has."""
-    context = batch.tokens.context
+    context, device = batch.tokens.context, batch.ids.device
     source = None if context is None else context.slices.source
     read = batch.tokens.whole.num_tokens if source is None else np.count_nonzero(source >= 0)
     numbers = np.asarray(rows, dtype=np.int64)[:, None] * (read // len(rows)) + np.arange(read // len(rows))
     numbers = numbers.reshape(-1)
-    if context is not None:
-        mine = context.slices.as_read(context.rank)
-        numbers = np.where(mine >= 0, numbers[mine], -1)
-    key = DropoutKey(seed, _flat(numbers, batch.ids.device))
-    return replace(batch, tokens=replace(batch.tokens, dropout=key))
+    if context is None:
+        return replace(batch, tokens=replace(batch.tokens, dropout=DropoutKey(seed, _flat(numbers, device))))
+    mine = context.slices.as_read(context.rank)
+    every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
+    numbers = np.where(mine >= 0, numbers[mine], -1)
+    own, whole = (DropoutKey(seed, _flat(one, device)) for one in (numbers, every))
+    context = replace(context, whole=replace(context.whole, dropout=whole))
+    return replace(batch, tokens=replace(batch.tokens, dropout=own, context=context))
 
 
 def _share(

@@ -1,9 +1,11 @@
-"""Attention of each token to the earlier ones of its document: the plain definition, and the fastest way to compute it.
+"""Attention of each token to others of its document: the plain definition, and the fastest way to compute it.
 
 Three ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel, kernels/sdpa.py; and
-intervals of the keys for windows, caps and sinks, kernels/span_attention.py.
+intervals of the keys for windows, caps, sinks and dropped weights, kernels/span_attention.py. Masks and biases of
+single pairs go to torch's kernel, too, document by document.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -11,8 +13,9 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.scores import PLAIN, Scores, causal_mask, masked_attention
-from megalith.kernels.sdpa import Lengths, sdpa_attention
+from megalith.kernels.dropout import DroppedWeights, weight_factors
+from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
+from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
 from megalith.kernels.tokens import Tokens
@@ -20,62 +23,106 @@ from megalith.plan.context import spans_of_lengths
 
 Way = Literal["tiles", "torch", "spans"]
 
+Masks = Sequence[Tensor | None]
+"""Of each document, bool [queries, keys]: which keys each query may see at most; None: no more is hidden."""
+
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, kernel: Kernel = "auto",
+    *, visible: Masks | None = None, kernel: Kernel = "auto",
 ) -> Tensor:  # fmt: skip
-    """Softmax attention, causal and inside each document; every n/g query heads share one key/value head.
+    """Softmax attention inside each document; every n/g query heads share one key/value head.
 
     q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries are the last of its
-    keys, so a key/value cache may stand in front of them. `sinks` [n]: see `masked_attention`. For bf16, scores and
-    softmax are fp32. kernel="torch": torch's kernel where it knows such scores, else the plain definition.
+    keys, so a key/value cache may stand in front of them; where neither causality nor a window asks for places, they
+    may as well be other tokens, of another number. `sinks` [n]: see `masked_attention`. `visible`: masks beside what
+    `scores` hide. For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such scores,
+    else the plain definition.
     """
     lengths = tokens.lengths
+    if visible is not None:
+        return _with_masks(q, k, v, tokens, scores, sinks, visible, kernel)
     if scores.window is not None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
-        return _document_by_document(q, k, v, lengths, scores, sinks)
+        return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else "torch"
     if way == "spans":
         # Planned on the host for the lengths at hand: a compiler would trace that, and once more for all other lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
-        return run(q, k, v, lengths, scores, sinks)
+        return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
     if way == "tiles":
-        return tiled_attention(q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]))
-    return sdpa_attention(q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale)
+        return tiled_attention(q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal)
+    return sdpa_attention(q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale, causal=scores.causal)
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
+    *, visible: Masks | None = None,
+) -> Tensor:  # fmt: skip
     """What `attention` computes, document by document, in plain operations."""
-    return _document_by_document(q, k, v, tokens.lengths, scores, sinks)
+    return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks, visible)
 
 
 def _document_by_document(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
+    visible: Masks | None = None,
+) -> Tensor:  # fmt: skip
     counts, every = zip(*lengths, strict=True)
+    numbers = None if tokens.dropout is None else tokens.dropout.numbers.split(counts)
     outs = []
-    for queries, keys, values in zip(q.split(counts), k.split(every), v.split(every), strict=True):
-        visible = causal_mask(len(queries), len(keys), window=scores.window, device=q.device)
-        outs.append(masked_attention(queries, keys, values, visible, scores, sinks))
+    for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
+        mask, factors = _mask(len(queries), len(keys), scores, None if visible is None else visible[n], q.device), None
+        if scores.dropout is not None and numbers is not None:
+            first = scores.dropout.first_head
+            factors = weight_factors(scores.dropout, numbers[n], numbers[n], range(first, first + q.shape[1]), q.dtype)
+        outs.append(masked_attention(queries, keys, values, mask, scores, sinks, factors=factors))
     return torch.cat(outs)
 
 
-def _spans(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Tensor:
-    return span_attention(q, k, v, spans_of_lengths(lengths, scores.window), scores, sinks)
+def _mask(queries: int, keys: int, scores: Scores, mask: Tensor | None, device: torch.device) -> Tensor | None:
+    """What scores and a document's mask let its queries see: bool [queries, keys]; None: everything."""
+    seen = keys_seen(queries, keys, scores, device=device)
+    return seen if mask is None else mask if seen is None else seen & mask
+
+
+def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
+    """Which weights of these tokens among themselves are dropped; None: none."""
+    if scores.dropout is None or tokens.dropout is None:
+        return None
+    return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers)
+
+
+def _with_masks(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None, visible: Masks,
+    kernel: Kernel,
+) -> Tensor:  # fmt: skip
+    """Attention with a mask for each document: by torch's kernel, unless it does not know the rest."""
+    known = known_to_torch(replace(scores, window=None), sinks)
+    if kernel == "reference" or not known:
+        return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks, visible)
+    counts, every = zip(*tokens.lengths, strict=True)
+    parts = zip(q.split(counts), k.split(every), v.split(every), visible, strict=True)
+    masked = ((*part, _mask(len(part[0]), len(part[1]), scores, mask, q.device)) for *part, mask in parts)
+    return torch.cat([sdpa_masked(*each, scale=scores.scale) for each in masked])
+
+
+def _spans(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None,
+    dropped: DroppedWeights | None,
+) -> Tensor:  # fmt: skip
+    spans = spans_of_lengths(lengths, scores.window, causal=scores.causal)
+    return span_attention(q, k, v, spans, scores, sinks, dropped)
 
 
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
     """The fastest way that knows these scores; a window that reaches over whole documents is none.
 
-    - spans: windows, caps and sinks, on every device: torch's kernel knows no caps and no sinks, and windows only as a
-      mask over all pairs; its flex_attention, which knows all three on GPUs, has not been measured here. On CPUs also
-      long documents whose values have another width than keys, since torch has no fused kernel for those and keeps all
-      scores.
+    - spans: windows, caps, sinks and dropped weights, on every device: torch's kernel knows no caps, no sinks and no
+      masks by the hash of a pair, and windows only as a mask over all pairs; its flex_attention, which knows all of
+      these on GPUs, has not been measured here. On CPUs also long documents whose values have another width than keys,
+      since torch has no fused kernel for those and keeps all scores.
     - tiles: on CPUs, documents without a cache that are neither very short nor very long.
     - torch: everything else, and every document without the above on other devices.
     """
@@ -92,7 +139,8 @@ def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor
 
 def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:
     """Whether torch's kernel computes these scores without a mask over all pairs."""
-    return scores.window is None and scores.softcap is None and sinks is None
+    strange = scores.off_by_one or scores.dropout is not None or sinks is not None
+    return scores.window is None and scores.softcap is None and not strange
 
 
 def _tiles_pay(dtype: torch.dtype, lengths: tuple[int, ...]) -> bool:

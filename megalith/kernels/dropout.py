@@ -6,6 +6,8 @@ Source of dropout: Srivastava et al. 2014, JMLR 15(56). Of the mixers: Steele et
 number generators", section 2 (64 bits), and Appleby's MurmurHash3 (32 bits).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -14,8 +16,8 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
-from megalith.kernels.scores import PLAIN, Scores, causal_mask, masked_attention
-from megalith.kernels.tokens import Tokens
+from megalith.kernels.scores import WeightDropout
+from megalith.plan.context import Spans, Tile
 
 STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
@@ -59,23 +61,46 @@ def dropped_weights(p: float, key: int, queries: Tensor, keys: Tensor, heads: ra
     return _mix(rows.unsqueeze(-1), _hash(keys, ~key).to(torch.int32)) < _threshold(p)
 
 
-def dropping_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, p: float, key: int, heads: range, scores: Scores = PLAIN,
-    sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """`attention` of which each weight is 0 with probability p, else divided by 1 - p, in plain operations.
+@dataclass(frozen=True, slots=True)
+class DroppedWeights:
+    """Which weights of attention between some queries and some keys are dropped."""
 
-    heads: which of the model's these are. Backward keeps the weights, n values for each pair of tokens of a document.
-    """
-    assert tokens.dropout is not None
-    assert tokens.context is None, "keys of other ranks have numbers that are not here: train/rules.py refuses that"
-    lengths = [queries for queries, _ in tokens.lengths]
-    outs = []
-    for queries, keys, values, numbers in zip(*(x.split(lengths) for x in (q, k, v, tokens.dropout.numbers))):
-        visible = causal_mask(len(queries), len(queries), window=scores.window, device=q.device)
-        factors = (~dropped_weights(p, key, numbers, numbers, heads)).to(torch.promote_types(q.dtype, torch.float32))
-        outs.append(masked_attention(queries, keys, values, visible, scores, sinks, factors=factors.div_(1 - p)))
-    return torch.cat(outs)
+    dropout: WeightDropout
+    queries: Tensor
+    """int64 [t_q]: which tokens of the run the queries are."""
+
+    keys: Tensor
+    """int64 [t_k]: the same of the keys."""
+
+    def factors(self, spans: Spans, tile: Tile, heads: slice, q: Tensor) -> Tensor:
+        """What a tile's weights are multiplied by, [its heads, shared * rows, keys]; `heads`: those of the tile.
+
+        q [heads, shared, length, d], as span attention orders it: key/value heads of row after row, and the query heads
+        that share each.
+        """
+        each, count, shared = [], q.shape[0] // spans.repeats, q.shape[1]
+        for head in range(*heads.indices(q.shape[0])):
+            first = self.dropout.first_head + head % count * shared
+            queries, keys = self._row(head // count, spans.repeats)
+            queries, keys = queries[tile.start : tile.stop], keys[tile.first : tile.last]
+            each.append(
+                weight_factors(self.dropout, queries, keys, range(first, first + shared), q.dtype).flatten(0, 1)
+            )
+        return torch.stack(each)
+
+    def of_row(self, row: int, rows: int, heads: int, dtype: torch.dtype) -> Tensor:
+        """The same of all pairs of one of equal rows, [heads, queries, keys]."""
+        first = self.dropout.first_head
+        return weight_factors(self.dropout, *self._row(row, rows), range(first, first + heads), dtype)
+
+    def _row(self, row: int, rows: int) -> tuple[Tensor, Tensor]:
+        return self.queries.view(rows, -1)[row], self.keys.view(rows, -1)[row]
+
+
+def weight_factors(dropout: WeightDropout, queries: Tensor, keys: Tensor, heads: range, dtype: torch.dtype) -> Tensor:
+    """0 for weights that are dropped, else 1 / (1 - p), fp32 or float64: numbers [t_q], [t_k] -> [heads, t_q, t_k]."""
+    kept = ~dropped_weights(dropout.p, dropout.key, queries, keys, heads)
+    return kept.to(torch.promote_types(dtype, torch.float32)).div_(1 - dropout.p)
 
 
 class DropoutFunction(Function):

@@ -1,7 +1,7 @@
 """Attention by torch's own kernel: documents of one length in one call, else one call for each document.
 
-It knows causal masks, another scale than 1 / sqrt(d) and values of another width than keys (on CPUs these by an unfused
-way that keeps all scores of a document). Caps and sinks it does not know.
+It knows causal masks, none and given ones, another scale than 1 / sqrt(d) and values of another width than keys (on
+CPUs these by an unfused way that keeps all scores of a document). Caps and sinks it does not know.
 """
 
 import torch
@@ -14,35 +14,54 @@ Lengths = tuple[tuple[int, int], ...]
 """(queries, keys) of each document; its queries are the last of its keys."""
 
 
-def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float | None = None) -> Tensor:
-    """Causal attention inside each document: q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t, n, d_v].
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, *, scale: float | None = None, causal: bool = True
+) -> Tensor:
+    """Attention inside each document: q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t, n, d_v].
 
-    `scale`: of the scores; unset: 1 / sqrt(d).
+    `scale`: of the scores; unset: 1 / sqrt(d). Unless `causal`, all queries of a document see all its keys.
     """
     queries, keys = lengths[0]
     if queries == keys and len(set(lengths)) == 1:
-        return sdpa_documents(q, k, v, keys, scale=scale)
+        return sdpa_documents(q, k, v, keys, scale=scale, causal=causal)
     counts, every = [queries for queries, _ in lengths], [keys for _, keys in lengths]
     parts = zip(q.split(counts), k.split(every), v.split(every), strict=True)
-    return torch.cat([_sdpa_document(*part, scale) for part in parts])
+    return torch.cat([_sdpa_document(*part, scale, causal) for part in parts])
 
 
-def sdpa_documents(q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float | None = None) -> Tensor:
+def sdpa_documents(
+    q: Tensor, k: Tensor, v: Tensor, length: int, *, scale: float | None = None, causal: bool = True
+) -> Tensor:
     """Documents of one length, without copying: [t, n, d] seen as [documents, n, length, d]."""
     q, k, v = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
+    out = scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1], scale=scale)
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
     """q [q, n, d], k [kv, g, d] and v [kv, g, d_v] of one document -> [q, n, d_v]."""
     queries, keys = q.shape[0], k.shape[0]
-    if queries == 0:
-        return q.new_empty(0, q.shape[1], v.shape[2])
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    if queries == 0 or keys == 0:
+        return q.new_zeros(queries, q.shape[1], v.shape[2])
     # is_causal aligns the first query with the first key, so a cache needs the mask spelled out; one query sees all.
-    mask = None if queries in (1, keys) else causal_mask(queries, keys, device=q.device)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=queries == keys, enable_gqa=q.shape[1] != k.shape[1], scale=scale
-    )
+    plain = queries == keys or not causal or queries == 1
+    mask = None if plain else causal_mask(queries, keys, device=q.device)
+    return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
+
+
+def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None) -> Tensor:
+    """One document in which query i sees key j where mask[i, j], bool [q, kv]; None: all see all. Queries that see
+    nothing give 0."""
+    if mask is None:
+        return _sdpa_document(q, k, v, scale, False)
+    if not mask.numel():
+        return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    blind = ~mask.any(-1, keepdim=True)  # torch's kernels do not agree on what such a query gives, nor on its gradient
+    return _call(q, k, v, mask | blind, causal=False, scale=scale).masked_fill(blind.unsqueeze(-1), 0)
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa, scale=scale)
     return out.squeeze(0).transpose(0, 1)

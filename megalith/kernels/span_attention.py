@@ -3,7 +3,8 @@
 With the output comes the log of the sum of exponentials, `lse`. Two results of the same queries for different keys
 merge into that for all of them: both are weighted by their share of the sum. Backward needs nothing but the merged lse,
 from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf. A sink, a score that stands
-for no key, is what a query has found before it sees the first one: nothing, with lse = sink.
+for no key, is what a query has found before it sees the first one: nothing, with lse = sink. Weights that are dropped
+count in the sum all the same: what is dropped is decided after softmax.
 
 Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads, keys, d], where
 `heads` counts key/value heads of all rows, and `shared` the query heads that use each. Widths of k and v may differ.
@@ -25,6 +26,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu
+from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.linear import Context
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
@@ -41,10 +43,10 @@ class Result(NamedTuple):
     """[heads, shared, length]: log of the sum of exp(score) over the keys seen; -inf: none yet."""
 
 
-def nothing_found(q: Tensor, width: int, sinks: Tensor | None = None) -> Result:
-    """The result before any key has been seen; `width`: features of a value; sinks [n]."""
+def nothing_found(q: Tensor, width: int, sinks: Tensor | None = None, *, off_by_one: bool = False) -> Result:
+    """The result before any key has been seen; `width`: features of a value; sinks [n]; `off_by_one`: a sink of 0."""
     dtype = torch.promote_types(q.dtype, torch.float32)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=dtype)
+    lse = q.new_full(q.shape[:3], 0.0 if off_by_one else -math.inf, dtype=dtype)
     if sinks is not None:
         lse.copy_(_by_head(sinks, q))
     return Result(q.new_zeros(*q.shape[:3], width, dtype=dtype), lse)
@@ -55,11 +57,16 @@ def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
     return sinks.view(-1, q.shape[1]).repeat(q.shape[0] * q.shape[1] // sinks.numel(), 1).unsqueeze(-1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN) -> None:
-    """Let queries see these keys, too: merges into `result`, in place. The window of `scores` is in the spans."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN,
+    dropped: DroppedWeights | None = None,
+) -> None:  # fmt: skip
+    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in the spans, and which
+    weights are dropped in `dropped`."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
         p, largest, total = _exponentials(_scores(wide_q, wide_k, tile, heads, scores), tile, v.dtype)
+        p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
         found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
         shape = result.lse[place].shape
@@ -85,7 +92,7 @@ class Gradients(NamedTuple):
 
 def attend_backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients,
-    scores: Scores = PLAIN,
+    scores: Scores = PLAIN, dropped: DroppedWeights | None = None,
 ) -> None:  # fmt: skip
     """Add what these keys contribute to the gradients, given the lse over all keys and `delta` = sum of dout · out.
 
@@ -99,9 +106,14 @@ def attend_backward(
         s = _scores(wide_q, wide_k, tile, heads, scores)
         slope = None if scores.softcap is None else _slope(s, scores.softcap)
         p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype)
-        into.dv[keys] += torch.bmm(narrow.transpose(1, 2), drows)
+        factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
+        kept = narrow if factors is None else narrow * factors.to(narrow.dtype)
+        into.dv[keys] += torch.bmm(kept.transpose(1, 2), drows)
         minus = -delta[queries].flatten(1, 2).unsqueeze(-1)
-        if q.dtype == p.dtype:
+        if factors is not None:
+            dp = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype)
+            ds = dp.mul_(factors).add_(minus).mul_(p)
+        elif q.dtype == p.dtype:
             ds = torch.baddbmm(minus, drows, v[keys].transpose(1, 2)).mul_(p)
         else:
             ds = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p)
@@ -194,17 +206,18 @@ class SpanAttention(Function):
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None
-    ) -> Tensor:
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None,
+        dropped: DroppedWeights | None,
+    ) -> Tensor:  # fmt: skip
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n] -> [t, n, d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
-        result = nothing_found(q, v.shape[-1], sinks)
-        attend(q, k, v, spans, result, scores)
+        result = nothing_found(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
+        attend(q, k, v, spans, result, scores, dropped)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks)
-        ctx.spans, ctx.kv_heads, ctx.scores = spans, heads, scores
+        ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped = spans, heads, scores, dropped
         return out
 
     @staticmethod
@@ -215,7 +228,8 @@ class SpanAttention(Function):
         heads, repeats = ctx.kv_heads, ctx.spans.repeats
         sums = Gradients(*(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)))
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
-        attend_backward(q, k, v, lse, rows_by_head(dout, heads, repeats), delta, ctx.spans, sums, ctx.scores)
+        dout = rows_by_head(dout, heads, repeats)
+        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped)
         dq, dk, dv = (x.to(q.dtype) for x in sums)
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         return (
@@ -225,6 +239,7 @@ class SpanAttention(Function):
             None,
             None,
             dsinks,
+            None,
         )
 
 
@@ -239,21 +254,23 @@ def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def span_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
+    dropped: DroppedWeights | None = None,
+) -> Tensor:  # fmt: skip
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d_v].
 
-    The window of `scores` is in the spans; sinks [n].
+    What `scores` hide is in the spans, and which weights are zero in `dropped`; sinks [n].
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks)
-    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def reference_span_attention(
-    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
+    dropped: DroppedWeights | None = None,
+) -> Tensor:  # fmt: skip
     """The same in plain operations, row by row, with the intervals as a mask."""
     visible = None
     if not q.is_meta:  # without numbers there is nothing to mask
@@ -261,5 +278,8 @@ def reference_span_attention(
         bounds = torch.from_numpy(spans.visible).to(q.device)
         visible = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
     q_rows, k_rows, v_rows = (x.unflatten(0, (spans.repeats, -1)) for x in (q, k, v))
-    rows = zip(q_rows, k_rows, v_rows, strict=True)
-    return torch.cat([masked_attention(*row, visible, scores, sinks) for row in rows])
+    outs = []
+    for row, tensors in enumerate(zip(q_rows, k_rows, v_rows, strict=True)):
+        factors = None if dropped is None else dropped.of_row(row, spans.repeats, q.shape[1], q.dtype)
+        outs.append(masked_attention(*tensors, visible, scores, sinks, factors=factors))
+    return torch.cat(outs)

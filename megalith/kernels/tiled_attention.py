@@ -1,4 +1,4 @@
-"""Causal attention of whole documents in tiles, on CPUs.
+"""Attention of whole documents in tiles, causal or not, on CPUs.
 
 Ours works in tiles of a few query rows, like FlashAttention (Dao et al. 2022, arXiv:2205.14135), but a tile sees all of
 its keys at once, so that softmax needs no second pass, and a tile covers many heads, so that each step is one batched
@@ -29,18 +29,20 @@ TILE_ROWS = 64  # queries of a head in a tile; more rows compute more scores abo
 TILE_SCORES = 1 << 22  # scores of a tile over all its heads: 16 MiB in fp32; larger gains nothing, smaller adds steps
 
 
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float) -> Tensor:
+def tiled_attention(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], *, scale: float, causal: bool = True
+) -> Tensor:
     """Documents of these lengths in every row: q [t, n, d], k [t, g, d], v [t, g, d_v], any strides -> [t, n, d_v].
 
     t is a multiple of the sum of the lengths. `scale`: of the scores.
     """
     wanted = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out: Tensor = TiledAttention.apply(q, k, v, lengths, scale, wanted)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = TiledAttention.apply(q, k, v, lengths, scale, causal, wanted)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 class Tile(NamedTuple):
-    """Queries `start` to `stop` of some key/value heads, with the keys `first` to `stop`.
+    """Queries `start` to `stop` of some key/value heads, with the keys `first` to `last`.
 
     The documents lie one after the other; the first is that of query `start`.
     """
@@ -49,24 +51,30 @@ class Tile(NamedTuple):
     first: int
     start: int
     stop: int
+    last: int
+    """Where the queries end, or, if not causal, the last query's document."""
+
     documents: tuple[int, ...]
     """Where each later document among these queries starts."""
+
+    causal: bool
 
     @property
     def keys(self) -> tuple[slice, slice]:
         """Index of k and v [heads, length, d]."""
-        return self.heads, slice(self.first, self.stop)
+        return self.heads, slice(self.first, self.last)
 
 
-def _tiles(heads: int, shared: int, lengths: Sequence[int]) -> Iterator[Tile]:
+def _tiles(heads: int, shared: int, lengths: Sequence[int], causal: bool) -> Iterator[Tile]:
     """Every tile of `heads` key/value heads, each used by `shared` query heads, over documents of these lengths."""
     total, starts = sum(lengths), [0, *accumulate(lengths)]
     together = max(1, TILE_SCORES // (shared * TILE_ROWS * max(lengths)))
     for head in range(0, heads, together):
         for start in range(0, total, TILE_ROWS):
             stop = min(start + TILE_ROWS, total)
-            before, last = bisect_right(starts, start), bisect_left(starts, stop)
-            yield Tile(slice(head, head + together), starts[before - 1], start, stop, tuple(starts[before:last]))
+            before, after = bisect_right(starts, start), bisect_left(starts, stop)
+            last, inside = stop if causal else starts[after], tuple(starts[before:after])
+            yield Tile(slice(head, head + together), starts[before - 1], start, stop, last, inside, causal)
 
 
 def by_head(x: Tensor, kv_heads: int, length: int) -> Tensor:
@@ -95,15 +103,16 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
     if cpu.takes(scores):
         return _loop_softmax(scores, tile, dtype)
-    hidden = _hidden(tile, scores)
-    scores.unflatten(1, (-1, tile.stop - tile.start))[..., -hidden.shape[1] :].add_(hidden)
+    if tile.causal or tile.documents:
+        hidden = _hidden(tile, scores)
+        scores.unflatten(1, (-1, tile.stop - tile.start))[..., -hidden.shape[1] :].add_(hidden)
     return torch.softmax(scores, -1, out=scores).to(dtype)
 
 
 def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
     """Softmax over the keys that each query sees, in one pass; overwrites the scores [heads, shared * rows, keys]."""
     p = scores if dtype == scores.dtype else torch.empty_like(scores, dtype=dtype)
-    queries, keys = tile.stop - tile.start, tile.stop - tile.first
+    queries, keys = tile.stop - tile.start, tile.last - tile.first
     cpu.run(
         "visible_softmax", dtype, scores.numel() // keys, keys, queries, scores, _visible_keys(tile), p,
         elements=scores.numel(),
@@ -114,7 +123,12 @@ def _loop_softmax(scores: Tensor, tile: Tile, dtype: torch.dtype) -> Tensor:
 def _visible_keys(tile: Tile) -> Tensor:
     """The first key that each of a tile's queries sees, and one past the last, counted from its first: [rows, 2]."""
     visible = torch.zeros(tile.stop - tile.start, 2, dtype=torch.int64)
-    torch.arange(tile.start - tile.first + 1, tile.stop - tile.first + 1, out=visible[:, 1])
+    if tile.causal:
+        torch.arange(tile.start - tile.first + 1, tile.stop - tile.first + 1, out=visible[:, 1])
+    else:
+        visible[:, 1] = tile.last - tile.first
+        for start in reversed(tile.documents):
+            visible[: start - tile.start, 1] = start - tile.first
     for start in tile.documents:
         visible[start - tile.start :, 0] = start - tile.first
     return visible
@@ -122,23 +136,28 @@ def _visible_keys(tile: Tile) -> Tensor:
 
 def _hidden(tile: Tile, like: Tensor) -> Tensor:
     """-inf where a query may not see a key, 0 elsewhere: [rows, keys], or of the last keys if all others are seen."""
-    size = tile.stop - tile.start
+    size, keys = tile.stop - tile.start, tile.last - tile.first
     if not tile.documents:
         return like.new_full((size, size), float("-inf")).triu(1)
-    hidden = like.new_full((size, tile.stop - tile.first), float("-inf")).triu(1 + tile.start - tile.first)
+    hidden = like.new_full((size, keys), float("-inf"))
+    hidden = hidden.triu(1 + tile.start - tile.first) if tile.causal else hidden.zero_()
     for start in tile.documents:
         hidden[start - tile.start :, : start - tile.first] = float("-inf")
+        if not tile.causal:
+            hidden[: start - tile.start, start - tile.first :] = float("-inf")
     return hidden
 
 
 class TiledAttention(Function):
-    """Causal attention, tile by tile, over rows of tokens; each row has documents of these lengths."""
+    """Attention, tile by tile, over rows of tokens; each row has documents of these lengths."""
 
-    reference = staticmethod(lambda q, k, v, lengths, scale, wanted: _sdpa_rows(q, k, v, lengths, scale))
+    reference = staticmethod(
+        lambda q, k, v, lengths, scale, causal, wanted: _sdpa_rows(q, k, v, lengths, scale, causal)
+    )
 
     @staticmethod
     def forward(
-        ctx: Context, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, wanted: bool
+        ctx: Context, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool, wanted: bool
     ) -> Tensor:
         """q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v]; keeps copies of them, ordered by head."""
         kv_heads = k.shape[1]
@@ -147,13 +166,13 @@ class TiledAttention(Function):
         wide_q, wide_k = wide(q), wide(k)
         out = q.new_empty(*q.shape[:3], v.shape[2])
         kept = []
-        for tile in _tiles(q.shape[0], q.shape[1], lengths):
+        for tile in _tiles(q.shape[0], q.shape[1], lengths, causal):
             p = _probabilities(wide_q, wide_k, tile, scale, q.dtype)
             out[tile.heads, :, tile.start : tile.stop] = torch.bmm(p, v[tile.keys]).unflatten(1, (q.shape[1], -1))
             if wanted and max(lengths) <= KEPT_LENGTH:
                 kept.append(p)
         ctx.save_for_backward(q, k, v, *kept)
-        ctx.kv_heads, ctx.lengths, ctx.scale = kv_heads, lengths, scale
+        ctx.kv_heads, ctx.lengths, ctx.scale, ctx.causal = kv_heads, lengths, scale, causal
         return by_token(out, kv_heads)
 
     @staticmethod
@@ -165,7 +184,7 @@ class TiledAttention(Function):
         wide_q, wide_k = (q, k) if kept else (wide(q), wide(k))
         dq = torch.empty_like(q)
         dk, dv = (torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-        for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths)):
+        for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths, ctx.causal)):
             p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, ctx.scale, q.dtype)
             rows, drows = _rows(q, tile), _rows(dout, tile)
             dv[tile.keys] += torch.bmm(p.transpose(1, 2), drows)
@@ -174,13 +193,13 @@ class TiledAttention(Function):
             dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
             dk[tile.keys] += torch.bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(ctx.scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
-        return *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)), None, None, None
+        return *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)), None, None, None, None
 
 
-def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float) -> Tensor:
+def _sdpa_rows(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], scale: float, causal: bool) -> Tensor:
     """What `TiledAttention` computes, by torch's kernel."""
     rows = q.shape[0] // sum(lengths)
-    return sdpa_attention(q, k, v, tuple((length, length) for length in lengths) * rows, scale=scale)
+    return sdpa_attention(q, k, v, tuple((length, length) for length in lengths) * rows, scale=scale, causal=causal)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -53,6 +53,9 @@ class Tokens:
     dropout: "DropoutKey | None" = None
     """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
 
+    balance: "BalanceShare | None" = None
+    """What losses that keep experts busy count; None where nothing is trained."""
+
     context: "Context | None" = None
     """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are
     here, and keys wherever they are."""
@@ -66,6 +69,19 @@ class Tokens:
     def whole(self) -> "Tokens":
         """All tokens of the microbatch, when ranks share it; else these."""
         return self if self.context is None else self.context.whole
+
+
+class BalanceShare(NamedTuple):
+    """Which microbatch of a step this is, and its part in the step's loss."""
+
+    microbatch: int
+    """Its number on this rank."""
+
+    microbatches: int
+    """How many this rank has in the step."""
+
+    weight: float
+    """What a mean over the microbatch counts: 1 / (microbatches of all ranks), times the loss scale of fp16."""
 
 
 class DropoutKey(NamedTuple):
@@ -106,25 +122,37 @@ class Context:
     neighbours: Join
     """Of those that exchange heads before a ring goes across them; of me alone where there are none."""
 
-    seen: dict[tuple[int, int | None], tuple[Spans, ...]] = field(default_factory=dict, repr=False)
+    seen: dict[tuple[int, int | None, bool], tuple[Spans, ...]] = field(default_factory=dict, repr=False)
     """What has been planned so far, since all layers ask the same."""
 
-    def spans_of_groups(self, near: int, *, window: int | None = None) -> tuple[Spans, ...]:
+    def spans_of_groups(self, near: int, *, window: int | None = None, causal: bool = True) -> tuple[Spans, ...]:
         """What the tokens of my group of `near` neighbours see of those of every such group."""
-        if (near, window) not in self.seen:
+        asked = near, window, causal
+        if asked not in self.seen:
             parts = self.slices.joined(near)
-            self.seen[near, window] = tuple(self._spans(parts[self.rank // near], keys, window) for keys in parts)
-        return self.seen[near, window]
+            mine = parts[self.rank // near]
+            self.seen[asked] = tuple(self._spans(mine, keys, window, causal) for keys in parts)
+        return self.seen[asked]
 
-    def spans_of_all(self, *, window: int | None = None) -> Spans:
+    def spans_of_all(self, *, window: int | None = None, causal: bool = True) -> Spans:
         """What my tokens see of all tokens in natural order."""
-        if (0, window) not in self.seen:
+        asked = 0, window, causal
+        if asked not in self.seen:
             everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[0, window] = (self._spans(self.slices.numbers[self.rank], everything, window),)
-        return self.seen[0, window][0]
+            self.seen[asked] = (self._spans(self.slices.numbers[self.rank], everything, window, causal),)
+        return self.seen[asked][0]
 
-    def _spans(self, queries: Numbers, keys: Numbers, window: int | None) -> Spans:
-        return plan_spans(queries, keys, self.slices.starts(), repeats=self.slices.repeats, window=window)
+    def spans_of_whole(self, *, window: int | None = None, causal: bool = True) -> Spans:
+        """What all tokens, in natural order, see of one another; unlike `whole`, without the padding that follows."""
+        asked = -1, window, causal
+        if asked not in self.seen:
+            everything = np.arange(self.slices.num_tokens, dtype=np.int64)
+            self.seen[asked] = (self._spans(everything, everything, window, causal),)
+        return self.seen[asked][0]
+
+    def _spans(self, queries: Numbers, keys: Numbers, window: int | None, causal: bool) -> Spans:
+        slices, ends = self.slices, None if causal else self.slices.ends()
+        return plan_spans(queries, keys, slices.starts(), ends=ends, repeats=slices.repeats, window=window)
 
 
 def tokens_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Tokens:
@@ -186,9 +214,6 @@ def tokens_of_slices(slices: Slices, slicing: Slicing, *, device: torch.device |
     )
 
 
-def _join(parts: Numbers, device: torch.device | str) -> Join:
-    order = np.argsort(parts.reshape(-1))
-    return Join(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))
 def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
     """The tokens with `places` [3, t] in time, height and width, given for all that were read; filler is at 0.
 
@@ -205,3 +230,6 @@ def with_places(tokens: Tokens, places: NDArray[np.int64]) -> Tokens:
     return replace(tokens, positions=torch.from_numpy(mine).to(device), context=replace(context, whole=whole))
 
 
+def _join(parts: Numbers, device: torch.device | str) -> Join:
+    order = np.argsort(parts.reshape(-1))
+    return Join(torch.from_numpy(order).to(device), torch.from_numpy(np.argsort(order)).to(device))

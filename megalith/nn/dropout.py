@@ -1,14 +1,14 @@
 """Dropout of activations outside divided work, and of attention's weights, the same under every layout."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
-from megalith.kernels.dropout import dropout, dropping_attention
-from megalith.kernels.scores import PLAIN, Scores
+from megalith.kernels.dropout import dropout
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -48,7 +48,7 @@ class DroppingAttention:
     """While training, set each of attention's weights to zero with probability p: see `Attend`."""
 
     core: Attend
-    """Where nothing is trained."""
+    """How tokens are seen."""
 
     layer: int
     p: float
@@ -59,12 +59,12 @@ class DroppingAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
     ) -> Tensor:
-        """In plain operations, whose backward keeps every weight."""
+        """What `core` does, with the weights to be dropped among the scores' settings."""
         if tokens.dropout is None:
             return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
-        heads = range(self.first_head, self.first_head + q.shape[1])
         place = key_of(tokens.dropout.seed, "dropout", "weights", self.layer)
-        return dropping_attention(q, k, v, tokens, self.p, place, heads, scores, sinks)
+        dropping = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
+        return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
 
 
 def with_dropped_weights(core: Attend, config: ModelConfig, layer: int, mesh: Mesh) -> Attend:

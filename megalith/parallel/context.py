@@ -24,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from megalith.config.context import ContextConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.attention import attention
+from megalith.kernels.attention import attention, dropped_between
+from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
     Gradients,
@@ -46,7 +47,7 @@ from megalith.plan.context import Slicing, Spans, kind_of_layer
 
 
 class Attend(Protocol):
-    """Softmax attention, causal and inside each document, of my tokens to all that they may see, wherever it is."""
+    """Softmax attention inside each document, of my tokens to all that they may see, wherever it is."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
@@ -95,8 +96,10 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
     ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
-        spans = _context(tokens).spans_of_groups(1, window=scores.window)
-        return ring_attention(q, k, v, self.group, spans, scores, sinks, overlap=self.overlap)
+        context = _context(tokens)
+        spans = context.spans_of_groups(1, window=scores.window, causal=scores.causal)
+        dropped = dropped_of_groups(tokens, scores, 1)
+        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +115,10 @@ class Gathered:
         context = _context(tokens)
         everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        return span_attention(q, k, v, context.spans_of_all(window=scores.window), scores, sinks)
+        spans, dropped = context.spans_of_all(window=scores.window, causal=scores.causal), None
+        if scores.dropout is not None and tokens.dropout is not None:
+            dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
+        return span_attention(q, k, v, spans, scores, sinks, dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,12 @@ class HeadExchange:
         """One all-to-all before, one after."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
-        out = attention(q, k, v, context.whole, scores, sinks_of_my_heads(sinks, self.group))
+        scores, sinks = scores_of_my_heads(scores, self.group, q.shape[1]), sinks_of_my_heads(sinks, self.group)
+        if scores.causal or context.slices.source is None:
+            out = attention(q, k, v, context.whole, scores, sinks)
+        else:  # documents end with padding, which nobody may see
+            spans = context.spans_of_whole(window=scores.window, causal=False)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(context.whole, scores))
         return tokens_for_heads(out, self.group, context.everyone)
 
 
@@ -145,15 +156,43 @@ class HeadsThenRing:
         """The neighbours' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
-        spans = context.spans_of_groups(self.near.size, window=scores.window)
-        mine = sinks_of_my_heads(sinks, self.near)
-        out = ring_attention(q, k, v, self.ring, spans, scores, mine, overlap=self.overlap)
+        spans = context.spans_of_groups(self.near.size, window=scores.window, causal=scores.causal)
+        scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), sinks_of_my_heads(sinks, self.near)
+        dropped = dropped_of_groups(tokens, scores, self.near.size)
+        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, overlap=self.overlap)
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
 def _context(tokens: Tokens) -> Context:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
     return tokens.context
+
+
+# --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are
+
+
+def dropped_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
+    """Which weights of my group of `near` neighbours' tokens with those of every such group are dropped; None: none."""
+    if scores.dropout is None or tokens.dropout is None:
+        return None
+    context = _context(tokens)
+    numbers, parts = _numbers_of_all(context), context.slices.joined(near)
+    each = [numbers[torch.from_numpy(part).to(numbers.device)] for part in parts]
+    return [DroppedWeights(scores.dropout, each[context.rank // near], keys) for keys in each]
+
+
+def _numbers_of_all(context: Context) -> Tensor:
+    """int64 [t]: which tokens of the run those of the microbatch are, in natural order."""
+    assert context.whole.dropout is not None, "the loader numbers all tokens of a microbatch that ranks share"
+    return context.whole.dropout.numbers
+
+
+def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
+    """The same scores for those of `heads` of each rank of `group` that are mine after an exchange."""
+    if scores.dropout is None:
+        return scores
+    first = scores.dropout.first_head + group.rank * heads
+    return replace(scores, dropout=scores.dropout._replace(first_head=first))
 
 
 # --- tokens for heads
@@ -227,16 +266,18 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
-    scores: Scores = PLAIN, sinks: Tensor | None = None, *, overlap: bool = True,
+    scores: Scores = PLAIN, sinks: Tensor | None = None, dropped: Sequence[DroppedWeights] | None = None, *,
+    overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
 
-    spans[r]: what my queries see of the keys of rank number r; the window of `scores` is in them. sinks [n].
+    spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide; dropped[r]: which of their
+    weights are zero. sinks [n].
     Without `overlap` every message is waited for before anything else is done; the numbers are the same.
     """
     if group.size == 1:
-        return span_attention(q, k, v, spans[0], scores, sinks)
-    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, overlap)  # type: ignore[no-untyped-call]  # torch's own
+        return span_attention(q, k, v, spans[0], scores, sinks, None if dropped is None else dropped[0])
+    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, overlap)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -252,20 +293,21 @@ class RingAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
-        sinks: Tensor | None, overlap: bool,
+        sinks: Tensor | None, dropped: Sequence[DroppedWeights] | None, overlap: bool,
     ) -> Tensor:  # fmt: skip
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
         q, own = rows_by_head(q, heads, repeats), rows_by_head(torch.cat([k, v], -1), heads, repeats).squeeze(1)
-        result, held = nothing_found(q, widths[1], sinks), own
+        result, held = nothing_found(q, widths[1], sinks, off_by_one=scores.off_by_one), own
         for step in range(group.size):
             coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else None
-            attend(q, *_both(held, widths), spans[_owner(group, step)], result, scores)
+            owner = _owner(group, step)
+            attend(q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner))
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse, sinks)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
-        ctx.overlap = overlap
+        ctx.overlap, ctx.dropped = overlap, dropped
         return out
 
     @staticmethod
@@ -279,17 +321,23 @@ class RingAttention(Function):
         find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq)
         first, last = _halves(spans[group.rank])
         coming, travelling = _while_computing(start_passing(own, group), overlap), None
-        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype))
+        dropped = _of_rank(ctx.dropped, group.rank)
+        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype), dropped)
         for step in range(1, group.size):
             held = coming.wait()
             coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else coming
-            sums = find(held, spans[_owner(group, step)], torch.zeros_like(mine))
+            owner = _owner(group, step)
+            sums = find(held, spans[owner], torch.zeros_like(mine), _of_rank(ctx.dropped, owner))
             travelling = _while_computing(_send_home(sums, travelling, group), overlap)
-        mine = find(own, last, mine)
+        mine = find(own, last, mine, dropped)
         assert travelling is not None
         dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
-        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks, None
+        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks, None, None
+
+
+def _of_rank(dropped: Sequence[DroppedWeights] | None, rank: int) -> DroppedWeights | None:
+    return None if dropped is None else dropped[rank]
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,10 +353,12 @@ class _Finder:
     dq: Tensor
     """The sum so far."""
 
-    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor) -> Tensor:
+    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor, dropped: DroppedWeights | None) -> Tensor:
         """Add it to `sums`, the gradient of kv [heads, keys, d + d_v], and to dq."""
         into = Gradients(self.dq, *_both(sums, self.widths))
-        attend_backward(self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores)
+        attend_backward(
+            self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores, dropped
+        )
         return sums
 
 

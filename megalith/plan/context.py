@@ -1,8 +1,8 @@
 """Context parallelism on paper: which tokens each rank has, and which of another rank's tokens each of mine sees.
 
-Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens of its document, is
-one interval of any rank's tokens, however rows are sliced and documents lie in them: two numbers for each query say all
-that a mask could.
+Every rank keeps its tokens in their natural order. So what a query sees, some of the earlier tokens of its document (or
+of all of them, where attention is not causal), is one interval of any rank's tokens, however rows are sliced and
+documents lie in them: two numbers for each query say all that a mask could.
 """
 
 from collections.abc import Sequence
@@ -87,6 +87,12 @@ class Slices:
         """[t]: the first token of the document each token belongs to."""
         return np.repeat(np.cumsum(self.lengths) - self.lengths, self.lengths)
 
+    def ends(self) -> Numbers:
+        """[t]: one past the last token of the document each token belongs to, padding at its end left out."""
+        real = np.ones(self.num_tokens, dtype=np.int64) if self.source is None else self.source >= 0
+        counts = np.bincount(self.document(), weights=real, minlength=len(self.lengths)).astype(np.int64)
+        return np.repeat(np.cumsum(self.lengths) - self.lengths + counts, self.lengths)
+
     def as_read(self, rank: int) -> Numbers:
         """[t / ranks]: which tokens of the microbatch as it was read one rank has; -1 is padding."""
         mine: Numbers = self.numbers[rank]
@@ -100,7 +106,8 @@ class Slices:
 def zigzag(length: int, ranks: int) -> Numbers:
     """An early and a late chunk of `length` tokens for each rank: number r has chunks r and 2 · ranks - 1 - r.
 
-    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every rank the same.
+    A causal query sees all that came before, so pairs of chunks that lie symmetrically cost every rank the same. Where
+    every query sees the whole row, any chunks would.
     Source: Brandon et al. 2023, arXiv:2311.09431, and Llama 3, arXiv:2407.21783, section 3.3.2.
 
     >>> zigzag(8, 2).tolist()
@@ -195,21 +202,25 @@ class Spans:
 
 
 def plan_spans(
-    queries: Numbers, keys: Numbers, starts: Numbers, *, repeats: int = 1, window: int | None = None
-) -> Spans:
+    queries: Numbers, keys: Numbers, starts: Numbers, *, ends: Numbers | None = None, repeats: int = 1,
+    window: int | None = None,
+) -> Spans:  # fmt: skip
     """What tokens number `queries` see of tokens number `keys`, both ascending, when documents begin at `starts` [t].
 
-    A query sees itself and the earlier tokens of its document; with a `window` no more than so many in all.
+    A query sees itself and the earlier tokens of its document; where attention is not causal, and their documents end
+    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included.
     """
     queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
     lowest = starts[queries] if window is None else np.maximum(starts[queries], queries - window + 1)
-    first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, queries, side="right")
+    beyond = queries + 1 if ends is None else ends[queries]
+    beyond = beyond if window is None else np.minimum(beyond, queries + window)
+    first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
     return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
 
 
 @lru_cache(maxsize=16)  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
-def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = None) -> Spans:
+def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = None, *, causal: bool = True) -> Spans:
     """What queries see when documents of (queries, keys) lie one after the other, queries being the last of their keys.
 
     >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
@@ -217,10 +228,23 @@ def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = 
     """
     counts, keys = np.array(lengths, dtype=np.int64).reshape(-1, 2).T
     ends = np.cumsum(keys)
+    if not causal and window is None:
+        return _spans_of_whole_documents(counts, ends - keys, ends)
     numbers = np.arange(keys.sum()) - np.repeat(ends - keys, keys)
     queries = np.flatnonzero(numbers >= np.repeat(keys - counts, keys))
     repeats = len(lengths) if len(set(lengths)) == 1 else 1
-    return plan_spans(queries, np.arange(len(numbers)), np.repeat(ends - keys, keys), repeats=repeats, window=window)
+    starts = np.repeat(ends - keys, keys)
+    until = None if causal else np.repeat(ends, keys)
+    return plan_spans(queries, np.arange(len(numbers)), starts, ends=until, repeats=repeats, window=window)
+
+
+def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> Spans:
+    """Each document's queries see all of its keys, of which there may be fewer than queries."""
+    alike = len(set(zip(counts.tolist(), (last - first).tolist()))) == 1
+    repeats = len(counts) if alike else 1
+    visible = np.repeat(np.stack([first, last], axis=1), counts, axis=0)[: counts.sum() // repeats]
+    borders = np.unique([0, *np.cumsum(counts)[: len(counts) // repeats]]).tolist()
+    return Spans(repeats, visible, tuple(_tiles(visible, borders)))
 
 
 def _borders(queries: Numbers) -> list[int]:

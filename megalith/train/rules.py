@@ -65,7 +65,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     problems = counts + number_problems(run)
     if not counts:
         problems += context_problems(p, run.model, seq_len=t.seq_len)
-        problems += dropout_problems(run.model.dropout, cp=p.cp)
+        problems += dropout_problems(run.model.dropout)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)

@@ -337,8 +337,8 @@ def _one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers,
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
-def _no_window(self: tokens.Context, near: int, *, window: int | None = None) -> tuple[Spans, ...]:
-    return ORIGINAL_SPANS_OF_GROUPS(self, near)
+def _no_window(self: tokens.Context, near: int, *, window: int | None = None, causal: bool = True) -> tuple[Spans, ...]:
+    return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 
 ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
@@ -352,13 +352,15 @@ class _SinksInEveryStep:
         self.first = True
         self.sinks = torch.empty(0)
 
-    def nothing_found(self, q: Tensor, width: int, sinks: Tensor | None = None) -> Result:
-        result = nothing_found(q, width, sinks)
+    def nothing_found(self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool) -> Result:
+        result = nothing_found(q, width, sinks, **others)
         self.first, self.sinks = True, result.lse.clone()
         return result
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores) -> None:
-        attend(q, k, v, spans, result, scores)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores, dropped: Any
+    ) -> None:
+        attend(q, k, v, spans, result, scores, dropped)
         if not self.first:
             more = torch.logaddexp(result.lse, self.sinks)
             result.out.mul_((result.lse - more).exp_().unsqueeze(-1))

@@ -152,7 +152,7 @@ class ContextRule(Rule):
 
     def __call__(
         self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object, scores: object,
-        sinks: Tensor | None,
+        sinks: Tensor | None, dropped: object,
     ) -> None:  # fmt: skip
         """After `cls.apply` has returned `out`."""
         self.count(group)

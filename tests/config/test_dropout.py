@@ -12,13 +12,5 @@ def test_without_a_probability_nothing_is_dropped() -> None:
 
 @pytest.mark.parametrize("p", [-0.1, 1.0, 3.0, math.nan])
 def test_what_is_no_probability_is_refused_by_name(p: float) -> None:
-    (problem,) = dropout_problems(DropoutConfig(embedding=p), cp=1)
+    (problem,) = dropout_problems(DropoutConfig(embedding=p))
     assert problem == f"model.dropout.embedding={p} must be a probability, at least 0 and below 1. Use 0.1."
-
-
-def test_weights_of_other_ranks_keys_are_not_dropped() -> None:
-    assert dropout_problems(DropoutConfig(attention=0.1), cp=1) == []
-    assert dropout_problems(DropoutConfig(residual=0.1, embedding=0.2), cp=2) == []
-    (problem,) = dropout_problems(DropoutConfig(attention=0.1), cp=2)
-    assert "model.dropout.attention=0.1 with parallel.cp=2" in problem
-    assert problem.endswith("Set model.dropout.attention=0, or parallel.cp=1.")

@@ -1,6 +1,7 @@
-"""Attention stays inside a document, looks only back, serves a cache, and knows windows, caps and sinks."""
+"""Attention stays inside a document, looks back or both ways, serves a cache, and knows windows, caps, sinks, masks."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from megalith.kernels import attention as ways
 from megalith.kernels.attention import Way, attention, reference_attention, way_of, within_reach
 from megalith.kernels.cpu import Kernel
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
+from megalith.kernels.dropout import dropped_weights
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
 
 LAYOUTS = {
     "long rows": tokens_of_rows(2, 70),
@@ -33,6 +35,9 @@ VARIANTS = {
     "softcap": (Scores(softcap=1.5), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
+    "off by one": (Scores(off_by_one=True), False),
+    "both ways": (Scores(causal=False), False),
+    "both ways, everything": (Scores(scale=0.4, window=3, softcap=2.0, causal=False), True),
 }
 
 
@@ -132,6 +137,88 @@ def test_the_reference_says_what_each_variant_means() -> None:
         capped = [0.8 * torch.tanh(0.5 * (q[i, 0] @ k[j, 0]) / 0.8) for j in seen]
         weights = torch.softmax(torch.stack([*capped, sink[0]]), dim=0)[:-1]
         torch.testing.assert_close(y[i], weights @ v[seen, 0])
+
+
+def test_both_ways_and_off_by_one_mean_what_they_say() -> None:
+    """A query sees what comes after it, too, a window to each side; and weights are exp(s) / (1 + sum of exp(s))."""
+    tokens = tokens_of_lengths([3, 5])
+    q, k, v = (x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
+    y = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, causal=False, off_by_one=True))[:, 0]
+    for i in range(8):
+        seen = [j for j in range(8) if abs(i - j) < 2 and (i < 3) == (j < 3)]
+        raised = torch.stack([0.5 * (q[i, 0] @ k[j, 0]) for j in seen]).exp()
+        torch.testing.assert_close(y[i], raised @ v[seen, 0] / (1 + raised.sum()))
+    zero = torch.zeros(1, dtype=torch.float64)
+    same = reference_attention(q, k, v, tokens, Scores(scale=0.5, window=2, causal=False), zero)[:, 0]
+    torch.testing.assert_close(y, same)
+
+
+def test_off_by_one_needs_no_large_scores_to_stay_finite() -> None:
+    tokens = tokens_of_rows(1, 4)
+    q, k, v = (1e3 * x.detach() for x in qkv(tokens, heads=1, kv_heads=1))
+    for kernel in ("auto", "reference"):
+        y = attention(q, k, v, tokens, Scores(off_by_one=True), kernel=kernel)  # type: ignore[arg-type]
+        assert bool(torch.isfinite(y).all())
+
+
+MASKED = tokens_of_queries([(4, 4), (2, 5), (0, 0), (3, 3)])
+MASKS = [torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool(), None, None,
+         torch.tensor([[0, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_masks_hide_keys_beside_what_the_scores_hide(variant: str, kernel: Kernel) -> None:
+    scores, has_sinks = VARIANTS[variant]
+    inputs = qkv(MASKED, heads=4, kv_heads=2, d=6, d_v=4)
+    sinks = sinks_of(4) if has_sinks else None
+    y = attention(*inputs, MASKED, scores, sinks, visible=MASKS, kernel=kernel)
+    expected = reference_attention(*inputs, MASKED, scores, sinks, visible=MASKS)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert not y[3].any(), "a query that sees nothing gives 0"
+    for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+        assert bool(torch.isfinite(mine).all())
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_key_that_a_mask_hides_changes_no_bit_and_has_no_gradient() -> None:
+    q, k, v = qkv(MASKED, heads=4, kv_heads=2)
+    scores = Scores(causal=False)
+    y = attention(q, k, v, MASKED, scores, visible=MASKS)
+    changed = k.detach().clone()
+    changed[2] += 1.0  # hidden from queries 1 to 3
+    assert torch.equal(attention(q, changed, v, MASKED, scores, visible=MASKS)[1:4], y[1:4])
+    (dk,) = torch.autograd.grad(y[1:4].sum(), k)
+    assert not dk[2].any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", ["long rows", "long documents", "rows"])
+def test_dropped_weights_are_those_of_the_definition(layout: str, variant: str) -> None:
+    tokens, (scores, has_sinks) = LAYOUTS[layout], VARIANTS[variant]
+    numbers = torch.arange(700, 700 + tokens.num_tokens)
+    trained = replace(tokens, dropout=DropoutKey(5, numbers))
+    dropping = replace(scores, dropout=WeightDropout(0.4, 99, 2))
+    inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), sinks_of(4) if has_sinks else None
+    y, expected = attention(*inputs, trained, dropping, sinks), reference_attention(*inputs, trained, dropping, sinks)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    assert (y - attention(*inputs, tokens, dropping, sinks)).abs().max() > 0.1, "evaluation drops nothing"
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    wanted = inputs if sinks is None else [*inputs, sinks]
+    for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    assert bool(dropped_weights(0.4, 99, numbers[:5], numbers[:5], range(2, 6)).any())
+
+
+def test_queries_may_be_other_tokens_than_keys_and_more() -> None:
+    """As in cross attention: documents of a memory, one of them empty."""
+    tokens = tokens_of_queries([(5, 3), (2, 70), (4, 0), (1, 1)])
+    for scores in (Scores(causal=False), Scores(causal=False, softcap=2.0), Scores(causal=False, off_by_one=True)):
+        inputs = qkv(tokens, heads=4, kv_heads=2)
+        y, expected = attention(*inputs, tokens, scores), reference_attention(*inputs, tokens, scores)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
+            torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 def test_a_sink_takes_its_share_and_a_very_low_one_takes_none() -> None:
@@ -240,6 +327,11 @@ WAYS: list[tuple[Way, tuple[tuple[int, int], ...], torch.dtype, int, Scores]] = 
     ("spans", lengths_of((4096, 4096)), torch.float32, 4, PLAIN),
     ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(window=8)),
     ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(softcap=8.0)),
+    ("tiles", lengths_of((512, 512)), torch.float32, 8, Scores(causal=False)),
+    ("torch", lengths_of((20, 20)), torch.float32, 8, Scores(causal=False)),
+    ("torch", lengths_of((512, 100)), torch.float32, 8, Scores(causal=False)),
+    ("spans", lengths_of((512, 512)), torch.float32, 8, Scores(off_by_one=True)),
+    ("spans", lengths_of((20, 20)), torch.float32, 8, Scores(dropout=WeightDropout(0.1, 1, 0))),
 ]
 
 
@@ -251,7 +343,8 @@ def test_the_way_follows_from_device_lengths_and_scores(
     assert way_of(q, v, lengths, scores, None) == way
     assert way_of(q, v, lengths, scores, torch.zeros(2)) == "spans"
     elsewhere = way_of(q.to("meta"), v.to("meta"), lengths, scores, None)
-    assert elsewhere == ("spans" if scores.window or scores.softcap else "torch")
+    strange = scores.window or scores.softcap or scores.off_by_one or scores.dropout
+    assert elsewhere == ("spans" if strange else "torch")
 
 
 def test_a_window_over_whole_documents_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +365,7 @@ def test_a_token_read_from_a_cache_costs_its_window() -> None:
     assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), "dropped by the cache"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [name for name, (scores, _) in VARIANTS.items() if scores.causal])
 def test_reading_on_from_a_cache_gives_the_tail_of_the_whole(variant: str) -> None:
     scores, has_sinks = VARIANTS[variant]
     whole = tokens_of_rows(1, 12)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.kernels.scores import Scores, causal_mask, masked_attention
+from megalith.kernels.scores import Scores, causal_mask, keys_seen, masked_attention
 
 
 def test_scores_are_scaled_by_the_features_unless_told() -> None:
@@ -23,6 +23,21 @@ def test_a_query_sees_itself_and_what_came_before_within_its_window(
         assert [j for j in range(keys) if mask[i, j]] == [
             j for j in range(keys) if j <= own and (window is None or own - j < window)
         ]
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 9])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 4), (2, 5), (1, 3)])
+def test_both_ways_a_window_reaches_as_far_after_a_query_as_before_it(
+    queries: int, keys: int, window: int | None
+) -> None:
+    mask = keys_seen(queries, keys, Scores(window=window, causal=False), device=torch.device("cpu"))
+    if window is None or window >= keys:
+        assert mask is None
+        return
+    assert mask is not None
+    for i in range(queries):
+        own = keys - queries + i
+        assert [j for j in range(keys) if mask[i, j]] == [j for j in range(keys) if abs(own - j) < window]
 
 
 @pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0])])

@@ -58,12 +58,13 @@ def test_bf16_gradients_are_as_near_to_float64_as_those_of_torch(length: int) ->
         assert (mine - right).norm() <= 2 * (theirs - right).norm()
 
 
-@pytest.mark.parametrize("lengths", [(70,), (600,), (40, 90, 3)])
-def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("lengths", [(70,), (600,), (40, 90, 3), (3, 50, 1, 80, 64)])
+def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[int, ...], causal: bool) -> None:
     tokens = tokens_of_lengths(list(lengths) * 2)
     inputs = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4)
-    y = tiled_attention(*inputs, lengths, scale=0.7)
-    expected = reference_attention(*inputs, tokens, Scores(scale=0.7))
+    y = tiled_attention(*inputs, lengths, scale=0.7, causal=causal)
+    expected = reference_attention(*inputs, tokens, Scores(scale=0.7, causal=causal))
     assert y.shape == (tokens.num_tokens, 4, 4)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
@@ -71,16 +72,22 @@ def test_values_may_have_another_width_and_scores_another_scale(lengths: tuple[i
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_those_of_finite_differences(causal: bool) -> None:
     inputs = qkv(tokens_of_lengths([3, 4]), heads=2, kv_heads=1, d=3, d_v=2)
-    assert torch.autograd.gradcheck(lambda *x: tiled_attention(*x, (3, 4), scale=1 / math.sqrt(3)), inputs)
+    assert torch.autograd.gradcheck(
+        lambda *x: tiled_attention(*x, (3, 4), scale=1 / math.sqrt(3), causal=causal), inputs
+    )
 
 
 @pytest.mark.skipif(cpu.openmp() is None, reason="no OpenMP library to call on this machine")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", [Tile(slice(0, 3), 0, 64, 128, ()), Tile(slice(0, 3), 32, 64, 100, (70, 71, 99))])
+@pytest.mark.parametrize("tile", [
+    Tile(slice(0, 3), 0, 64, 128, 128, (), causal=True), Tile(slice(0, 3), 32, 64, 100, 100, (70, 71, 99), causal=True),
+    Tile(slice(0, 3), 32, 64, 100, 120, (70, 71, 99), causal=False),
+])  # fmt: skip
 def test_the_loop_takes_the_softmax_over_visible_keys_alone(tile: Tile, dtype: torch.dtype) -> None:
-    scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.stop - tile.first)
+    scores = 4 * torch.randn(3, 2 * (tile.stop - tile.start), tile.last - tile.first)
     hidden = _hidden(tile, scores)
     expected = scores.clone()
     expected.unflatten(1, (2, -1))[..., -hidden.shape[1] :].add_(hidden)

@@ -3,7 +3,7 @@
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.data.loader import Batch, with_dropout
 from megalith.kernels import span_attention
 from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.scores import PLAIN, Scores
-from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.observe.meter import metered
 from megalith.parallel import context
 from megalith.parallel.context import Ring, build_attend, my_slicing
@@ -70,7 +71,11 @@ class Case:
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
     slicing = my_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
-    return slices, tokens_of_slices(slices, slicing)
+    tokens = tokens_of_slices(slices, slicing)
+    if case.scores.dropout is None:
+        return slices, tokens
+    batch = Batch(tokens.positions, tokens.positions, tokens, num_labels=0, squared_lengths=0)
+    return slices, with_dropout(batch, [5, 9], seed=1).tokens  # two rows, far apart
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -98,7 +103,10 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
     sinks = case.learnt(dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)] + sinks
-    out = reference_attention(q, k, v, tokens_of_lengths(list(case.lengths)), case.scores, *sinks)
+    tokens = tokens_of_lengths(list(case.lengths))
+    numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[: len(q)]
+    tokens = replace(tokens, dropout=DropoutKey(1, numbers))
+    out = reference_attention(q, k, v, tokens, case.scores, *sinks)
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
@@ -114,6 +122,10 @@ WINDOW = Scores(window=7)
 VARIANTS = {
     "scale": (Scores(scale=0.3), False), "softcap": (Scores(softcap=1.5), False), "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.3, window=6, softcap=1.5), True),
+    "both ways": (Scores(causal=False, dropout=WeightDropout(0.3, 77, 3)), False),
+    "both ways, everything": (
+        Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)), True,
+    ),
 }  # fmt: skip
 ALL = Scores(scale=0.3, window=6, softcap=1.5)
 CASES = {
@@ -144,6 +156,19 @@ CASES = {
     "ring, everything, each document sliced": (3, Case(lengths=RAGGED, document=True, scores=ALL, sinks=True)),
     "a2a, everything, key heads that do not divide": (3, Case("a2a", heads=(6, 2), scores=ALL, sinks=True)),
     "a2a+ring, everything, one key head": (4, Case("a2a+ring", heads=(4, 1), scores=ALL, sinks=True, a2a=2)),
+    "ring, dropped weights, each document sliced": (
+        3,
+        Case(lengths=RAGGED, document=True, scores=Scores(off_by_one=True, dropout=WeightDropout(0.3, 77, 0))),
+    ),
+    "a2a, dropped weights, rows": (2, Case("a2a", scores=Scores(dropout=WeightDropout(0.3, 77, 0)))),
+    "a2a+ring, dropped weights, rows": (4, Case("a2a+ring", scores=Scores(dropout=WeightDropout(0.3, 77, 0)), a2a=2)),
+    **{
+        f"{kind}, both ways, each document sliced": (
+            2,
+            Case(kind, lengths=RAGGED, document=True, scores=Scores(causal=False, window=window)),
+        )
+        for kind, window in (("ring", None), ("gather", 9), ("a2a", None))
+    },
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
 

@@ -124,6 +124,27 @@ def test_queries_of_documents_are_the_last_of_their_keys(
     assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
 
 
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70)), ((1, 1),)])
+def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
+    lengths: tuple[tuple[int, int], ...], window: int | None
+) -> None:
+    spans, start, every = spans_of_lengths(lengths, window, causal=False), 0, []
+    for queries, keys in lengths:
+        for own in range(start + keys - queries, start + keys):
+            seen = [j for j in range(start, start + keys) if window is None or abs(own - j) < window]
+            every.append([seen[0], seen[-1] + 1])
+        start += keys
+    assert spans.visible.tolist() == every[: len(every) // spans.repeats]
+
+
+def test_queries_may_be_more_than_keys_where_all_see_all() -> None:
+    spans = spans_of_lengths(((3, 2), (0, 4), (2, 0), (40, 1), (40, 90)), causal=False)
+    assert spans.visible[:5].tolist() == [[0, 2], [0, 2], [0, 2], [6, 6], [6, 6]]
+    assert spans.visible[5:].tolist() == [[6, 7]] * 40 + [[7, 97]] * 40
+    assert sum(tile.stop - tile.start for tile in spans.tiles) in (83, 85)
+
+
 def test_documents_read_on_from_a_cache_share_no_tile_that_is_mostly_hidden() -> None:
     lengths = tuple((1, 400 + 7 * n) for n in range(64))
     tiles = spans_of_lengths(lengths).tiles

@@ -49,10 +49,6 @@ CASES = [
     ),
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
-    (
-        {"model__dropout__attention": "0.1", "parallel__cp": "2"}, 2,
-        "model.dropout.attention=0.1 with parallel.cp=2", "Set model.dropout.attention=0, or parallel.cp=1",
-    ),
     ({"model__dropout__residual": "1.0"}, 1, "model.dropout.residual=1.0 must be a probability", "Use 0.1"),
     (
         {"model__gated": "false", "model__activation_clamp": "7.0", "model__up_offset": "1.0"}, 1,
