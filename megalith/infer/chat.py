@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import yaml
-
 from megalith.config.sample import SampleConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
@@ -12,6 +10,7 @@ from megalith.errors import DataError
 from megalith.infer.generate import generate
 from megalith.infer.load import Writer
 from megalith.infer.text import Transcript
+from megalith.models.companions import own_template, turn_ends
 from megalith.models.pretrained import Pretrained
 
 
@@ -90,13 +89,6 @@ class Chat:
         return answer
 
 
-def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:
-    """What ends a turn: tokens, or a text where the tokenizer has no token for it."""
-    end = template.turn_end()
-    number = tokenizer.specials.get(end)
-    return (frozenset(), end) if number is None else (frozenset({number}), "")
-
-
 def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) -> ChatTemplate:
     """The template asked for, else the one the run was tuned with, else the tokenizer's own.
 
@@ -108,14 +100,5 @@ def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) ->
             f"{source.path}: tokenizer.kind={source.tokenizer.kind}, so it reads numbers and no text. Use a model with "
             f"a tokenizer, or run `megalith generate`."
         )
-    return find_template(wanted or _tuned_with(source), tokenizer, source.tokenizer.path, setting="--template")
-
-
-def _tuned_with(source: Pretrained) -> str | None:
-    """`data.sft.template` of the run that made a checkpoint."""
-    if source.checkpoint is None:
-        return None
-    settings = yaml.safe_load(source.checkpoint.config_text)
-    for name in ("data", "sft", "template"):
-        settings = settings.get(name) if isinstance(settings, dict) else None
-    return settings if isinstance(settings, str) else None
+    own = None if wanted else own_template(source, tokenizer)
+    return own or find_template(wanted, tokenizer, source.tokenizer.path, setting="--template")

@@ -11,6 +11,7 @@ import torch
 from megalith.checkpoint.boxes import lengths, show_box
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer, moved_to
+from megalith.models.companions import carried
 from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
 from megalith.models.names import Family, TensorRule
 from megalith.models.pretrained import Pretrained
@@ -105,14 +106,15 @@ def convert(
         DataError: its tokenizer is gone.
     """
     ids = token_ids(source)
+    companions = carried(source, dict(ids), theirs=to == "huggingface")
     if to == "huggingface":
         return write_folder(
             target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
-            extra=ids, companions=source.companions(), wrote=wrote, workers=workers,
+            extra=ids, companions=companions, wrote=wrote, workers=workers,
         )  # fmt: skip
     return write_release(
         target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
-        state={"token_ids": ids}, companions=source.companions(), wrote=wrote, workers=workers,
+        state={"token_ids": ids}, companions=companions, wrote=wrote, workers=workers,
     )  # fmt: skip
 
 

@@ -74,7 +74,10 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-COMPANIONS = (*TOKENIZER_FILES, GENERATION, "LICENSE", "LICENSE.txt")
+LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md")
+"""Files that go with whatever is made from the weights."""
+
+COMPANIONS = (*TOKENIZER_FILES, GENERATION, *LICENCES)
 """Files that go with the weights as they are."""
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -371,14 +374,14 @@ def write_folder(
     shard_nbytes: int = 5 * 10**9,
     family: Family | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
-    companions: Mapping[str, Path] | None = None,
+    companions: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
 ) -> int:
     """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
-    into config.json (token ids), `companions` are copied under their names, `wrote` is told the bytes of each tensor;
+    into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor;
     with several `workers`, which need weights that can be pickled, of each file. The folder appears whole or not
     at all.
 
@@ -402,8 +405,8 @@ def write_folder(
     try:
         storage.make_folder(staging)
         total = _write_weights(staging, files, weights, wrote, workers)
-        for name, source in (companions or {}).items():
-            storage.write_new(staging / name, storage.read_bytes(source))
+        for name, contents in (companions or {}).items():
+            storage.write_new(staging / name, contents)
         for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
             if not (staging / name).exists():
                 storage.write_new(staging / name, (json.dumps(document, indent=2) + "\n").encode())

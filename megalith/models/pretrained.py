@@ -1,7 +1,7 @@
 """Where weights come from: a checkpoint of ours, the newest one of a run, or a Hugging Face folder."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from megalith.models.adapters import (
 from megalith.models.hf import (
     CONFIG,
     GENERATION,
+    LICENCES,
     TOKEN_IDS,
     TOKENIZER_FILES,
     HuggingFaceFolder,
@@ -77,7 +78,9 @@ class CheckpointWeights:
         """A box of a parameter; from its master copy where another dtype than the stored one is wanted."""
         master = f"optimizer.master.{parameter}"
         exact = dtype == self.dtype(parameter) or master not in self.checkpoint.manifest.tensors
-        return self.checkpoint.read(f"model.{parameter}" if exact else master, box, dtype)
+        key = f"model.{parameter}" if exact else master
+        seen = self.checkpoint.view(key, box)
+        return self.checkpoint.read(key, box, dtype) if seen is None else seen.to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,21 +98,46 @@ class Pretrained:
     token_ids: Mapping[str, Any]  # JSON
     """bos_token_id, eos_token_id and pad_token_id, where known."""
 
+    settings: Mapping[str, Any] = field(default_factory=dict)  # JSON
+    """config.yaml of the run that made it, as it is there; empty where it is none of ours."""
+
     @property
     def checkpoint(self) -> Checkpoint | None:
         """Set when it is one of ours."""
         return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
 
+    def tuning(self) -> Mapping[str, Any]:  # JSON
+        """`data.sft` of the run that made it, if that read conversations."""
+        sft = _within_settings(self.settings, "data", "sft")
+        used = isinstance(sft, dict) and (sft.get("path") or sft.get("mock_conversations") or sft.get("template"))
+        return sft if isinstance(sft, dict) and used else {}
+
+    def origins(self) -> list[Path]:
+        """Folders of the models that this one was trained from, nearest first, as far as they are still there."""
+        load = _within_settings(self.settings, "checkpoint", "load")
+        if isinstance(self.weights, AdaptedWeights):
+            load = str(self.weights.base_path)
+        found: list[Path] = []
+        while isinstance(load, str) and (path := _located(load)) is not None and path not in (self.path, *found):
+            found.append(path)
+            load = _within_settings(_raw_settings(path), "checkpoint", "load")
+        return found
+
+    def generation_file(self) -> Path | None:
+        """The generation_config.json of the nearest model that has one, if its ids are of the same tokenizer."""
+        found = [folder for folder in (self.path, *self.origins()) if (folder / GENERATION).is_file()]
+        return found[0] / GENERATION if found and self._reads_like(found[0]) else None
+
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a text, as the folder itself says: chat models have several."""
-        found = [self.token_ids.get("eos_token_id")]
-        if (self.path / GENERATION).is_file():
-            found.append(read_json(self.path / GENERATION).get("eos_token_id"))
+        found, file = [self.token_ids.get("eos_token_id")], self.generation_file()
+        if file is not None:
+            found.append(read_json(file).get("eos_token_id"))
         ids = [item for value in found for item in (value if isinstance(value, list) else [value])]
         return frozenset(item for item in ids if type(item) is int)
 
     def companions(self) -> dict[str, Path]:
-        """Files that go with the weights: tokenizer, generation_config.json, licence.
+        """Files that go with the weights: tokenizer, generation_config.json, licences of all they were made from.
 
         Raises:
             DataError: the tokenizer that the model was trained with is gone.
@@ -119,7 +147,20 @@ class Pretrained:
         if main is not None and main.name not in files:
             beside = {name: file for name, file in companion_files(main.parent).items() if name in TOKENIZER_FILES}
             files = beside | {main.name: main} | files
-        return files
+        for folder in self.origins():
+            files = {name: file for name, file in companion_files(folder).items() if name in LICENCES} | files
+        generation = self.generation_file()
+        return files if generation is None else files | {GENERATION: generation}
+
+    def _reads_like(self, folder: Path) -> bool:
+        """Whether the tokenizer in a folder is this model's, as far as there is one."""
+        if folder == self.path:
+            return True
+        main = main_file(self.tokenizer)
+        if main is None:
+            return not (folder / "tokenizer.json").is_file() and not is_sentencepiece(folder)
+        theirs = folder / main.name
+        return not theirs.is_file() or storage.read_bytes(theirs) == storage.read_bytes(main)
 
 
 def locate(source: str) -> Path:
@@ -167,7 +208,8 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     model, tokenizer = _settings(checkpoint)
     tokenizer = brought_along(tokenizer, path)
     ids = checkpoint.state.get("token_ids")
-    return Pretrained(path, model, tokenizer, CheckpointWeights(checkpoint), ids if isinstance(ids, dict) else {})
+    known = ids if isinstance(ids, dict) else {}
+    return Pretrained(path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path))
 
 
 def load_pretrained(
@@ -339,7 +381,9 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     require_base(record, base, checkpoint.path)
     adapters = checkpoint_adapters(checkpoint)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
-    return Pretrained(checkpoint.path, model, tokenizer, weights, base.token_ids)
+    return Pretrained(
+        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text)
+    )
 
 
 def _open_peft(path: Path, where: str | None) -> Pretrained:
@@ -358,7 +402,33 @@ def _open_peft(path: Path, where: str | None) -> Pretrained:
         )
     adapters = peft_adapters(path, base.weights.family, base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
-    return Pretrained(path, base.model, base.tokenizer, weights, base.token_ids)
+    tokenizer = brought_along(base.tokenizer, path)  # whoever trains adapters often saves it with them
+    return Pretrained(path, base.model, tokenizer, weights, base.token_ids)
+
+
+def _located(source: str) -> Path | None:
+    """As `locate`, for folders that may be gone."""
+    try:
+        return locate(source)
+    except CheckpointError:
+        return None
+
+
+def _raw_settings(path: Path) -> Mapping[str, Any]:  # JSON
+    """config.yaml of a checkpoint; empty where there is none."""
+    file = path / "config.yaml"
+    try:
+        raw = yaml.safe_load(storage.read_bytes(file)) if file.is_file() else None
+    except yaml.YAMLError:  # whoever needs what it says about the model has refused it
+        raw = None
+    return raw if isinstance(raw, dict) else {}
+
+
+def _within_settings(settings: Any, *names: str) -> Any:  # JSON
+    """A setting by its path; None where it is not said."""
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:

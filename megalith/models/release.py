@@ -55,13 +55,13 @@ def write_release(
     config_text: str,
     dtype: torch.dtype | None = None,
     state: Mapping[str, Any] | None = None,  # JSON
-    companions: Mapping[str, Path] | None = None,
+    companions: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
 ) -> int:
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
 
-    `dtype` unset keeps that of each parameter; `companions` are copied under their names, `wrote` is
+    `dtype` unset keeps that of each parameter; `companions` are files beside them, by name; `wrote` is
     told the bytes of each file as it is finished; several `workers` need weights that can be pickled.
 
     Raises:
@@ -83,8 +83,8 @@ def write_release(
         written = Written(
             merge_tensors(part.tensors for part in parts), {k: v for part in parts for k, v in part.files.items()}
         )
-        for name, source in (companions or {}).items():
-            storage.write_new(staging / name, storage.read_bytes(source))
+        for name, contents in (companions or {}).items():
+            storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
         storage.rename(finished, path)
     except OSError as error:

@@ -160,7 +160,7 @@ Read = Callable[[Mapping[str, Any]], ModelConfig]
 class Unsaid(ConfigError):
     """A family has no words for some settings of a model."""
 
-    def __init__(self, text: str, settings: Sequence[str]) -> None:
+    def __init__(self, text: str, settings: Sequence[str] = ()) -> None:
         super().__init__(text)
         self.settings = tuple(settings)
 

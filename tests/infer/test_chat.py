@@ -2,7 +2,8 @@ import pytest
 
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.infer.chat import Until, turn_ends
+from megalith.infer.chat import Until
+from megalith.models.companions import turn_ends
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])

@@ -1,0 +1,169 @@
+"""What a model is used with comes along: tokenizer, chat template, ends of turns, generation settings and licences."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.cli.main import main
+from megalith.config.tree import apply_overrides
+from megalith.data.chat_template import BUILT_IN
+from megalith.data.huggingface import train_bpe
+from megalith.data.tokenizer import build_tokenizer
+from megalith.errors import DataError
+from megalith.models.companions import carried, own_template
+from megalith.models.convert import convert
+from megalith.models.pretrained import Pretrained, locate, open_pretrained
+from megalith.parallel.mesh import mesh_of_one
+from megalith.testing.tiny import tiny_run
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+
+TALK = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "7"}]
+LENGTH = 320
+
+
+def chat_tokenizer(path: Path) -> None:
+    """A BPE tokenizer with the tokens of ChatML and another template of its own."""
+    words = train_bpe(["What is three plus four? It is seven."] * 3, vocab_size=280, path=str(path))
+    document = json.loads((path / "tokenizer.json").read_text())
+    for number, text in enumerate(("<|im_start|>", "<|im_end|>"), words.vocab_size):
+        document["added_tokens"].append(document["added_tokens"][0] | {"id": number, "content": text})
+    (path / "tokenizer.json").write_text(json.dumps(document))
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def base(path: Path, tiny: SimpleNamespace) -> Path:
+    """A folder of theirs with everything that may lie in one."""
+    tiny.folder(path, tiny.config(vocab_size=300, max_seq_len=LENGTH), extra={"eos_token_id": 7, "bos_token_id": 1})
+    chat_tokenizer(path)
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 8], "temperature": 0.6}))
+    (path / "LICENSE").write_text("as you like")
+    (path / "USE_POLICY.md").write_text("be kind")
+    return path
+
+
+def tune(path: Path, load: Path, settings: Mapping[str, str], tokenizer: Path | None = None) -> Path:
+    """One step on conversations that are made up."""
+    opened = open_pretrained(load)
+    fixed = {
+        "checkpoint.load": str(load), "data.mock": "false", "data.sft.mock_conversations": "40", "train.steps": "1",
+        "train.seq_len": str(LENGTH), "train.eval_steps": "0", "tokenizer.kind": "huggingface",
+        "tokenizer.path": str(tokenizer or load),
+    }  # fmt: skip
+    run = apply_overrides(replace(tiny_run(), model=opened.model), {**fixed, **settings})
+    run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    return path
+
+
+ADAPTERS = {"lora.rank": "2"}
+
+
+def opened(path: Path) -> Pretrained:
+    return open_pretrained(locate(str(path)))
+
+
+@pytest.mark.parametrize("settings", [ADAPTERS, {}])
+def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
+    settings: dict[str, str], tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    run = tune(tmp_path / "run", base(tmp_path / "base", tiny), settings | {"data.sft.template": "chatml"})
+    assert main(["convert", str(run), str(tmp_path / "out")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    source = opened(run)
+    template = own_template(source, build_tokenizer(source.tokenizer))
+    assert template is not None and template.name == "chatml"
+    assert tokenizer.apply_chat_template(TALK, tokenize=False) == template.render(TALK)
+    asked = tokenizer.apply_chat_template(TALK[:1], tokenize=False, add_generation_prompt=True)
+    assert asked == template.render(TALK[:1], prompt=True) and "<|im_start|>assistant" in asked
+    settings_there = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert settings_there["chat_template"] == BUILT_IN["chatml"], "where older versions look"
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert generation == {"eos_token_id": [7, 8, end], "temperature": 0.6}
+    assert (tmp_path / "out/LICENSE").read_text() == "as you like" and (tmp_path / "out/USE_POLICY.md").exists()
+    again = opened(tmp_path / "out")
+    assert again.stop_ids() >= {7, 8, end} and (not settings or source.stop_ids() == {7, 8})
+
+
+def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    (tmp_path / "mine.jinja").write_text("{% for m in messages %}[{{ m['content'] }}<|im_end|>]{% endfor %}")
+    load = base(tmp_path / "base", tiny)
+    run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": str(tmp_path / "mine.jinja")})
+    convert(opened(run), tmp_path / "release", "megalith")
+    (tmp_path / "mine.jinja").unlink()
+    release = opened(tmp_path / "release")
+    template = own_template(release, build_tokenizer(release.tokenizer))
+    assert template is not None and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
+    convert(release, tmp_path / "theirs", "huggingface")
+    assert (tmp_path / "theirs/chat_template.jinja").read_text() == template.source
+    with pytest.raises(DataError, match=r"data.sft.template=.*mine.jinja: No such file.* Set it to one of chatml"):
+        convert(opened(run), tmp_path / "none", "huggingface")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    load = base(tmp_path / "base", tiny)
+    (load / "generation_config.json").unlink()
+    run = tune(tmp_path / "run", load, ADAPTERS)
+    source = opened(run)
+    files = carried(source, {"eos_token_id": 7, "pad_token_id": None}, theirs=True)
+    assert "chat_template.jinja" not in files
+    assert files["tokenizer_config.json"] == (load / "tokenizer_config.json").read_bytes()
+    eod = build_tokenizer(source.tokenizer).eod
+    assert json.loads(files["generation_config.json"]) == {"_from_model_config": True, "eos_token_id": [7, eod]}
+
+
+def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    load = base(tmp_path / "base", tiny)
+    train_bpe(["other words"] * 3, vocab_size=270, path=str(tmp_path / "words"))
+    run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": "identity"}, tokenizer=tmp_path / "words")
+    files = carried(opened(run), {}, theirs=True)
+    assert opened(run).generation_file() is None and opened(run).stop_ids() == {7}
+    assert files["tokenizer.json"] == (tmp_path / "words/tokenizer.json").read_bytes()
+    assert "temperature" not in json.loads(files["generation_config.json"]) and files["LICENSE"] == b"as you like"
+
+
+def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "base", tiny.config(vocab_size=300, max_seq_len=LENGTH))
+    plain = {"tokenizer.kind": "byte", "tokenizer.path": "none", "data.sft.template": "chatml"}
+    run = tune(tmp_path / "run", tmp_path / "base", ADAPTERS | plain)
+    assert set(carried(opened(run), {}, theirs=True)) == {"generation_config.json"}
+    assert "chat_template.jinja" in carried(opened(run), {}, theirs=False)
+
+
+def test_files_of_no_conversations_are_passed_on_as_they_are(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    load = base(tmp_path / "base", tiny)
+    files = carried(opened(load), {}, theirs=True)
+    assert files == {name: path.read_bytes() for name, path in opened(load).companions().items()}
+    assert {"LICENSE", "USE_POLICY.md", "tokenizer.json", "generation_config.json"} <= files.keys()
+
+
+def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    load = base(tmp_path / "base", tiny)
+    run = tune(tmp_path / "run", load, ADAPTERS)
+    assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    assert opened(tmp_path / "peft").tokenizer.path == str(load) and opened(tmp_path / "peft").stop_ids() == {7, 8}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "peft" / name).write_bytes((load / name).read_bytes())
+    (tmp_path / "peft" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    source = opened(tmp_path / "peft")
+    template = own_template(source, build_tokenizer(source.tokenizer))
+    assert source.tokenizer.path == str(tmp_path / "peft") and template is not None
+    assert template.render(TALK) == "What is 3 plus 4?!"
+    convert(source, tmp_path / "merged", "huggingface")
+    assert (tmp_path / "merged/chat_template.jinja").read_text() == template.source
+    assert (tmp_path / "merged/LICENSE").exists()
