@@ -32,7 +32,14 @@ class LoraConfig:
     """Scale by alpha / sqrt(rank) instead, which keeps large ranks from standing still (arXiv:2312.03732)."""
 
     targets: tuple[str, ...] = (EVERY,)
-    """Matrices of every layer: q, kv, o, gate, gate_up or up, down; linear stands for all that the model has."""
+    """Matrices of a layer: q, kv, o, gate, gate_up or up, down; of latent attention q or q_down and q_up, kv_down,
+    kv_up, o; linear stands for all that the model has."""
+
+    layers: tuple[int, ...] | None = None
+    """Layers that get adapters, by number from 0; unset: all."""
+
+    dropout: float = 0.0
+    """While training, the probability that A misses a feature of a token; W always sees all of them."""
 
     load: str | None = None
     """Start from these adapters, a PEFT folder or a run with the same rank and targets; unset: B is zero, so that the
@@ -45,15 +52,30 @@ class LoraConfig:
 
 
 def lora_matrices(model: ModelConfig) -> tuple[str, ...]:
-    """Matrices of a layer of this model that can have adapters; none of latent attention, whose keys and values are
-    multiplied in two orders."""
-    attention = () if model.mla is not None else ("q", "kv", *(("gate",) if model.attention.gated else ()), "o")
-    return (*attention, "gate_up" if model.gated else "up", "down")
+    """Matrices of a layer of this model that can have adapters, in the order of the forward pass."""
+    if model.mla is None:
+        inputs: tuple[str, ...] = ("q", "kv", *(("gate",) if model.attention.gated else ()))
+    else:
+        inputs = (*(("q",) if model.mla.q_rank is None else ("q_down", "q_up")), "kv_down", "kv_up")
+    return (*inputs, "o", "gate_up" if model.gated else "up", "down")
 
 
 def lora_targets(lora: LoraConfig, model: ModelConfig) -> tuple[str, ...]:
     """The matrices that get adapters, in the order of the forward pass."""
     return tuple(name for name in lora_matrices(model) if name in lora.targets or EVERY in lora.targets)
+
+
+def lora_layers(lora: LoraConfig, model: ModelConfig) -> tuple[int, ...]:
+    """Numbers of the layers that get adapters."""
+    return tuple(range(model.num_layers)) if lora.layers is None else tuple(sorted(set(lora.layers)))
+
+
+def has_adapters(parameter: str, lora: LoraConfig, model: ModelConfig) -> bool:
+    """Whether adapters are trained beside a parameter, by its canonical name."""
+    parts = parameter.split(".")  # layers, a number, attention or mlp, a matrix
+    if len(parts) != 4 or parts[0] != "layers":
+        return False
+    return int(parts[1]) in lora_layers(lora, model) and parts[3] in lora_targets(lora, model)
 
 
 def lora_problems(
@@ -68,6 +90,13 @@ def lora_problems(
         problems.append(f"lora.rank={lora.rank} must be at least 1. Use 16.")
     if not 0 < lora.alpha < math.inf:
         problems.append(f"lora.alpha={lora.alpha} must be above 0. Use twice lora.rank.")
+    if not 0 <= lora.dropout < 1:
+        problems.append(f"lora.dropout={lora.dropout} must be a probability, at least 0 and below 1. Use 0.05.")
+    if lora.layers is not None and not (lora.layers and set(lora.layers) <= set(range(model.num_layers))):
+        problems.append(
+            f"lora.layers={list(lora.layers)}: model.num_layers={model.num_layers} has layers 0 to "
+            f"{model.num_layers - 1}. Use one or more of them, or leave it unset for all."
+        )
     if not lora.targets:
         problems.append(f"lora.targets={list(lora.targets)} leaves nothing to train. Use one or more of {list(known)}.")
     for name in lora.targets:

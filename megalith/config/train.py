@@ -110,3 +110,9 @@ class TrainRun:
 
     seed: int = 1234
     """Decides initial weights, data order and sampling."""
+
+
+def dropout_seed(run: TrainRun) -> int | None:
+    """What masks of dropout are drawn from; None: nothing is dropped."""
+    drops = run.model.dropout.drops() or (run.lora is not None and run.lora.dropout > 0)
+    return run.seed if drops else None

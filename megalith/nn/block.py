@@ -71,7 +71,7 @@ class Block(Layer):
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         x, normed = self.mlp_norm.after_adding(attended, x)
-        return x + self.mlp_out(self.mlp(normed), tokens)
+        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
 class ParallelBlock(Layer):
@@ -83,7 +83,7 @@ class ParallelBlock(Layer):
     def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x)), tokens)
+        return x + attended + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
 
 
 class OneNormBlock(Layer):
@@ -93,7 +93,7 @@ class OneNormBlock(Layer):
         """x [t, h] -> [t, h]."""
         normed = self.attention_norm(x)
         attended = self.attention_out(self.attention(normed, tokens, cache), tokens)
-        return x + attended + self.mlp_out(self.mlp(normed), tokens)
+        return x + attended + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
 BLOCKS: dict[str, type[Block | ParallelBlock | OneNormBlock]] = {

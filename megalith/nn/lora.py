@@ -7,19 +7,35 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial as with_arguments
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from megalith.config.lora import STACKED, LoraConfig, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, has_adapters
 from megalith.config.model import ModelConfig
-from megalith.kernels.linear import linear
-from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.dropout import dropout
+from megalith.kernels.linear import Context, linear
+from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.tokens import Tokens
+from megalith.nn.dropout import key_of
 from megalith.parallel.autograd import partial
-from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, declare
+from megalith.parallel.recompute import Recomputed
+from megalith.parallel.tensor import (
+    ZEROS,
+    ColumnLinear,
+    Declared,
+    Init,
+    Region,
+    RowLinear,
+    WholeLinear,
+    declare,
+)
 from megalith.plan.shards import Shard
 
 
@@ -30,31 +46,70 @@ class ColumnLora(nn.Module):
     The r features enter divided work between them.
     """
 
-    def __init__(self, base: ColumnLinear, targets: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype) -> None:
+    def __init__(self, base: ColumnLinear, names: Sequence[str], lora: LoraConfig, *, dtype: torch.dtype) -> None:
+        """`names`: of those matrices, in the base's order."""
         super().__init__()
-        self.base, self.region, self.scale, self.rank = base, base.region, lora.scale, lora.rank
-        self.names = [name for name in base.weight_names if name in targets]
-        for name in self.names:
+        self.base, self.region, self.scale, self.rank, self.names = base, base.region, lora.scale, lora.rank, names
+        for name in names:
             a, b = column_adapter(_shard_of(base, name), lora, base.region)
             _declare_pair(self, name, a, b, dtype=dtype)
+        self.drop = InputDropout(_shard_of(base, names[0]).name, lora.dropout, base.region.mine)
 
     def forward(self, x: Input) -> Tensor:
         """x [t, i], as the region has it -> [t, f_tp]."""
         y = self.base(x)
-        z = linear(x, [getattr(self, f"{name}_lora_a") for name in self.names]) * self.scale
-        features = value_of(self.region.enter(z)).split(self.rank, dim=-1)
-        return y + self._outputs(list(features), like=y)
+        z = linear(self.drop(x), [getattr(self, f"{name}_lora_a") for name in self.names]) * self.scale
+        features = iter(value_of(self.region.enter(z)).split(self.rank, dim=-1))
+        starts, added, end = [], [], 0
+        for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
+            start, end = end, end + weight.shape[0]
+            if name in self.names:
+                parts = getattr(self, f"{name}_lora_b").chunk(STACKED.get(name, 1))
+                starts += [start + number * len(part) for number, part in enumerate(parts)]
+                added += [linear(next(features), [part]) for part in parts]
+        found: Tensor = AddColumns.apply(y, starts, *added)  # type: ignore[no-untyped-call]  # torch's own
+        return found
 
-    def _outputs(self, features: list[Tensor], *, like: Tensor) -> Tensor:
-        """r features of every adapted matrix -> the outputs of all matrices, in the order of the base's."""
-        found = []
+    def sunk(self) -> list[Tensor]:
+        """My rows of every matrix as it acts, W + scale · B · A: for readers that multiply in another order."""
+        found: list[Tensor] = []
         for name, weight in zip(self.base.weight_names, self.base.sunk(), strict=True):
             if name not in self.names:
-                found.append(like.new_zeros(like.shape[0], weight.shape[0]))
+                found.append(weight)
                 continue
-            for b in getattr(self, f"{name}_lora_b").chunk(STACKED.get(name, 1)):
-                found.append(linear(features.pop(0), [b]))
-        return torch.cat(found, dim=-1)
+            count = STACKED.get(name, 1)
+            a, b = (getattr(self, f"{name}_lora_{word}").chunk(count) for word in "ab")
+            products = torch.cat([right @ left for left, right in zip(a, b, strict=True)])
+            found.append(weight + self.scale * products)
+        return found
+
+
+class AddColumns(Function):
+    """y [t, o] with tensors added to its columns from some `starts` on, in place; other columns are not looked at."""
+
+    @staticmethod
+    def reference(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
+        """The same in plain operations."""
+        parts, end = [], 0
+        for start, part in zip(starts, added, strict=True):
+            parts += [y[:, end:start], y[:, start : start + part.shape[1]] + part]
+            end = start + part.shape[1]
+        return torch.cat([*parts, y[:, end:]], dim=-1)
+
+    @staticmethod
+    def forward(ctx: Context, y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
+        """y [t, o], added [t, o_1], [t, o_2] ... -> y."""
+        ctx.mark_dirty(y)
+        ctx.places = [(start, part.shape[1]) for start, part in zip(starts, added, strict=True)]
+        for start, part in zip(starts, added, strict=True):
+            y.narrow(-1, start, part.shape[1]).add_(part)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [t, o] -> itself, and its columns for what was added."""
+        return dy, None, *(dy.narrow(-1, start, length) for start, length in ctx.places)
 
 
 class RowLora(nn.Module):
@@ -66,14 +121,62 @@ class RowLora(nn.Module):
     def __init__(self, base: RowLinear, lora: LoraConfig, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.base, self.region, self.scale, self.name = base, base.region, lora.scale, base.weight_name
-        a, b = row_adapter(_shard_of(base, self.name), lora, base.region)
+        weight = _shard_of(base, self.name)
+        a, b = row_adapter(weight, lora, base.region)
         _declare_pair(self, self.name, a, b, dtype=dtype)
+        self.drop = InputDropout(weight.name, lora.dropout, _all_of_them, first_feature=first_input(weight))
 
     def forward(self, x: Input) -> Tensor:
         """x [t, i_tp] -> [t, o]."""
         y = self.base(x)
-        z = self.region.leave(partial(linear(x, [getattr(self, f"{self.name}_lora_a")]), self.region.group))
+        z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")])
+        z = self.region.leave(partial(z, self.region.group))
         return y + linear(z * self.scale, [getattr(self, f"{self.name}_lora_b")])
+
+
+class WholeLora(nn.Module):
+    """A `WholeLinear` with an adapter: x [t, i], as the region has it -> y [t, o]. A and B are whole, as W is."""
+
+    def __init__(self, base: WholeLinear, region: Region, lora: LoraConfig, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base, self.scale, self.name = base, lora.scale, base.weight_name
+        weight = _shard_of(base, self.name)
+        _declare_pair(self, self.name, *whole_adapter(weight, lora), dtype=dtype)
+        self.drop = InputDropout(weight.name, lora.dropout, region.mine)
+
+    def forward(self, x: Input) -> Tensor:
+        """x [t, i] -> [t, o]."""
+        y = self.base(x)
+        z = linear(self.drop(x), [getattr(self, f"{self.name}_lora_a")]) * self.scale
+        return y + linear(z, [getattr(self, f"{self.name}_lora_b")])
+
+
+class InputDropout(nn.Module):
+    """What A sees of x: while training, each feature of each token is 0 with probability p; x [t, i] -> [t, i].
+
+    Matrices that one matmul reads share it. The same features under every layout, as `nn/dropout.py` has it.
+    """
+
+    def __init__(self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0) -> None:
+        """`mine`: what the layer has of something known of all tokens; `first_feature`: the first of x, of all."""
+        super().__init__()
+        self.place, self.p, self.mine, self.first_feature = place, p, mine, first_feature
+        self.tokens: Tokens | None = None
+        """Given by the attention or the MLP around, each time it begins: linear layers are not told of tokens."""
+
+    def forward(self, x: Input) -> Input:
+        """x itself where nothing is trained. Backward computes the mask again, from what x is rebuilt from."""
+        if self.p == 0.0:
+            return x
+        assert self.tokens is not None, f"{self.place}: no one said which tokens these are"
+        if self.tokens.dropout is None:
+            return x
+        seed, numbers = self.tokens.dropout
+        again = with_arguments(
+            dropout, p=self.p, key=key_of(seed, "adapter dropout", self.place), numbers=self.mine(numbers),
+            first_feature=self.first_feature,
+        )  # fmt: skip
+        return rebuilt(x).then(again(value_of(x)), again)
 
 
 class Start(nn.Module):
@@ -124,30 +227,73 @@ def row_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard,
     return a, b
 
 
+def whole_adapter(weight: Shard, lora: LoraConfig) -> tuple[Shard, Shard]:
+    """A [r, i] and B [o, r], both whole, as `weight` is."""
+    (outputs, inputs), rank = weight.shape, lora.rank
+    a, b = (
+        replace(weight, name=f"{weight.name}.lora_{word}", shape=shape, box=tuple((0, n) for n in shape))
+        for word, shape in (("a", (rank, inputs)), ("b", (outputs, rank)))
+    )
+    return a, b
+
+
+def first_input(weight: Shard) -> int:
+    """Which of all inputs, one after the other, is the first of my slice of them."""
+    sizes, starts = weight.shape[-weight.inputs :], [start for start, _ in weight.box[-weight.inputs :]]
+    return sum(start * math.prod(sizes[dim + 1 :]) for dim, start in enumerate(starts))
+
+
 def attach_adapters(chunks: Sequence[nn.Module], model: ModelConfig, lora: LoraConfig | None) -> None:
     """Freeze what the chunks of a model on the meta device have, and put adapters beside the matrices of their layers;
     None: leave them as they are. Layers that predict further ahead get none."""
     if lora is None:
         return
-    targets = lora_targets(lora, model)
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-        for parent in list(chunk.get_submodule("layers").modules()):
-            for name, child in list(parent.named_children()):
-                if (adapted := _adapted(child, targets, lora)) is not None:
-                    setattr(parent, name, adapted)
+        for layer in chunk.get_submodule("layers").children():
+            _attach(layer, chunk.region, model, lora)  # type: ignore[arg-type]  # a decoder's
         if hasattr(chunk, "entrance"):
             chunk.entrance = Start(chunk.get_submodule("entrance"))
 
 
-def _adapted(module: nn.Module, targets: Sequence[str], lora: LoraConfig) -> nn.Module | None:
+def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:
+    """Put adapters into one layer, and let attention and MLP say which tokens they are called with."""
+    for parent in list(layer.modules()):
+        for name, child in list(parent.named_children()):
+            if (adapted := _adapted(child, region, model, lora)) is not None:
+                setattr(parent, name, adapted)
+    mlp = layer.get_submodule("mlp")
+    inner = mlp.get_submodule("function") if isinstance(mlp, Recomputed) else mlp  # backward calls that one again
+    for part in (layer.get_submodule("attention"), inner) if lora.dropout else ():
+        drops = [module for module in part.modules() if isinstance(module, InputDropout)]
+        part.register_forward_pre_hook(with_arguments(_tell, drops))
+
+
+def _tell(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
+    for drop in drops:
+        drop.tokens = arguments[1]
+
+
+def _adapted(module: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> nn.Module | None:
     """The module with adapters; None: it gets none."""
-    if isinstance(module, ColumnLinear) and any(name in targets for name in module.weight_names):
-        return ColumnLora(module, targets, lora, dtype=module.sunk()[0].dtype)
-    if isinstance(module, RowLinear) and module.weight_name in targets:
-        return RowLora(module, lora, dtype=module.sunk()[0].dtype)
-    return None
+    if not isinstance(module, ColumnLinear | RowLinear | WholeLinear):
+        return None
+    names = module.weight_names if isinstance(module, ColumnLinear) else [module.weight_name]
+    names = [name for name in names if has_adapters(_shard_of(module, name).name, lora, model)]
+    if not names:
+        return None
+    dtype = module.sunk()[0].dtype
+    if isinstance(module, ColumnLinear):
+        return ColumnLora(module, names, lora, dtype=dtype)
+    if isinstance(module, RowLinear):
+        return RowLora(module, lora, dtype=dtype)
+    return WholeLora(module, region, lora, dtype=dtype)
+
+
+def _all_of_them(values: Tensor) -> Tensor:
+    """In divided work every rank has all tokens."""
+    return values
 
 
 def _shard_of(layer: nn.Module, name: str) -> Shard:

@@ -11,6 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.activation import Gate, activate, gated
 from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
 from megalith.kernels.swiglu import swiglu
+from megalith.kernels.tokens import Tokens
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear
 from megalith.plan.shards import cut_dim, split_evenly, whole
@@ -32,8 +33,8 @@ class GatedMLP(nn.Module):
         self.gate_up = _up(f"{name}.gate_up", (2,), config, mesh, region, dtype)
         self.down = _down(f"{name}.down", config, mesh, region, dtype)
 
-    def forward(self, x: Input) -> Tensor:
-        """x [t, h] -> [t, h]."""
+    def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of their features."""
         return self.down(self.activation(self.gate_up(x)))
 
 
@@ -48,8 +49,8 @@ class MLP(nn.Module):
         self.up = _up(f"{name}.up", (), config, mesh, region, dtype)
         self.down = _down(f"{name}.down", config, mesh, region, dtype)
 
-    def forward(self, x: Input) -> Tensor:
-        """x [t, h] -> [t, h]."""
+    def forward(self, x: Input, tokens: Tokens | None = None) -> Tensor:
+        """x [t, h] -> [t, h]. `tokens`: which ones these are, for adapters inside that drop some of their features."""
         return self.down(self.activation(self.up(x)))
 
 

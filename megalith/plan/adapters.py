@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from megalith.config.lora import STACKED, LoraConfig, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, has_adapters
 from megalith.config.model import ModelConfig
 from megalith.plan.parameters import HeldParameter
 
@@ -15,10 +15,9 @@ def with_adapters(held: Sequence[HeldParameter], model: ModelConfig, lora: LoraC
     """
     if lora is None:
         return list(held)
-    targets = lora_targets(lora, model)
     found: list[HeldParameter] = []
     for one in held:
-        if one.name.startswith("layers.") and one.name.rsplit(".", 1)[1] in targets:
+        if has_adapters(one.name, lora, model):
             found += _pair(one, lora.rank)
         found.append(replace(one, frozen=True))
     return found

@@ -14,7 +14,7 @@ from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
-from megalith.config.train import TrainRun
+from megalith.config.train import TrainRun, dropout_seed
 from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks
@@ -421,7 +421,7 @@ class _Loop:
             micro_batch_size=train.micro_batch_size, consumed=self.state.consumed_samples,
             steps=train.steps - self.state.step, device=self.trainer.device,
             slicing=my_slicing(self.run_config.parallel, self.mesh), sampler=self.run_config.data.sampler,
-            dropout_seed=self.run_config.seed if self.run_config.model.dropout.drops() else None,
+            dropout_seed=dropout_seed(self.run_config),
             further=self.run_config.model.mtp.depths,
         )  # fmt: skip
 
@@ -478,14 +478,14 @@ def _compare_replicas(trainer: Trainer) -> None:
     Raises:
         CheckpointError: on every rank, naming those that differ.
     """
-    mine, group = trainer.data.checksum()
-    sums = gather_objects(mine, group)
-    if len(set(sums)) > 1:
-        odd = [rank for rank, value in zip(group.ranks, sums, strict=True) if value != sums[0]]
-        raise CheckpointError(
-            f"ranks {odd} start from other weights than rank {group.ranks[0]}. Use machines of one type, or set "
-            f"checkpoint.load to weights that all of them read."
-        )
+    for mine, group in trainer.data.checksums():
+        sums = gather_objects(mine, group)
+        if len(set(sums)) > 1:
+            odd = [rank for rank, value in zip(group.ranks, sums, strict=True) if value != sums[0]]
+            raise CheckpointError(
+                f"ranks {odd} start from other weights than rank {group.ranks[0]}. Use machines of one type, or set "
+                f"checkpoint.load to weights that all of them read."
+            )
 
 
 def _compare_stages(trainer: Trainer) -> None:

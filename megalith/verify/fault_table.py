@@ -104,7 +104,8 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
 
 def adapters_of(fault: Fault) -> LoraConfig | None:
     """The adapters that the fault needs."""
-    return LoraConfig(rank=3) if "adapters" in fault.needs else None
+    dropped = 0.2 if "dropout" in fault.needs else 0.0
+    return LoraConfig(rank=3, dropout=dropped) if "adapters" in fault.needs else None
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:

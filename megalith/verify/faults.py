@@ -279,8 +279,8 @@ def _without_replicas_of_rows() -> AbstractContextManager[None]:
     return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
-def _over_dp_alone(zero: int, mesh: Mesh) -> data.Division:
-    return data.Division(alone(*engine.SHARD_AXES), mesh.dp, gradients=False)
+def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
+    return data.Division(alone(*engine.SHARD_AXES), mesh.dp)
 
 
 def _last_microbatch_alone(self: data.DataParallel, most: int) -> None:
@@ -289,7 +289,8 @@ def _last_microbatch_alone(self: data.DataParallel, most: int) -> None:
         index = self._sums[0][0] % len(self.plan.buckets)
         first, _ = self._slice(index)
         bucket = self.plan.buckets[index]
-        self.gradients[first : first + (bucket.stop - bucket.start) // self.division.slices.size].zero_()
+        slices = self.divisions["dense"].slices.size
+        self.gradients[first : first + (bucket.stop - bucket.start) // slices].zero_()
         ORIGINAL_COMPLETE(self, len(self._sums) - 1)
 
 
@@ -318,11 +319,11 @@ def _positions_of_slices(*arguments: Any, **others: Any) -> Tokens:
     return replace(tokens, positions=torch.arange(tokens.num_tokens, device=tokens.positions.device))
 
 
-def _late_chunk_first(self: Slices, rank: int) -> Numbers:
 def _places_of_the_first_slice(tokens: Tokens, places: Numbers) -> Tokens:
     return replace(tokens, positions=torch.from_numpy(places[:, : tokens.num_tokens]))
 
 
+def _late_chunk_first(self: Slices, rank: int) -> Numbers:
     read = ORIGINAL_AS_READ(self, rank)
     return np.concatenate([np.roll(row, len(row) // 2) for row in np.split(read, self.repeats)])
 
@@ -550,12 +551,12 @@ FAULTS: tuple[Fault, ...] = (
         "numbers", ("cp",), lambda: replaced(loader, "tokens_of_slices", _positions_of_slices),
     ),
     Fault(
-        "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
-        "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
-    Fault(
         "cp_places_of_the_first_slice", "Every context-parallel rank takes the first tokens' places in a picture.",
         "numbers", ("cp", "places"), lambda: replaced(loader, "with_places", _places_of_the_first_slice),
     ),
+    Fault(
+        "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
+        "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
     ),
     Fault(
         "dropout_per_rank", "Every rank numbers its rows from zero, so that all drop the same of different tokens.",
@@ -653,6 +654,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adapter_invariant", "The whole half of an adapter says under sp that its gradient is whole, too.",
         "types", ("tp", "sp", "adapters"), lambda: replaced(lora, "column_adapter", _whole_gradient),
+    ),
+    Fault(
+        "adapter_mask_of_first_slice", "Every rank drops those of an adapter's features that the first rank does.",
+        "numbers", ("tp", "adapters", "dropout"), lambda: replaced(lora, "first_input", lambda weight: 0),
     ),
     Fault(
         "stale_input_recomputed", "What backward computes again reads an earlier microbatch.",

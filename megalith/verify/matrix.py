@@ -403,7 +403,9 @@ def _adapters() -> Iterator[Layout]:
     """Adapters beside frozen weights: shared heads, uneven parts, stages, contexts, divided state, layers run again."""
     uneven = replace(FOUR, num_heads=6, num_kv_heads=3)
     every, few = LoraConfig(rank=3), LoraConfig(rank=2, rslora=True, targets=("q", "o", "gate_up"))
+    dropping, last = LoraConfig(rank=3, dropout=0.2), LoraConfig(rank=3, layers=(3,))
     again = RecomputeConfig(granularity="full", method="uniform")
+    mlp_again = RecomputeConfig(granularity="selective", modules=("mlp",))
     rows: dict[str, tuple[ModelConfig, ParallelConfig, LoraConfig, RecomputeConfig]] = {
         "tp2": (FOUR, ParallelConfig(tp=2), every, RecomputeConfig()),
         "tp2 sp": (FOUR, ParallelConfig(tp=2, sp=True), few, RecomputeConfig()),
@@ -420,13 +422,21 @@ def _adapters() -> Iterator[Layout]:
         "dp2, zero 3": (FOUR, ParallelConfig(dp=2, zero=3), every, RecomputeConfig()),
         "tp2 pp2": (FOUR, staged(2, tp=2, sp=True), every, RecomputeConfig()),
         "tp2 cp2 dp2 sp, zero 3": (FOUR, ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=3), every, again),
+        "dropping, tp3": (uneven, ParallelConfig(tp=3), dropping, again),
+        "dropping, tp2 pp2 sp, mlp again": (FOUR, staged(2, tp=2, sp=True), dropping, mlp_again),
+        "dropping, cp2": (FOUR, ParallelConfig(cp=2), dropping, RecomputeConfig()),
+        "latent, tp2 sp": (LATENT, ParallelConfig(tp=2, sp=True), dropping, RecomputeConfig()),
+        "latent, tp2 pp2 dp2": (LATENT, staged(2, tp=2, dp=2), every, again),
+        "last layer, pp2": (FOUR, staged(2), last, RecomputeConfig()),
+        "last layer, pp2 dp2, zero 3": (FOUR_TIED, staged(2, dp=2, zero=3), last, RecomputeConfig()),
     }
+    sample = ("tp2 sp, rings", "dropping, tp2 pp2 sp, mlp again", "dp2, zero 3")
     for name, (model, parallel, lora, recompute) in rows.items():
         microbatch = 3 if parallel.pp > 1 else 1
         yield Layout(
             area="adapters", name=f"adapters, {name}", model=model, parallel=parallel, rows=microbatch,
             seq_len=row_of(parallel), recompute=recompute, lora=lora,
-            documents=name in ("tp2 sp", "cp2"), sample=name in ("tp2 sp, rings", "tp2 pp2", "dp2, zero 3"),
+            documents=name in ("tp2 sp", "cp2"), sample=name in sample,
         )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
-from megalith.config.train import LoopConfig, TrainRun
+from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
 from megalith.nn.init import fill
@@ -256,7 +256,7 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     return Loader(
         dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),
-        slicing=my_slicing(run.parallel, mesh), dropout_seed=run.seed if run.model.dropout.drops() else None,
+        slicing=my_slicing(run.parallel, mesh), dropout_seed=dropout_seed(run),
         further=run.model.mtp.depths,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import pytest
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.config.lora import LoraConfig, lora_matrices, lora_problems, lora_targets
+from megalith.config.lora import LoraConfig, has_adapters, lora_layers, lora_matrices, lora_problems, lora_targets
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.testing.tiny import tiny_run
@@ -24,7 +24,18 @@ def test_linear_stands_for_every_matrix_that_a_model_has() -> None:
     other = ModelConfig(vocab_size=8, gated=False, attention=AttentionConfig(gated=True), **SIZES)
     assert lora_matrices(other) == ("q", "kv", "gate", "o", "up", "down")
     latent = ModelConfig(vocab_size=8, mla=MLAConfig(kv_rank=4), **SIZES)
-    assert lora_matrices(latent) == ("gate_up", "down")
+    assert lora_matrices(latent) == ("q", "kv_down", "kv_up", "o", "gate_up", "down")
+    short = ModelConfig(vocab_size=8, mla=MLAConfig(kv_rank=4, q_rank=3), **SIZES)
+    assert lora_matrices(short)[:3] == ("q_down", "q_up", "kv_down")
+
+
+def test_layers_can_be_chosen_and_nothing_outside_of_them_is_meant() -> None:
+    some = LoraConfig(targets=("q", "down"), layers=(1, 0, 1))
+    assert lora_layers(LoraConfig(), MODEL) == tuple(range(MODEL.num_layers)) and lora_layers(some, MODEL) == (0, 1)
+    last = LoraConfig(targets=("q", "down"), layers=(1,))
+    assert has_adapters("layers.1.attention.q", last, MODEL) and has_adapters("layers.1.mlp.down", last, MODEL)
+    for other in ("layers.0.attention.q", "layers.1.attention.kv", "layers.1.mlp.experts.down", "mtp.1.layer.mlp.down"):
+        assert not has_adapters(other, last, MODEL)
 
 
 SIZES: dict[str, Any] = {
@@ -48,6 +59,11 @@ def test_a_run_without_adapters_has_no_problem_with_them() -> None:
         ({"rank": 0}, "lora.rank=0 must be at least 1. Use 16."),
         ({"alpha": 0.0}, "lora.alpha=0.0 must be above 0. Use twice lora.rank."),
         ({"alpha": float("inf")}, "lora.alpha=inf must be above 0. Use twice lora.rank."),
+        ({"alpha": float("nan")}, "lora.alpha=nan must be above 0. Use twice lora.rank."),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be a probability, at least 0 and below 1. Use 0.05."),
+        ({"dropout": float("nan")}, "lora.dropout=nan must be a probability, at least 0 and below 1. Use 0.05."),
+        ({"layers": (0, 2)}, "lora.layers=[0, 2]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or"),
+        ({"layers": ()}, "lora.layers=[]: model.num_layers=2 has layers 0 to 1. Use one or more of them, or leave"),
         ({"targets": ()}, "lora.targets=[] leaves nothing to train. Use one or more of ['q', 'kv', 'o', 'gate_up', "),
         ({"targets": ("gate_upp",)}, "lora.targets=gate_upp: no matrix of this model that can have adapters. Did you "),
         (

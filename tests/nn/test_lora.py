@@ -1,16 +1,19 @@
 """Adapters compute what the paper says, leave everything else alone, and a missing sum of theirs is refused."""
 
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.config.lora import STACKED, LoraConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.nn import lora
 from megalith.nn.lora import ColumnLora, RowLora, attach_adapters
@@ -26,10 +29,15 @@ MODEL = ModelConfig(
 )  # fmt: skip
 
 
-def built(adapters: LoraConfig | None) -> Decoder:
+LATENT = MLAConfig(kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4)
+SHORT = replace(MODEL, num_kv_heads=4, qkv_bias=False, mla=LATENT)
+"""Its attention goes through short vectors."""
+
+
+def built(adapters: LoraConfig | None, config: ModelConfig = MODEL) -> Decoder:
     """A model in float64 with adapters that do something."""
-    model = Decoder(MODEL, mesh_of_one(), dtype=torch.float64)
-    attach_adapters([model], MODEL, adapters)
+    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    attach_adapters([model], config, adapters)
     allocate(model, torch.device("cpu"))
     initialise(model, seed=1)
     for declared, module, name in declared_parameters(model):
@@ -45,14 +53,21 @@ def weights(model: Decoder) -> dict[str, Tensor]:
 def hidden(model: Decoder) -> Tensor:
     ids = torch.arange(9) * 5 % 61
     with torch.no_grad():
-        return model(ids, tokens_of_lengths([9], device="cpu"))
+        found: Tensor = model(ids, tokens_of_lengths([9], device="cpu"))
+    return found
 
 
+@pytest.mark.parametrize("model", [MODEL, SHORT, replace(SHORT, mla=replace(LATENT, q_rank=None))])
 @pytest.mark.parametrize(
-    "adapters", [LoraConfig(rank=3, alpha=5.0), LoraConfig(rank=2, rslora=True, targets=("kv", "down"))]
+    "adapters",
+    [
+        LoraConfig(rank=3, alpha=5.0),
+        LoraConfig(rank=2, rslora=True, targets=("kv", "kv_up", "down")),
+        LoraConfig(rank=2, layers=(1,), dropout=0.5),
+    ],
 )
-def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: LoraConfig) -> None:
-    adapted, plain = built(adapters), built(None)
+def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: LoraConfig, model: ModelConfig) -> None:
+    adapted, plain = built(adapters, model), built(None, model)
     found = weights(adapted)
     for name, value in weights(plain).items():
         if f"{name}.lora_a" in found:
@@ -60,7 +75,7 @@ def test_a_matrix_acts_as_the_sum_of_itself_and_the_scaled_product(adapters: Lor
             count = STACKED.get(name.rsplit(".", 1)[1], 1)
             left, right = b.reshape(count, -1, adapters.rank), a.reshape(count, adapters.rank, -1)
             value.add_((left @ right).view(value.shape), alpha=adapters.scale)
-    assert not torch.equal(hidden(built(None)), hidden(plain))
+    assert not torch.equal(hidden(built(None, model)), hidden(plain))
     assert_equals("hidden states", hidden(adapted), hidden(plain), FP64)
 
 
@@ -94,6 +109,73 @@ def test_matrices_that_are_no_targets_stay_what_they_were() -> None:
     assert not any(isinstance(m, ColumnLora | RowLora) for m in built(None).modules())
 
 
+class Made(TorchDispatchMode):
+    """Counts the results of operations that are as wide as a given number of columns, unless they are written over."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.columns, self.count = columns, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        new = isinstance(found, Tensor) and function.name() != "aten::add_.Tensor"
+        self.count += int(new and found.ndim == 2 and found.shape[1] == self.columns)
+        return found
+
+
+@pytest.mark.parametrize("targets", [("q",), ("kv",), ("q", "kv")])
+def test_columns_without_adapters_cost_nothing(targets: tuple[str, ...]) -> None:
+    """Nothing as wide as all columns is made beside what the frozen layer makes, in forward or in backward."""
+    layer = built(LoraConfig(rank=3, targets=targets)).get_submodule("layers.0.attention.qkv")
+    counts = []
+    for module in (layer, layer.get_submodule("base")):
+        x = torch.ones(5, 12, dtype=torch.float64, requires_grad=True)
+        with Made(columns=4 * 6 + 2 * 2 * 6) as made:
+            y = module(x)
+            y.backward(torch.ones_like(y))
+        counts.append(made.count)
+    assert counts[0] == counts[1] > 0
+
+
+def test_added_columns_are_what_plain_operations_give() -> None:
+    draw = torch.Generator().manual_seed(2)
+    y, one, two = (torch.randn(3, n, dtype=torch.float64, generator=draw, requires_grad=True) for n in (9, 2, 3))
+    weights = torch.randn(3, 9, dtype=torch.float64, generator=draw)
+    found, expected = (
+        function(y * 1, (1, 5), one, two) for function in (lora.AddColumns.apply, lora.AddColumns.reference)
+    )
+    assert torch.equal(found, expected)
+    theirs = torch.autograd.grad((expected * weights).sum(), (y, one, two))
+    assert all(map(torch.equal, torch.autograd.grad((found * weights).sum(), (y, one, two)), theirs))
+
+
+def test_dropout_is_of_what_adapters_see_alone_and_of_training() -> None:
+    model, plain = built(LoraConfig(rank=3, dropout=0.5)), built(LoraConfig(rank=3))
+    ids, tokens = torch.arange(9) * 5 % 61, tokens_of_lengths([9], device="cpu")
+    training = replace(tokens, dropout=DropoutKey(7, torch.arange(9)))
+    with torch.no_grad():
+        assert torch.equal(model(ids, tokens), plain(ids, tokens))
+        dropped = model(ids, training)
+        assert torch.equal(dropped, model(ids, training)) and not torch.equal(dropped, plain(ids, tokens))
+        for declared, module, name in declared_parameters(model):
+            if declared.shard.name.endswith("lora_b"):
+                getattr(module, name).zero_()
+        assert_equals("without adapters", model(ids, training), built(None)(ids, tokens), FP64)
+
+
+def test_the_cache_of_short_vectors_sees_adapters() -> None:
+    """While text is generated, the projection up to keys is applied to queries."""
+    model = built(LoraConfig(rank=3), SHORT)
+    up = model.get_submodule("layers.0.attention.kv_up")
+    both = built(LoraConfig(rank=3, targets=("kv",))).get_submodule("layers.0.attention.qkv")
+    x = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert isinstance(up, ColumnLora) and isinstance(both, ColumnLora)
+    (weight,) = up.sunk()
+    assert_equals("absorbed", x @ weight.T, up(x), FP64)
+    x = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert_equals("stacked", x @ torch.cat(both.sunk()).T, both(x), FP64)
+
+
 def test_backward_has_somewhere_to_end_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
     x = model.entrance(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
@@ -112,7 +194,7 @@ def _invariant(which: str, number: int) -> AbstractContextManager[None]:
     def wrong(weight: Shard, adapters: LoraConfig, region: Any) -> tuple[Shard, Shard]:
         pair = list(right(weight, adapters, region))
         flipped = frozenset(region.group.axes) - pair[number].invariant
-        pair[number] = lora.replace(pair[number], invariant=flipped)
+        pair[number] = replace(pair[number], invariant=flipped)
         return pair[0], pair[1]
 
     return replaced(lora, which, wrong)
