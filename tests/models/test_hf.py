@@ -351,7 +351,7 @@ def test_a_model_without_a_form_there_is_refused_before_anything_is_written(
 def test_companions_and_token_ids_go_with_the_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "secret.txt").write_text("no")
-    files = companion_files(tmp_path)
+    files = {name: file.read_bytes() for name, file in companion_files(tmp_path).items()}
     tiny.folder(tmp_path / "x", tiny.config(), companions=files, extra={"eos_token_id": [3, 4], "bos_token_id": 1})
     assert (tmp_path / "x" / "tokenizer.json").read_text() == "{}" and not (tmp_path / "x" / "secret.txt").exists()
     raw = json.loads((tmp_path / "x" / "config.json").read_text())

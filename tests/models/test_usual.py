@@ -16,7 +16,7 @@ from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.fields import Fields
 from megalith.models.llama import LLAMA, read_config, write_config
-from megalith.models.usual import canonical, read_usual, said, shortest, usual_rules, windowed
+from megalith.models.usual import Unsaid, canonical, read_usual, said, shortest, usual_rules, windowed
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
@@ -70,6 +70,7 @@ def test_all_that_a_family_has_no_word_for_is_said_at_once(tiny: SimpleNamespace
         write_config(config)
     for text in ("model.gated=False", "model.logit_softcap=3.0", "model.positions='none'"):
         assert text in str(refused.value)
+    assert isinstance(refused.value, Unsaid) and {*refused.value.settings} == {"gated", "logit_softcap", "positions"}
 
 
 def test_biases_of_one_switch_may_be_zeros_there(tiny: SimpleNamespace) -> None:
