@@ -260,6 +260,33 @@ def sections_are_all_pairs(model: ModelConfig) -> str | None:
     return (
         f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} that turn. "
         f"Use [{pairs - 2 * third}, {third}, {third}]."
+def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
+    """Longrope divides the angle of every pair by a factor of its own."""
+    rope, fraction = model.rope, model.rope.fraction
+    pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else len(rope.short_factors)
+    given = {"short_factors": rope.short_factors, "long_factors": rope.long_factors}
+    wrong = [name for name, some in given.items() if len(some) != pairs or not all(0 < x < math.inf for x in some)]
+    if rope.scaling != "longrope" or not wrong:
+        return None
+    told = ", ".join(f"model.rope.{name}={shown(given[name])}" for name in wrong)
+    return (
+        f"{told} with model.rope.scaling={rope.scaling} must be {pairs} finite numbers above 0, one for each pair that "
+        f"turns. Use those of the published model, or set model.rope.scaling=yarn."
+    )
+
+
+def longrope_has_a_first_length(model: ModelConfig) -> str | None:
+    """Longrope divides by the logarithm of the first training's length, beyond which it has other factors."""
+    first, limit = model.rope.original_max_position, model.max_seq_len
+    if model.rope.scaling != "longrope" or 1 < first <= limit:
+        return None
+    return (
+        f"model.rope.scaling=longrope with model.rope.original_max_position={first} and model.max_seq_len={limit}: "
+        f"longer documents than those of the first training have factors of their own. Set "
+        f"model.rope.original_max_position to the length of its rows, from 2 to {limit}."
+    )
+
+
     )
 
 
@@ -314,6 +341,7 @@ def _fraction(features: int, head: int) -> float:
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, whole_norms_are_rms, latent_attention_has_no_options, latent_positions_turn,
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
-    scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs, sections_are_all_pairs,
+    scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
+    longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,
     patterns_fit_the_layers, patterns_choose_a_layer, one_norm_comes_first,
 )  # fmt: skip

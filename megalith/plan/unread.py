@@ -60,6 +60,10 @@ BELONGS: tuple[Belongs, ...] = (
         "model.rope.scaling=yarn",
     ),
     Belongs(
+        ("rope.short_factors", "rope.long_factors"), "rope.scaling", _scaled("longrope"), "settings of longrope",
+        "model.rope.scaling=longrope",
+    ),
+    Belongs(
         ("mla.yarn_mscale",), "attention.scale", lambda model: model.attention.scale is None,
         "part of the scale where none is given", "model.attention.scale=null",
     ),

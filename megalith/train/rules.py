@@ -233,17 +233,6 @@ def further_tokens_are_there(run: TrainRun, world: int) -> str | None:
     )
 
 
-def text_has_one_position(run: TrainRun, world: int) -> str | None:
-    """Positions by time, height and width come with pictures, which nothing here reads."""
-    sections = run.model.rope.sections
-    if not sections:
-        return None
-    return (
-        f"model.rope.sections={list(sections)}: tokens of text have one position, not one in time and "
-        f"two in a picture. Remove model.rope.sections to use what tokens have."
-    )
-
-
 def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     """Collectives stay outside compiled graphs."""
     axes = [f"parallel.{axis}={size}" for axis in ("tp", "cp") if (size := getattr(run.parallel, axis)) > 1]
@@ -349,7 +338,6 @@ def number_problems(run: TrainRun) -> list[str]:
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
-    text_has_one_position,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,

@@ -10,11 +10,13 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.context import context_problems
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
 from megalith.plan.stages import Stage, layout_of, plan_stages
+from megalith.plan.unread import FROM_A_LENGTH
 from megalith.train.rules import smallest_stage
 from megalith.verify.ranks import LayoutCase, layout_case
 
@@ -166,7 +168,7 @@ def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, Model
 def _shrink_kinds(model: ModelConfig) -> ModelConfig:
     """The same kinds of layers and positions in the sizes of a copy: windows shorter than rows, patterns with all kinds
     of layers, scaling that begins within a row, and as many further predictions as show that there are several."""
-    attention, rope, mla, layers = model.attention, model.rope, model.mla, model.num_layers
+    attention, mla, layers = model.attention, model.mla, model.num_layers
     small_mla = mla and replace(
         mla,
         kv_rank=7,
@@ -182,10 +184,21 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
             attention, window=attention.window and min(attention.window, 5),
             window_layers=_shrink_pattern(attention.window_layers, layers),
         ),
-        rope=replace(
-            rope, fraction=1.0 if rope.fraction == 1 else 0.34, skip=_shrink_pattern(rope.skip, layers),
-            original_max_position=rope.original_max_position if model.positions != "rope" else 8,
-        ),
+        rope=_shrink_rope(model, layers),
+    )  # fmt: skip
+
+
+def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
+    """The same kind of positions for the six features of a small head, or as many as turn of it."""
+    rope = model.rope
+    part = 0.67 if rope.scaling == "dynamic" else 0.34  # which asks for two pairs
+    fraction = 1.0 if rope.fraction == 1 else part
+    pairs = 2 if model.mla is not None else int(6 * fraction) // 2
+    return replace(
+        rope, fraction=fraction, skip=_shrink_pattern(rope.skip, layers),
+        original_max_position=8 if rope.scaling in FROM_A_LENGTH else rope.original_max_position,
+        sections=tuple(int(axis < pairs) for axis in range(3)) if rope.sections else (),
+        short_factors=rope.short_factors[:pairs], long_factors=rope.long_factors[:pairs],
     )  # fmt: skip
 
 

@@ -100,6 +100,19 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         rope(scaling="dynamic", original_max_position=16, fraction=0.4),
         "model.rope.scaling=dynamic with 2 features that turn", "or turn 4 features or more",
     ),
+    (
+        rope(scaling="longrope", short_factors=(1.0, 2.0), long_factors=(1.0, 0.0, 2.0), original_max_position=16),
+        "model.rope.short_factors=[1.0, 2.0], model.rope.long_factors=[1.0, 0.0, 2.0] with model.rope.scaling=longrope",
+        "must be 3 finite numbers above 0",
+    ),
+    (
+        rope(scaling="longrope", short_factors=(1.0,) * 3, long_factors=(2.0,) * 3),
+        "model.rope.original_max_position=8192 and model.max_seq_len=64", "from 2 to 64",
+    ),
+    (
+        rope(short_factors=(1.0,) * 3), "model.rope.short_factors=[1.0, 1.0, 1.0] with model.rope.scaling=none",
+        "Set model.rope.scaling=longrope",
+    ),
     (rope(skip=(True, True)), "model.rope.skip=[true, true] leaves every layer", "Set model.positions=none"),
     (
         attention(window=8, window_layers=(False,)), "model.attention.window=8 with model.attention.window_layers=[fal",

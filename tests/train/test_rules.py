@@ -60,10 +60,6 @@ CASES = [
     (
         {"model__mtp__depths": "32"}, 1, "train.seq_len=32 with model.mtp.depths=32", "Set train.seq_len to 33 or more",
     ),
-    (
-        {"model__rope__sections": "[1, 1, 1]"}, 1, "model.rope.sections=[1, 1, 1]: tokens of text have one position",
-        "Remove model.rope.sections",
-    ),
     ({"model__attention__window": "0"}, 1, "model.attention.window=0 must be at least 1", "to 1 or more"),
     ({"parallel__tp": "6"}, 6, "parallel.tp=6 does not fit model.num_kv_heads=4", "one of [1, 2, 3, 4, 8]"),
     (

@@ -12,6 +12,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.shards import split_evenly, split_heads
 from megalith.plan.stages import plan_stages
@@ -143,7 +144,24 @@ def test_scaling_begins_within_a_row_of_a_copy() -> None:
     scaled = {"model.rope.scaling": "dynamic", "model.rope.original_max_position": "32", "model.rope.fraction": "0.5"}
     (case,) = shrink(tiny_run(scaled | {"parallel.tp": "2"}), 2)
     assert case.run.model.rope.original_max_position < case.run.train.seq_len
-    assert case.run.model.rotary_size() == 2
+    assert case.run.model.rotary_size() == 4 and model_problems(case.run) == []
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        RopeConfig(sections=(1, 1, 1)), RopeConfig(sections=(1, 0, 1), fraction=0.7),
+        RopeConfig(scaling="longrope", short_factors=(1.0,) * 3, long_factors=(2.0,) * 3, original_max_position=32),
+    ],
+)  # fmt: skip
+def test_positions_of_a_copy_fit_its_heads(rope: RopeConfig) -> None:
+    run = tiny_run({"parallel.tp": "2"})
+    run = replace(run, model=replace(run.model, rope=rope))
+    assert model_problems(run) == []
+    (case,) = shrink(run, 2)
+    small = case.run.model.rope
+    assert model_problems(case.run) == []
+    assert bool(small.sections) == bool(rope.sections) and small.scaling == rope.scaling
 
 
 # --- stages, shared rows, divided state, memory
