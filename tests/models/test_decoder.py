@@ -1,20 +1,26 @@
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
+from megalith.config.rope import RopeConfig
 from megalith.kernels.linear import stacked
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows, with_places
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
+from megalith.models.hf import write_folder
+from megalith.models.qwen2 import QWEN2
 from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
-from megalith.testing.tolerance import FP64, assert_close, assert_equals
+from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -226,3 +232,32 @@ def test_two_chunks_of_one_rank_share_a_tied_table(tiny: SimpleNamespace) -> Non
     parallel, num_layers = STAGES["a V"]
     first, second = chunks_of(tiny.config(num_layers=num_layers, tied_embeddings=True), parallel)[0]
     assert first.embed.weight is second.head.weight
+
+
+def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    theirs_of = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
+    rope = RopeConfig(theta=50.0, sections=(2, 1, 1))
+    config = tiny.config(tied_embeddings=True, qkv_bias=True, head_dim=8, hidden_size=48, rope=rope)
+    made = tiny.model(config)
+    text = replace(config, rope=replace(rope, sections=()))  # the family of text has the same tensors
+    write_folder(tmp_path / "x", text, tiny.InMemory(tiny.tensors(made)), family=QWEN2)
+    tensors = load_file(tmp_path / "x" / "model.safetensors")
+    theirs_config = theirs_of.Qwen2VLTextConfig(
+        vocab_size=37, hidden_size=48, intermediate_size=10, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, rms_norm_eps=1e-5, pad_token_id=None, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 50.0, "mrope_section": [2, 1, 1]},
+    )  # fmt: skip
+    theirs = theirs_of.Qwen2VLTextModel(theirs_config).eval()
+    theirs.load_state_dict({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, strict=True)
+    ids, places = ids_of(9), torch.randint(0, 20, (3, 9), generator=torch.Generator().manual_seed(2))
+    mask = torch.full((1, 1, 9, 9), -torch.inf).triu(1)
+    for given in (places, torch.arange(9).expand(3, 9)):
+        hidden = theirs(ids[None], position_ids=given[:, None], attention_mask=mask).last_hidden_state[0]
+        tokens = with_places(tokens_of_rows(1, 9), given.numpy())
+        assert (
+            relative_error(made.head.logits(made(ids, tokens)), hidden @ tensors["model.embed_tokens.weight"].T) < 2e-5
+        )
+    plain = tiny.blank(text)
+    plain.load_state_dict(made.state_dict())
+    assert torch.equal(made(ids, tokens), plain(ids, tokens_of_rows(1, 9)))
+    assert torch.equal(made(ids, tokens_of_rows(1, 9)), plain(ids, tokens_of_rows(1, 9)))
