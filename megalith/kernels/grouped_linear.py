@@ -1,0 +1,276 @@
+"""`grouped_linear`: one matmul for the rows of each expert, as `linear` does for all rows; any number of them, also none.
+
+An expert without rows gets a gradient of zeros, never none: which experts are busy differs between ranks, and what they
+sum must not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from megalith.kernels.linear import Context, Kept, Sink, add_product_, kept_of, save, saved_input
+from megalith.kernels.rebuilt import Input, value_of
+
+HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
+ALIGNED = 8
+"""Features of bf16 in 16 bytes: what torch's grouped matmuls on GPUs want all rows to be a multiple of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """How many rows each expert has. They lie expert after expert, and no others behind them."""
+
+    counts: tuple[int, ...] | None = None
+    """[e], where the host knows."""
+
+    ends: Tensor | None = None
+    """[e] int32, where each expert's rows end, on the device that has them; unset: made of `counts`."""
+
+    equal: bool = False
+    """All experts have equally many, whatever tokens chose."""
+
+    @property
+    def experts(self) -> int:
+        """How many there are."""
+        return len(self.ends) if self.counts is None and self.ends is not None else len(self.counts or ())
+
+    def on_host(self) -> tuple[int, ...]:
+        """[e]; waits for a GPU if only that knows."""
+        if self.counts is not None:
+            return self.counts
+        assert self.ends is not None
+        ends = self.ends.tolist()
+        return tuple(end - start for start, end in zip([0, *ends], ends, strict=False))
+
+    def on_device(self, device: torch.device) -> Tensor:
+        """`ends`, on `device`."""
+        if self.ends is not None:
+            return self.ends
+        return torch.tensor(self.on_host(), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+
+def groups_of(counts: Sequence[int] | Tensor) -> Groups:
+    """Groups of these sizes [e]: numbers, or an int64 tensor, which stays where it is if that is a GPU."""
+    if not isinstance(counts, Tensor):
+        return Groups(tuple(counts))
+    if counts.device.type == "cpu":
+        return Groups(tuple(counts.tolist()))
+    return Groups(ends=counts.cumsum(0, dtype=torch.int32))
+
+
+def equal_groups(experts: int, rows: int) -> Groups:
+    """`rows` for every expert."""
+    return Groups((rows,) * experts, equal=True)
+
+
+# --- three products, each in three ways
+
+
+class GroupedProducts(NamedTuple):
+    """The three matmuls of experts; precision recipes replace them, never the layer."""
+
+    forward: Callable[[Tensor, Tensor, Groups], Tensor]
+    """x [r, i], w [e o, i] -> y [r, o]."""
+
+    input_grad: Callable[[Tensor, Tensor, Groups], Tensor]
+    """dy [r, o], w [e o, i] -> dx [r, i]."""
+
+    weight_grad: Callable[[Tensor, Tensor, Groups], Tensor]
+    """dy [r, o], x [r, i] -> dw [e o, i]."""
+
+
+def by_expert(w: Tensor, e: int) -> Tensor:
+    """What lies expert after expert, equally much of each: [e n, i] -> [e, n, i]."""
+    return w.unflatten(0, (e, w.shape[0] // e))
+
+
+def loop_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """One matmul after the other, each into its rows of y."""
+    counts = groups.on_host()
+    weights = by_expert(w, len(counts))
+    y = x.new_empty(x.shape[0], weights.shape[1])
+    for part, weight, out in zip(x.split(counts), weights, y.split(counts), strict=True):
+        torch.mm(part, weight.t(), out=out)
+    return y
+
+
+def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """One matmul after the other, each into its rows of dx."""
+    counts = groups.on_host()
+    dx = dy.new_empty(dy.shape[0], w.shape[1])
+    for part, weight, out in zip(dy.split(counts), by_expert(w, len(counts)), dx.split(counts), strict=True):
+        torch.mm(part, weight, out=out)
+    return dx
+
+
+def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """One matmul after the other, each into its expert's gradient; of no rows they are zeros."""
+    counts = groups.on_host()
+    dw = dy.new_empty(len(counts) * dy.shape[1], x.shape[1])
+    for part, inputs, out in _each(dw, dy, x, counts):
+        torch.mm(part.t(), inputs, out=out)
+    return dw
+
+
+def _each(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each expert's rows of dy and of x, and its matrix [o, i] in `total`."""
+    return zip(dy.split(counts), x.split(counts), by_expert(total, len(counts)), strict=True)
+
+
+LOOP = GroupedProducts(loop_forward, loop_input_grad, loop_weight_grad)
+"""For CPUs: matmuls of a few rows already use every core, and torch's `grouped_mm` is this loop there."""
+
+
+def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """All experts' matmuls in one."""
+    e = groups.experts
+    weights, y = by_expert(w, e), x.new_empty(x.shape[0], w.shape[0] // e)
+    torch.bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
+    return y
+
+
+def batched_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """All experts' matmuls in one."""
+    e, dx = groups.experts, dy.new_empty(dy.shape[0], w.shape[1])
+    torch.bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
+    return dx
+
+
+def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """All experts' matmuls in one."""
+    e = groups.experts
+    dw = dy.new_empty(e * dy.shape[1], x.shape[1])
+    torch.bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
+    return dw
+
+
+BATCHED = GroupedProducts(batched_forward, batched_input_grad, batched_weight_grad)
+"""For groups of one size."""
+
+
+def fused_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """torch's grouped matmul."""
+    ends = groups.on_device(x.device)
+    return torch.nn.functional.grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
+
+
+def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """torch's grouped matmul."""
+    ends = groups.on_device(dy.device)
+    return torch.nn.functional.grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
+
+
+def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
+    """torch's grouped matmul; it need not write what has no rows, which becomes zeros here."""
+    ends = groups.on_device(dy.device)
+    dw = torch.nn.functional.grouped_mm(dy.t(), x, offs=ends)
+    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+    return dw.masked_fill_(empty.view(-1, 1, 1), 0.0).flatten(0, 1)
+
+
+FUSED = GroupedProducts(fused_forward, fused_input_grad, fused_weight_grad)
+"""For GPUs: one kernel, which reads the sizes of the groups where they are."""
+
+
+def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
+    """The fastest way for these: x [r, i], w [e o, i]."""
+    if groups.equal:
+        return BATCHED
+    aligned = w.shape[1] % ALIGNED == 0 and w.shape[0] % (ALIGNED * groups.experts) == 0
+    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and HAS_GROUPED_MM:
+        return FUSED
+    return LOOP
+
+
+# --- where gradients go
+
+
+class GroupedSink(Sink, Protocol):
+    """A sink that takes the gradient of all experts' matrices, as one parameter [e o, i]."""
+
+    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o]. Called for groups without rows, too."""
+
+
+def put_grouped_product_(
+    total: Tensor, x: Tensor, dy: Tensor, groups: Groups, *, fresh: bool, products: GroupedProducts | None = None
+) -> Tensor:
+    """`total += each expert's dy.T @ x` in place, or `total =` it if `fresh`: total [e o, i], of any dtype.
+
+    What most sinks do with a product. On CPUs an expert's product is added while it is still in a cache.
+    """
+    products = products or best_products(x, total, groups)
+    if products is not LOOP:
+        dw = products.weight_grad(dy, x, groups)
+        return total.copy_(dw) if fresh else total.add_(dw)
+    for part, inputs, out in _each(total, dy, x, groups.on_host()):
+        if not fresh:
+            add_product_(out, inputs, part)
+        elif out.dtype == part.dtype:
+            torch.mm(part.t(), inputs, out=out)
+        else:
+            out.copy_(torch.mm(part.t(), inputs))
+    return total
+
+
+# --- as autograd sees it
+
+
+def grouped_linear(
+    x: Input, w: Tensor, groups: Groups, *, sink: GroupedSink | None = None, products: GroupedProducts | None = None
+) -> Tensor:
+    """Each expert's rows times its matrix: x [r, i], w [e o, i], the experts' matrices one below the other -> [r, o].
+
+    Backward computes dx first. With a sink it then hands over (x, dy) once, and autograd sees none. If x is `Rebuilt`,
+    its inputs are kept instead of it; if w wants no gradient, neither. `products`: unset, the fastest for x.
+    """
+    value = value_of(x)
+    products = products or best_products(value, w, groups)
+    y: Tensor = GroupedLinearFunction.apply(value, kept_of(x, [w]), groups, sink, products, w)  # type: ignore[no-untyped-call]  # torch's own
+    return y
+
+
+def reference_grouped_linear(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    """What `grouped_linear` computes, in plain operations."""
+    if groups.equal:
+        e = groups.experts
+        return (by_expert(x, e) @ by_expert(w, e).transpose(1, 2)).flatten(0, 1)
+    counts = groups.on_host()
+    pairs = zip(x.split(counts), by_expert(w, len(counts)), strict=True)
+    return torch.cat([part @ weight.t() for part, weight in pairs])
+
+
+class GroupedLinearFunction(Function):
+    """`grouped_linear` as autograd sees it."""
+
+    reference = staticmethod(lambda x, kept, groups, sink, products, w: reference_grouped_linear(x, w, groups))
+
+    @staticmethod
+    def forward(
+        ctx: Context, x: Tensor, kept: Kept, groups: Groups, sink: GroupedSink | None, products: GroupedProducts,
+        w: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """x [r, i] -> y [r, o]."""
+        save(ctx, kept, x, [w])
+        ctx.groups, ctx.sink, ctx.products = groups, sink, products
+        return products.forward(x, w, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """dy [r, o] -> dx [r, i], and dw to the sink or to w."""
+        w, *inputs = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = ctx.products.input_grad(dy, w, ctx.groups) if ctx.needs_input_grad[0] else None
+        x = saved_input(ctx, ctx.needs_input_grad[5:], tuple(inputs))
+        dw = None
+        if x is not None and ctx.sink is not None:
+            ctx.sink.grouped_product(x, dy, ctx.groups)
+        elif x is not None:
+            dw = ctx.products.weight_grad(dy, x, ctx.groups)
+        return dx, None, None, None, None, dw

@@ -1,0 +1,213 @@
+"""Matmuls of experts with uneven rows: three products in every way there is, and where gradients are sent."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.grouped_linear import (
+    BATCHED,
+    FUSED,
+    HAS_GROUPED_MM,
+    LOOP,
+    GroupedProducts,
+    Groups,
+    best_products,
+    equal_groups,
+    grouped_linear,
+    groups_of,
+    put_grouped_product_,
+    reference_grouped_linear,
+)
+from megalith.kernels.rebuilt import Rebuilt
+
+UNEVEN = [3, 0, 5, 1, 0]
+E, R, O, I = 5, 9, 8, 16  # noqa: E741  # experts, rows, outputs, inputs
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+class Recorder:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.products: list[tuple[Tensor, Tensor, Groups]] = []
+
+    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+        self.products.append((x, dy, groups))
+
+    def product(self, x: Tensor, dy: Tensor) -> None:
+        raise AssertionError("experts hand over grouped products")
+
+    def gradient(self, dw: Tensor) -> None:
+        raise AssertionError("experts hand over grouped products")
+
+    def rows(self, rows: Tensor, dy: Tensor) -> None:
+        raise AssertionError("experts hand over grouped products")
+
+
+def each_way(x: Tensor, w: Tensor, dy: Tensor, groups: Groups, products: GroupedProducts) -> Sequence[Tensor]:
+    """y, dx and dw."""
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = grouped_linear(x, w, groups, products=products)
+    return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+
+@pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [9, 0, 0, 0, 0], [0] * 5], ids=str)
+def test_gradients_are_those_of_finite_differences(counts: list[int]) -> None:
+    x, w = wants(sum(counts), 3), wants(E * 2, 3, seed=1)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, groups_of(counts)), (x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [1] * 9], ids=str)
+def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: list[int]) -> None:
+    x, w, dy = (
+        wants(R, I, dtype=dtype),
+        wants(len(counts) * O, I, seed=1, dtype=dtype),
+        seeded(R, O, seed=2, dtype=dtype),
+    )
+    y, expected = grouped_linear(x, w, groups_of(counts)), reference_grouped_linear(x, w, groups_of(counts))
+    torch.testing.assert_close(y, expected)
+    for mine, theirs in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(expected, (x, w), dy)):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.skipif(not HAS_GROUPED_MM, reason="this torch has no grouped_mm")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_grouped_matmul_gives_what_the_loop_gives(dtype: torch.dtype) -> None:
+    x, w, dy = seeded(R, I, dtype=dtype), seeded(E * O, I, seed=1, dtype=dtype), seeded(R, O, seed=2, dtype=dtype)
+    on_device = Groups(ends=torch.tensor(UNEVEN).cumsum(0, dtype=torch.int32))
+    for mine, theirs in zip(each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(UNEVEN), LOOP)):
+        torch.testing.assert_close(mine, theirs)
+    dw = each_way(x, w, dy, on_device, FUSED)[2].view(E, O, I)
+    assert (dw[[1, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> None:
+    groups = equal_groups(E, rows)
+    x, w, dy = (seeded(E * n, f, seed=n, dtype=dtype) for n, f in ((rows, I), (O, I), (rows, O)))
+    assert best_products(x, w, groups) is BATCHED
+    for mine, theirs in zip(each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)):
+        torch.testing.assert_close(mine, theirs)
+    torch.testing.assert_close(reference_grouped_linear(x, w, groups), each_way(x, w, dy, groups, BATCHED)[0])
+
+
+def test_a_sink_gets_everything_once_and_autograd_nothing() -> None:
+    x, w, dy, sink = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2), Recorder()
+    grouped_linear(x, w, groups_of(UNEVEN), sink=sink).backward(dy)
+    assert w.grad is None
+    assert x.grad is not None
+    [(kept_x, kept_dy, groups)] = sink.products
+    assert torch.equal(kept_x, x)
+    assert torch.equal(kept_dy, dy)
+    assert groups.on_host() == tuple(UNEVEN)
+
+
+def test_a_rank_without_rows_still_tells_its_sink() -> None:
+    x, w, sink = wants(0, I), wants(E * O, I, seed=1), Recorder()
+    grouped_linear(x, w, groups_of([0] * E), sink=sink).sum().backward()
+    [(kept_x, kept_dy, groups)] = sink.products
+    with torch.no_grad():
+        total = put_grouped_product_(torch.ones(E * O, I), kept_x.float(), kept_dy.float(), groups, fresh=True)
+    assert (total == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("total_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("products", [LOOP, BATCHED, FUSED], ids=["loop", "batched", "fused"])
+def test_a_product_is_put_where_it_belongs(
+    dtype: torch.dtype, total_dtype: torch.dtype, fresh: bool, products: GroupedProducts
+) -> None:
+    counts = [2, 2, 2] if products is BATCHED else [4, 0, 2]
+    groups = equal_groups(3, 2) if products is BATCHED else groups_of(counts)
+    x, dy, total = seeded(6, I, dtype=dtype), seeded(6, O, seed=1, dtype=dtype), seeded(3 * O, I, dtype=total_dtype)
+    expected = torch.cat([b.t() @ a for a, b in zip(x.double().split(counts), dy.double().split(counts))])
+    expected = expected if fresh else expected + total.double()
+    assert put_grouped_product_(total, x, dy, groups, fresh=fresh, products=products) is total
+    exact = dtype == total_dtype == torch.float32
+    torch.testing.assert_close(total.double(), expected, rtol=1e-5 if exact else 2e-2, atol=1e-5 if exact else 5e-2)
+
+
+def test_frozen_weights_keep_nothing_of_the_input() -> None:
+    kept: list[Tensor] = []
+    x, w = wants(R, I), seeded(E * O, I, seed=1)
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        y = grouped_linear(x, w, groups_of(UNEVEN), sink=Recorder())
+    assert [saved.data_ptr() for saved in kept] == [w.data_ptr()]
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_an_input_that_can_be_rebuilt_is_not_kept() -> None:
+    kept: list[Tensor] = []
+    source, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
+
+    def note(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    doubled = 2 * source
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        y = grouped_linear(Rebuilt(doubled, lambda s: 2 * s, (source,)), w, groups_of(UNEVEN))
+    assert {saved.data_ptr() for saved in kept} == {w.data_ptr(), source.data_ptr()}
+    expected = reference_grouped_linear(2 * source, w, groups_of(UNEVEN))
+    for mine, theirs in zip(torch.autograd.grad(y, (source, w), dy), torch.autograd.grad(expected, (source, w), dy)):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_products_are_replaced_without_touching_the_layer() -> None:
+    tripled = LOOP._replace(weight_grad=lambda dy, x, groups: 3 * LOOP.weight_grad(dy, x, groups))
+    x, w, dy = wants(R, I), wants(E * O, I, seed=1), seeded(R, O, seed=2)
+    (mine,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN), products=tripled), w, dy)
+    (theirs,) = torch.autograd.grad(grouped_linear(x, w, groups_of(UNEVEN)), w, dy)
+    torch.testing.assert_close(mine, 3 * theirs)
+
+
+@pytest.mark.parametrize("counts", [UNEVEN, [2], [0, 0]], ids=str)
+def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int]) -> None:
+    host, device = groups_of(counts), Groups(ends=groups_of(counts).on_device(torch.device("cpu")))
+    assert host.experts == device.experts == len(counts)
+    assert device.on_host() == host.on_host() == groups_of(torch.tensor(counts)).on_host() == tuple(counts)
+    assert torch.equal(host.on_device(torch.device("cpu")), device.on_device(torch.device("cpu")))
+
+
+def test_rows_that_the_groups_do_not_name_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="split_with_sizes"):
+        grouped_linear(seeded(10, I), seeded(E * O, I), groups_of(UNEVEN))
+
+
+def test_a_gradient_that_is_a_view_of_one_number_is_no_trouble() -> None:
+    for groups in (groups_of([2, 2]), equal_groups(2, 2)):
+        x, w = wants(4, 3), wants(4, 3, seed=1)
+        dx, dw = torch.autograd.grad(grouped_linear(x, w, groups).sum(), (x, w))
+        torch.testing.assert_close(dx, w.detach().view(2, 2, 3).sum(1).repeat_interleave(2, 0))
+        torch.testing.assert_close(dw, x.detach().view(2, 2, 3).sum(1).repeat_interleave(2, 0))
+
+
+def test_no_memory_is_needed_on_meta() -> None:
+    for groups in (groups_of([1, 3]), equal_groups(2, 2)):
+        x = torch.empty(4, 3, device="meta", requires_grad=True)
+        w = torch.empty(10, 3, device="meta", requires_grad=True)
+        y = grouped_linear(x, w, groups)
+        assert y.shape == (4, 5)
+        y.sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
+        assert w.grad.shape == (10, 3)
