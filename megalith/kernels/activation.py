@@ -17,6 +17,7 @@ from torch.nn import functional
 from megalith.config.model import Activation
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 QUICK = 1.702
@@ -48,8 +49,8 @@ def gated(gate_up: Tensor, gate: Gate, *, kernel: Kernel = "auto") -> Tensor:
     """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64, rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
-    loops = kernel == "auto" and gate.activation in SIGMOIDS and cpu.takes(gate_up)
-    y: Tensor = GatedFunction.apply(gate_up, gate, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = engine_for(kernel, gate_up, loops=gate.activation in SIGMOIDS)
+    y: Tensor = GatedFunction.apply(gate_up, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -151,21 +152,21 @@ class ActivationFunction(Function):
 class GatedFunction(Function):
     """`gated` as autograd sees it."""
 
-    reference = staticmethod(lambda gate_up, gate, loops: reference_gated(gate_up, gate))
+    reference = staticmethod(lambda gate_up, gate, engine: reference_gated(gate_up, gate))
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, gate: Gate, loops: bool) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, gate: Gate, engine: Engine) -> Tensor:
         """[t, 2 f] -> [t, f]."""
         ctx.save_for_backward(gate_up)
-        ctx.gate, ctx.loops = gate, loops
-        return (_loop_forward if loops else _forward)(gate_up, gate)
+        ctx.gate, ctx.engine = gate, engine
+        return FORWARD[engine](gate_up, gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None, None]:
         """dy [t, f] -> [t, 2 f]."""
         (gate_up,) = ctx.saved_tensors
-        return (_loop_backward if ctx.loops else _backward)(dy, gate_up, ctx.gate), None, None
+        return BACKWARD[ctx.engine](dy, gate_up, ctx.gate), None, None
 
 
 def wide_of(x: Tensor) -> torch.dtype:
@@ -215,6 +216,33 @@ def _loop_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
     return out
 
 
+def _triton_forward(gate_up: Tensor, gate: Gate) -> Tensor:
+    """`_forward` in one pass."""
+    from megalith.kernels import triton_gated  # imports Triton
+
+    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), None)
+
+
+def _triton_backward(dy: Tensor, gate_up: Tensor, gate: Gate) -> Tensor:
+    """`_backward` in one pass."""
+    from megalith.kernels import triton_gated
+
+    return triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), None)[0]
+
+
+FORWARD: Mapping[Engine, Callable[[Tensor, Gate], Tensor]] = {
+    "torch": _forward, "loops": _loop_forward, "triton": _triton_forward,
+}  # fmt: skip
+BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
+    "torch": _backward, "loops": _loop_backward, "triton": _triton_backward,
+}  # fmt: skip
+
+
+def limits_of(gate: Gate) -> tuple[float, float]:
+    """The clamp, infinite where there is none, and the offset."""
+    return float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
+
+
 def numbers_of(gate: Gate) -> tuple[float, float, float, float]:
     """a and b of `SIGMOIDS`, the clamp and the offset."""
-    return *SIGMOIDS[gate.activation], float("inf") if gate.clamp is None else gate.clamp, gate.up_offset
+    return *SIGMOIDS[gate.activation], *limits_of(gate)

@@ -4,6 +4,7 @@ The two collectives are small: per chunk of tokens, the ranks of the vocabulary 
 sum its exponentials and its target's logit. Source of the parallel form: Shoeybi et al. 2019, arXiv:1909.08053, sec. 3.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context, Sink, add_product_, input_grad
 from megalith.kernels.linear import forward as linear_forward
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
@@ -134,7 +136,7 @@ class Head:
     """Tokens at a time."""
 
     loops: bool
-    """Use the compiled loops where they serve."""
+    """Use compiled loops or Triton programs where they serve."""
 
     readout: Readout
 
@@ -191,7 +193,7 @@ class Softmax(NamedTuple):
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     """Two small collectives over the ranks that hold the vocabulary, whatever the labels are; leaves logits alone."""
-    own_largest, own_total = (_loop_row_sums if head.loops and cpu.takes(logits) else _row_sums)(logits)
+    own_largest, own_total = ROW_SUMS[engine_for("auto" if head.loops else "torch", logits)](logits)
     largest = all_reduce_max_(own_largest.clone(), head.group)
     rows, mine = head.target(labels)
     target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~mine.squeeze(1), 0.0)
@@ -205,11 +207,17 @@ def logit_gradient(logits: Tensor, labels: Tensor, softmax: Softmax, weights: Te
     weights [c]: what each token's loss counts, 0 without a label. The entry at the label is computed apart: in bf16, 1
     would swallow the last digits of p.
     """
-    slopes = head.readout.slopes(logits)  # before the gradient takes their place
-    loops = head.loops and cpu.takes(logits)
-    gradient = (_loop_scaled_exp if loops else _scaled_exp)(logits, softmax.largest, weights / softmax.total)
     rows, mine = head.target(labels)
-    at_label = (softmax.target.exp() / softmax.total - 1).mul_(weights).unsqueeze(1).to(gradient.dtype)
+    at_label = (softmax.target.exp() / softmax.total - 1).mul_(weights)
+    engine = engine_for("auto" if head.loops else "torch", logits)
+    if engine == "triton":
+        row = torch.where(mine, rows, -1).squeeze(1)
+        return _triton_gradient(logits, softmax.largest, weights / softmax.total, row, at_label, head.readout)
+    slopes = head.readout.slopes(logits)  # before the gradient takes their place
+    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(
+        logits, softmax.largest, weights / softmax.total
+    )
+    at_label = at_label.unsqueeze(1).to(gradient.dtype)
     gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
     return gradient if slopes is None else gradient.mul_(slopes)
 
@@ -242,6 +250,28 @@ def _loop_scaled_exp(logits: Tensor, largest: Tensor, factor: Tensor) -> Tensor:
         elements=logits.numel(),
     )  # fmt: skip
     return logits
+
+
+def _triton_row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """`_row_sums` in one pass."""
+    from megalith.kernels import triton_loss  # imports Triton
+
+    return triton_loss.row_sums(logits)
+
+
+ROW_SUMS: Mapping[Engine, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "torch": _row_sums, "loops": _loop_row_sums, "triton": _triton_row_sums,
+}  # fmt: skip
+
+
+def _triton_gradient(
+    logits: Tensor, largest: Tensor, factor: Tensor, row: Tensor, at_label: Tensor, readout: Readout
+) -> Tensor:
+    """All of `logit_gradient` in one pass, in place."""
+    from megalith.kernels import triton_loss
+
+    scale, cap = readout.scale, readout.softcap
+    return triton_loss.gradient_(logits, largest, factor, row, at_label, scale=scale, softcap=cap)
 
 
 def _add_gradients(

@@ -3,13 +3,16 @@
 Each alone, or together with the residual addition before it. Zero-centred ones multiply by 1 + weight.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.kernels import cpu
+from megalith.kernels import cpu, gpu
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
@@ -22,8 +25,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = Fals
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rms_norm(x, weight, eps, zero_centred=zero_centred)
-    loops = kernel == "auto" and cpu.takes(x, weight)
-    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centred, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = _engine(kernel, x, weight)
+    y: Tensor = RMSNormFunction.apply(x, weight, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -36,8 +39,8 @@ def add_rms_norm(
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps, zero_centred=zero_centred)
-    loops = kernel == "auto" and cpu.takes(x, residual, weight)
-    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centred, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = _engine(kernel, x, residual, weight)
+    total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
@@ -50,7 +53,8 @@ def layer_norm(
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_layer_norm(x, weight, bias, eps, zero_centred=zero_centred)
-    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centred)  # type: ignore[no-untyped-call]  # torch's own
+    engine = _engine(kernel, x, weight, bias, loops=False)
+    y: Tensor = LayerNormFunction.apply(x, weight, bias, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -61,8 +65,13 @@ def add_layer_norm(
     """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centred=zero_centred)
-    total, normed = AddLayerNormFunction.apply(x, residual, weight, bias, eps, zero_centred)  # type: ignore[no-untyped-call]  # torch's own
+    engine = _engine(kernel, x, residual, weight, bias, loops=False)
+    total, normed = AddLayerNormFunction.apply(x, residual, weight, bias, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
+
+
+def _engine(kernel: Kernel, x: Tensor, *others: Tensor, loops: bool = True) -> Engine:
+    return engine_for(kernel, x, *others, loops=loops, triton=x.shape[-1] <= gpu.WIDEST)
 
 
 # --- what they compute, in plain operations
@@ -108,14 +117,14 @@ def reference_add_layer_norm(
 class RMSNormFunction(Function):
     """`rms_norm` as autograd sees it."""
 
-    reference = staticmethod(lambda x, weight, eps, zero, loops: reference_rms_norm(x, weight, eps, zero_centred=zero))
+    reference = staticmethod(lambda x, weight, eps, zero, engine: reference_rms_norm(x, weight, eps, zero_centred=zero))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, loops: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weight: Tensor, eps: float, zero_centred: bool, engine: Engine) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y, scale = (_loop_forward if loops else _forward)(x, weight, eps, zero_centred)
+        _, y, scale = FORWARD[engine](x, None, weight, eps, zero_centred)
         ctx.save_for_backward(x, weight, scale)
-        ctx.loops, ctx.zero_centred = loops, zero_centred
+        ctx.engine, ctx.zero_centred = engine, zero_centred
         return y
 
     @staticmethod
@@ -129,20 +138,19 @@ class AddRMSNormFunction(Function):
     """`add_rms_norm` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, residual, weight, eps, zero, loops: reference_add_rms_norm(
+        lambda x, residual, weight, eps, zero, engine: reference_add_rms_norm(
             x, residual, weight, eps, zero_centred=zero
         )
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool, loops: bool
+        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, eps: float, zero_centred: bool, engine: Engine
     ) -> tuple[Tensor, Tensor]:
         """x, residual [t, h] -> (sum, normed)."""
-        total = residual + x
-        y, scale = (_loop_forward if loops else _forward)(total, weight, eps, zero_centred)
+        total, y, scale = FORWARD[engine](x, residual, weight, eps, zero_centred)
         ctx.save_for_backward(total, weight, scale)
-        ctx.loops, ctx.zero_centred = loops, zero_centred
+        ctx.engine, ctx.zero_centred = engine, zero_centred
         return total, y
 
     @staticmethod
@@ -157,51 +165,52 @@ class LayerNormFunction(Function):
     """`layer_norm` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, weight, bias, eps, zero: reference_layer_norm(x, weight, bias, eps, zero_centred=zero)
+        lambda x, weight, bias, eps, zero, engine: reference_layer_norm(x, weight, bias, eps, zero_centred=zero)
     )
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool) -> Tensor:
+    def forward(
+        ctx: Context, x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool, engine: Engine
+    ) -> Tensor:
         """x [t, h] -> [t, h]."""
-        y, mean, scale = _layer_forward(x, weight, bias, eps, zero_centred)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.zero_centred = zero_centred
+        _, y, scale, mean = LAYER_FORWARD[engine](x, None, weight, bias, eps, zero_centred)
+        ctx.save_for_backward(x, weight, scale, mean)
+        ctx.engine, ctx.zero_centred = engine, zero_centred
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, h] -> dx, dweight, dbias."""
-        return *_layer_gradients(ctx, dy), None, None
+        return *_layer_gradients(ctx, dy, None), None, None, None
 
 
 class AddLayerNormFunction(Function):
     """`add_layer_norm` as autograd sees it."""
 
     reference = staticmethod(
-        lambda x, residual, weight, bias, eps, zero: reference_add_layer_norm(
+        lambda x, residual, weight, bias, eps, zero, engine: reference_add_layer_norm(
             x, residual, weight, bias, eps, zero_centred=zero
         )
     )
 
     @staticmethod
     def forward(
-        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Context, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool,
+        engine: Engine,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """x, residual [t, h] -> (sum, normed)."""
-        total = residual + x
-        y, mean, scale = _layer_forward(total, weight, bias, eps, zero_centred)
-        ctx.save_for_backward(total, weight, mean, scale)
-        ctx.zero_centred = zero_centred
+        total, y, scale, mean = LAYER_FORWARD[engine](x, residual, weight, bias, eps, zero_centred)
+        ctx.save_for_backward(total, weight, scale, mean)
+        ctx.engine, ctx.zero_centred = engine, zero_centred
         return total, y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dtotal: Tensor, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of the sum and of its norm -> one gradient for x and residual, dweight and dbias."""
-        dx, dweight, dbias = _layer_gradients(ctx, dy)
-        dx = dx.add_(dtotal)
-        return dx, dx, dweight, dbias, None, None
+        dx, dweight, dbias = _layer_gradients(ctx, dy, dtotal)
+        return dx, dx, dweight, dbias, None, None, None
 
 
 # --- RMSNorm's passes over memory
@@ -217,21 +226,28 @@ def _factor(weight: Tensor, zero_centred: bool) -> Tensor:
     return weight.to(_wide(weight)) + 1 if zero_centred else weight
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
-    """The normed rows, and 1 / root mean square of each row [t, 1], in the statistics' dtype."""
+def _sum(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual + x
+
+
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What is normed, its normed rows, and 1 / root mean square of each row [t, 1], in the statistics' dtype."""
+    x = _sum(x, residual)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     normed = torch.mul(x, scale)  # wide, because `scale` is
     if zero_centred:
-        return normed.mul_(_factor(weight, zero_centred)).to(x.dtype), scale
-    return normed.to(x.dtype).mul_(weight), scale
+        return x, normed.mul_(_factor(weight, zero_centred)).to(x.dtype), scale
+    return x, normed.to(x.dtype).mul_(weight), scale
 
 
 def _rms_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
     """dx [t, h] and dweight [h] in the dtypes of x and weight."""
     x, weight, scale = ctx.saved_tensors
     factor = _factor(weight, ctx.zero_centred)
-    dx, dweight = (_loop_backward if ctx.loops else _backward)(dy, x, factor, scale, dtotal)
+    dx, dweight = BACKWARD[ctx.engine](dy, x, factor, scale, dtotal)
     return dx, dweight.to(weight.dtype)
 
 
@@ -250,12 +266,14 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tens
     return (dx if dtotal is None else dx.add_(dtotal)).to(x.dtype), dweight
 
 
-def _loop_forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
-    """`_forward` in one pass."""
-    x, factor = x.contiguous(), _factor(weight, zero_centred).float().contiguous()
+def _loop_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward` in one pass after the sum."""
+    x, factor = _sum(x, residual).contiguous(), _factor(weight, zero_centred).float().contiguous()
     y, scale = torch.empty_like(x), x.new_empty(x.shape[0], 1, dtype=torch.float32)
     cpu.run("rms_norm", x.dtype, *x.shape, eps, not zero_centred, x, factor, y, scale, elements=x.numel())
-    return y, scale
+    return x, y, scale
 
 
 def _loop_backward(
@@ -272,26 +290,65 @@ def _loop_backward(
     return dx, dweight.sum(0)
 
 
+def _triton_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_forward` in one pass."""
+    from megalith.kernels import triton_norm  # imports Triton
+
+    factor = _factor(weight, zero_centred)
+    total, y, scale, _ = triton_norm.norm(x, factor, None, eps, residual=residual, twice=not zero_centred)
+    return total, y, scale
+
+
+def _triton_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, scale: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`_backward` in one pass."""
+    from megalith.kernels import triton_norm
+
+    dx, dweight, _ = triton_norm.norm_backward(dy, x, weight, scale, None, dtotal)
+    return dx, dweight
+
+
+Three = tuple[Tensor, Tensor, Tensor]
+FORWARD: Mapping[Engine, Callable[[Tensor, Tensor | None, Tensor, float, bool], Three]] = {
+    "torch": _forward, "loops": _loop_forward, "triton": _triton_forward,
+}  # fmt: skip
+BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]] = {
+    "torch": _backward, "loops": _loop_backward, "triton": _triton_backward,
+}  # fmt: skip
+
+
 # --- LayerNorm's: torch has them fused
 
 
 def _layer_forward(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The normed rows, and each row's mean and 1 / standard deviation [t, 1], in fp32 or float64."""
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What is normed, its normed rows, and each row's 1 / standard deviation and mean [t, 1], in fp32 or float64."""
+    x = _sum(x, residual)
     factor = _factor(weight, zero_centred).to(_wide(x))
     y, mean, scale = torch.native_layer_norm(_taken(x), [x.shape[-1]], factor, bias.to(factor.dtype), eps)
-    return y.to(x.dtype), mean, scale
+    return x, y.to(x.dtype), scale, mean
 
 
-def _layer_gradients(ctx: Context, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dx [t, h], dweight [h] and dbias [h]."""
-    x, weight, mean, scale = ctx.saved_tensors
+def _layer_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """dx [t, h], with dtotal added if there is one, dweight [h] and dbias [h], in the dtypes of x and weight."""
+    x, weight, scale, mean = ctx.saved_tensors
     factor = _factor(weight, ctx.zero_centred).to(mean.dtype)
+    dx, dweight, dbias = LAYER_BACKWARD[ctx.engine](dy, x, factor, scale, mean, dtotal)
+    return dx, dweight.to(weight.dtype), dbias.to(weight.dtype)
+
+
+def _layer_backward(
+    dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
         _taken(dy), _taken(x), [x.shape[-1]], mean, scale, factor, torch.zeros_like(factor), [True, True, True]
     )
-    return dx.to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)
+    dx = dx.to(x.dtype)
+    return dx if dtotal is None else dx.add_(dtotal), dweight, dbias
 
 
 def _taken(x: Tensor) -> Tensor:
@@ -300,3 +357,33 @@ def _taken(x: Tensor) -> Tensor:
     With bf16 weights they would keep statistics in bf16 on the CPU, and 1 + weight would be rounded.
     """
     return x.contiguous() if x.device.type == "cpu" else x.to(_wide(x)).contiguous()
+
+
+def _triton_layer_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, zero_centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`_layer_forward` in one pass, without copies in fp32."""
+    from megalith.kernels import triton_norm
+
+    total, y, scale, mean = triton_norm.norm(x, _factor(weight, zero_centred), bias, eps, residual=residual)
+    assert mean is not None
+    return total, y, scale, mean
+
+
+def _triton_layer_backward(
+    dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_layer_backward` in one pass."""
+    from megalith.kernels import triton_norm
+
+    dx, dweight, dbias = triton_norm.norm_backward(dy, x, factor, scale, mean, dtotal)
+    assert dbias is not None
+    return dx, dweight, dbias
+
+
+LAYER_FORWARD: Mapping[
+    Engine, Callable[[Tensor, Tensor | None, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor, Tensor]]
+] = {"torch": _layer_forward, "triton": _triton_layer_forward}
+LAYER_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None], Three]] = {
+    "torch": _layer_backward, "triton": _triton_layer_backward,
+}  # fmt: skip

@@ -1,7 +1,7 @@
 """Rotary positions (Su et al. 2021, arXiv:2104.09864): pairs of features that turn further with each position."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from megalith.config.rope import RopeConfig
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
@@ -121,8 +122,8 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
     plain = not interleaved and 2 * cos.shape[-1] == x.shape[-1]
-    loops = kernel == "auto" and plain and cpu.takes(x, cos, sin)
-    y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = engine_for(kernel, x, cos, sin, loops=plain)
+    y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -146,13 +147,13 @@ def _pairs(x: Tensor, pairs: int, interleaved: bool) -> tuple[Tensor, Tensor, Te
 class RopeFunction(Function):
     """`apply_rope` as autograd sees it."""
 
-    reference = staticmethod(lambda x, cos, sin, interleaved, loops: reference_rope(x, cos, sin, interleaved))
+    reference = staticmethod(lambda x, cos, sin, interleaved, engine: reference_rope(x, cos, sin, interleaved))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, loops: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, engine: Engine) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         ctx.save_for_backward(cos, sin)
-        ctx.turn = _loop_turn if loops else partial(_turn, interleaved=interleaved)
+        ctx.turn = partial(TURN[engine], interleaved=interleaved)
         y: Tensor = ctx.turn(x, cos, sin, sign=1)
         return y
 
@@ -175,10 +176,22 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) 
     return out
 
 
-def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int) -> Tensor:
-    """`_turn` in one pass."""
+def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+    """`_turn` in one pass, of halves of whole heads."""
+    assert not interleaved
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
     tables = cos.contiguous(), sin.contiguous()
     cpu.run("rope", x.dtype, *x.shape, x.stride(0), x.stride(1), sign, x, *tables, out, elements=x.numel())
     return out
+
+
+def _triton_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+    """`_turn` in one pass."""
+    from megalith.kernels import triton_rope  # imports Triton
+
+    return triton_rope.turn(x, cos, sin, sign=sign, interleaved=interleaved)
+
+
+TURN: Mapping[Engine, Callable[..., Tensor]] = {"torch": _turn, "loops": _loop_turn, "triton": _triton_turn}
+"""(x, cos, sin, *, sign, interleaved) -> turned."""

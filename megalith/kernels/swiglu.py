@@ -1,5 +1,8 @@
 """SwiGLU (Shazeer 2020, arXiv:2002.05202): an MLP's hidden features, gated."""
 
+import math
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -7,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
@@ -14,7 +18,7 @@ def swiglu(gate_up: Tensor, *, kernel: Kernel = "auto") -> Tensor:
     """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and computes silu again."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
-    y: Tensor = SwigluFunction.apply(gate_up, kernel == "auto" and cpu.takes(gate_up))  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = SwigluFunction.apply(gate_up, engine_for(kernel, gate_up))  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -27,20 +31,21 @@ def reference_swiglu(gate_up: Tensor) -> Tensor:
 class SwigluFunction(Function):
     """`swiglu` as autograd sees it."""
 
-    reference = staticmethod(lambda gate_up, loops: reference_swiglu(gate_up))
+    reference = staticmethod(lambda gate_up, engine: reference_swiglu(gate_up))
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, loops: bool) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, engine: Engine) -> Tensor:
         """[t, 2 f] -> [t, f]."""
         ctx.save_for_backward(gate_up)
-        ctx.loops = loops
-        return (_loop_forward if loops else _forward)(gate_up)
+        ctx.engine = engine
+        return FORWARD[engine](gate_up)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor, None]:
         """dy [t, f] -> [t, 2 f]."""
-        return (_loop_backward if ctx.loops else _backward)(dy, *ctx.saved_tensors), None
+        (gate_up,) = ctx.saved_tensors
+        return BACKWARD[ctx.engine](dy, gate_up), None
 
 
 def _forward(gate_up: Tensor) -> Tensor:
@@ -75,3 +80,28 @@ def _loop_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
     cpu.run("swiglu_backward", dy.dtype, *dy.shape, dy, gate_up, out, elements=dy.numel())
     return out
+
+
+def _triton_forward(gate_up: Tensor) -> Tensor:
+    """`_forward` in one pass."""
+    from megalith.kernels import triton_gated  # imports Triton
+
+    return triton_gated.forward(gate_up, "silu", UNLIMITED, None)
+
+
+def _triton_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    """`_backward` in one pass."""
+    from megalith.kernels import triton_gated
+
+    return triton_gated.backward(dy, gate_up, "silu", UNLIMITED, None)[0]
+
+
+UNLIMITED = math.inf, 0.0
+"""No clamp, nothing added to up."""
+
+FORWARD: Mapping[Engine, Callable[[Tensor], Tensor]] = {
+    "torch": _forward, "loops": _loop_forward, "triton": _triton_forward,
+}  # fmt: skip
+BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor], Tensor]] = {
+    "torch": _backward, "loops": _loop_backward, "triton": _triton_backward,
+}  # fmt: skip

@@ -4,6 +4,8 @@ An expert's output is weighted before its second matmul, since down(w * y) = w *
 be kept for the gradient of the weight, and backward keeps the input and the weights, as it would without weights.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -11,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from megalith.config.model import Activation
 from megalith.kernels import cpu
-from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, numbers_of, wide_of
+from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, limits_of, numbers_of, wide_of
 from megalith.kernels.cpu import Kernel
+from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
@@ -24,8 +27,8 @@ def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Kern
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
-    loops = kernel == "auto" and gate.activation in SIGMOIDS and cpu.takes(gate_up)
-    y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = engine_for(kernel, gate_up, loops=gate.activation in SIGMOIDS)
+    y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -33,8 +36,8 @@ def weighted_activate(x: Tensor, weights: Tensor, activation: Activation, *, ker
     """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
-    loops = kernel == "auto" and activation == "squared_relu" and cpu.takes(x)
-    y: Tensor = WeightedActivationFunction.apply(x, weights, activation, loops)  # type: ignore[no-untyped-call]  # torch's own
+    engine = engine_for(kernel, x, loops=activation == "squared_relu")
+    y: Tensor = WeightedActivationFunction.apply(x, weights, activation, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
@@ -61,44 +64,41 @@ def reference_weighted_activate(x: Tensor, weights: Tensor, activation: Activati
 class WeightedGatedFunction(Function):
     """`weighted_gated` as autograd sees it."""
 
-    reference = staticmethod(lambda gate_up, weights, gate, loops: reference_weighted_gated(gate_up, weights, gate))
+    reference = staticmethod(lambda gate_up, weights, gate, engine: reference_weighted_gated(gate_up, weights, gate))
 
     @staticmethod
-    def forward(ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, loops: bool) -> Tensor:
+    def forward(ctx: Context, gate_up: Tensor, weights: Tensor, gate: Gate, engine: Engine) -> Tensor:
         """gate_up [t, 2 f], weights [t] -> [t, f]."""
         ctx.save_for_backward(gate_up, weights)
-        ctx.gate, ctx.loops = gate, loops
-        return (_loop_gated if loops else _gated)(gate_up, weights, gate)
+        ctx.gate, ctx.engine = gate, engine
+        return GATED[engine](gate_up, weights, gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, f] -> [t, 2 f] and [t]."""
-        backward = _loop_gated_backward if ctx.loops else _gated_backward
         gate_up, weights = ctx.saved_tensors
-        return *backward(dy, gate_up, weights, ctx.gate), None, None
+        return *GATED_BACKWARD[ctx.engine](dy, gate_up, weights, ctx.gate), None, None
 
 
 class WeightedActivationFunction(Function):
     """`weighted_activate` as autograd sees it."""
 
-    reference = staticmethod(lambda x, weights, activation, loops: reference_weighted_activate(x, weights, activation))
+    reference = staticmethod(lambda x, weights, activation, engine: reference_weighted_activate(x, weights, activation))
 
     @staticmethod
-    def forward(ctx: Context, x: Tensor, weights: Tensor, activation: Activation, loops: bool) -> Tensor:
+    def forward(ctx: Context, x: Tensor, weights: Tensor, activation: Activation, engine: Engine) -> Tensor:
         """x [t, f], weights [t] -> [t, f]."""
         ctx.save_for_backward(x, weights)
-        ctx.activation, ctx.loops = activation, loops
-        return _loop_squares(x, weights) if loops else _activated(x, weights, activation)
+        ctx.activation, ctx.engine = activation, engine
+        return ACTIVATED[engine](x, weights, activation)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dy: Tensor) -> tuple[Tensor | None, ...]:
         """dy [t, f] -> [t, f] and [t]."""
         x, weights = ctx.saved_tensors
-        if ctx.loops:
-            return *_loop_squares_backward(dy, x, weights), None, None
-        return *_activated_backward(dy, x, weights, ctx.activation), None, None
+        return *ACTIVATED_BACKWARD[ctx.engine](dy, x, weights, ctx.activation), None, None
 
 
 # --- in torch's operations
@@ -159,15 +159,63 @@ def _loop_gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gat
     return out, dw.to(weights.dtype)
 
 
-def _loop_squares(x: Tensor, weights: Tensor) -> Tensor:
+def _loop_squares(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    assert activation == "squared_relu"
     x, w = x.contiguous(), weights.float().contiguous()
     y = torch.empty_like(x)
     cpu.run("weighted_squared_relu", x.dtype, *x.shape, w, x, y, elements=x.numel())
     return y
 
 
-def _loop_squares_backward(dy: Tensor, x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _loop_squares_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
     dy, x, w = dy.contiguous(), x.contiguous(), weights.float().contiguous()
     dx, dw = torch.empty_like(x), torch.empty_like(w)
     cpu.run("weighted_squared_relu_backward", x.dtype, *x.shape, w, dy, x, dx, dw, elements=x.numel())
     return dx, dw.to(weights.dtype)
+
+
+# --- as Triton programs, in one pass
+
+
+def _triton_gated(gate_up: Tensor, weights: Tensor, gate: Gate) -> Tensor:
+    from megalith.kernels import triton_gated  # imports Triton
+
+    return triton_gated.forward(gate_up, gate.activation, limits_of(gate), weights)
+
+
+def _triton_gated_backward(dy: Tensor, gate_up: Tensor, weights: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    from megalith.kernels import triton_gated
+
+    dx, dweights = triton_gated.backward(dy, gate_up, gate.activation, limits_of(gate), weights)
+    assert dweights is not None
+    return dx, dweights.to(weights.dtype)
+
+
+def _triton_activated(x: Tensor, weights: Tensor, activation: Activation) -> Tensor:
+    from megalith.kernels import triton_gated
+
+    return triton_gated.forward(x, activation, None, weights)
+
+
+def _triton_activated_backward(dy: Tensor, x: Tensor, weights: Tensor, activation: Activation) -> tuple[Tensor, Tensor]:
+    from megalith.kernels import triton_gated
+
+    dx, dweights = triton_gated.backward(dy, x, activation, None, weights)
+    assert dweights is not None
+    return dx, dweights.to(weights.dtype)
+
+
+Pair = tuple[Tensor, Tensor]
+
+GATED: Mapping[Engine, Callable[[Tensor, Tensor, Gate], Tensor]] = {
+    "torch": _gated, "loops": _loop_gated, "triton": _triton_gated,
+}  # fmt: skip
+GATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Gate], Pair]] = {
+    "torch": _gated_backward, "loops": _loop_gated_backward, "triton": _triton_gated_backward,
+}  # fmt: skip
+ACTIVATED: Mapping[Engine, Callable[[Tensor, Tensor, Activation], Tensor]] = {
+    "torch": _activated, "loops": _loop_squares, "triton": _triton_activated,
+}  # fmt: skip
+ACTIVATED_BACKWARD: Mapping[Engine, Callable[[Tensor, Tensor, Tensor, Activation], Pair]] = {
+    "torch": _activated_backward, "loops": _loop_squares_backward, "triton": _triton_activated_backward,
+}  # fmt: skip

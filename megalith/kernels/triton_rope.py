@@ -1,0 +1,53 @@
+"""Rotary positions on GPUs: a program turns some heads of one token."""
+
+from typing import Any
+
+import triton  # lint: allow optional-import: what needs this file imports it inside a function
+import triton.language as tl  # lint: allow optional-import: as above
+from torch import Tensor
+
+from megalith.kernels.gpu import TILE, power_of_two
+
+Pointer = Any  # inside a program: where a tensor begins
+Count = Any  # inside a program: an integer
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
+    """Turn by the tables' angles (sign 1) or back (sign -1): x [t, n, d], any strides; cos, sin [t, pairs]."""
+    x = x if x.stride(2) == 1 else x.contiguous()
+    (t, n, d), pairs = x.shape, cos.shape[1]
+    y, columns = x.new_empty(x.shape), power_of_two(max(pairs, d - 2 * pairs))
+    heads = min(power_of_two(n), max(1, TILE // columns))
+    _turn[(t, -(-n // heads))](
+        x, cos.contiguous(), sin.contiguous(), y, n, d, pairs, x.stride(0), x.stride(1), float(sign),
+        INTERLEAVED=interleaved, RESTS=d > 2 * pairs, HEADS=heads, COLUMNS=columns,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit
+def _turn(
+    x_at: "Pointer", cos_at: "Pointer", sin_at: "Pointer", y_at: "Pointer", n: "Count", d: "Count", pairs: "Count",
+    token_stride: "Count", head_stride: "Count", sign: "Any",
+    INTERLEAVED: tl.constexpr, RESTS: tl.constexpr, HEADS: tl.constexpr, COLUMNS: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    columns = tl.arange(0, COLUMNS)
+    x_at += token * token_stride + heads[:, None] * head_stride
+    y_at += token * n * d + heads[:, None] * d
+    cos = tl.load(cos_at + token * pairs + columns, columns < pairs, 0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_at + token * pairs + columns, columns < pairs, 0.0).to(tl.float32)[None, :] * sign
+    if INTERLEAVED:
+        first, second = 2 * columns, 2 * columns + 1
+    else:
+        first, second = columns, columns + pairs
+    inside = (heads < n)[:, None] & (columns < pairs)[None, :]
+    a = tl.load(x_at + first[None, :], inside, 0.0).to(tl.float32)
+    b = tl.load(x_at + second[None, :], inside, 0.0).to(tl.float32)
+    tl.store(y_at + first[None, :], (a * cos - b * sin).to(y_at.dtype.element_ty), inside)
+    tl.store(y_at + second[None, :], (b * cos + a * sin).to(y_at.dtype.element_ty), inside)
+    if RESTS:
+        rest = 2 * pairs + columns
+        inside = (heads < n)[:, None] & (rest < d)[None, :]
+        tl.store(y_at + rest[None, :], tl.load(x_at + rest[None, :], inside, 0.0), inside)

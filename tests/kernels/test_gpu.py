@@ -1,0 +1,93 @@
+"""Triton programs: which tensors they take, and, interpreted on a CPU, that their tests hold."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.kernels import gpu
+from megalith.kernels.gpu import Tile, part_of_rows, whole_rows
+from megalith.testing.triton import INTERPRET
+
+FOLDER = Path(__file__).parent
+FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))
+
+
+@pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+def test_every_program_passes_its_tests_under_the_interpreter() -> None:
+    assert len(FILES) == len(list((FOLDER.parent.parent / "megalith" / "kernels").glob("triton_*.py")))
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES],
+        env={**os.environ, INTERPRET: "1"}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert "skipped" not in result.stdout
+
+
+def test_nothing_on_a_cpu_is_taken_and_triton_is_not_loaded() -> None:
+    code = (
+        "import sys, torch\n"
+        "from megalith.kernels import activation, cross_entropy, norm, rope, swiglu, weighted\n"
+        "norm.rms_norm(torch.ones(2, 4), torch.ones(4), 1e-5)\n"
+        "assert not any(name.split('.')[0] == 'triton' for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert not gpu.takes(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("width", [1, 2, 100, 2048, 2049, gpu.WIDEST])
+def test_tiles_are_powers_of_two_that_hold_a_row_or_a_fixed_part_of_one(width: int) -> None:
+    whole, part = whole_rows(width), part_of_rows(width)
+    assert whole.columns >= width
+    assert part.columns >= min(width, gpu.TILE)
+    for tile in (whole, part):
+        assert all(number & (number - 1) == 0 and number > 0 for number in tile)
+        assert tile.rows * tile.columns >= gpu.TILE // 2
+    assert whole.warps <= 16
+
+
+def test_programs_cover_all_rows() -> None:
+    assert [Tile(4, 8, 4).programs(rows) for rows in (1, 4, 5)] == [1, 1, 2]
+
+
+Given = dict[str, Any]  # a program's arguments that are known when it is compiled
+
+
+def programs() -> Iterator[tuple[Any, Given]]:
+    """Every program that something calls, with settings that leave none of its lines out."""
+    from megalith.kernels import triton_gated, triton_loss, triton_norm, triton_rope
+
+    tile = {"ROWS": 2, "COLUMNS": 1024}
+    yield triton_norm._norm, {"ADDS": True, "CENTRED": True, "TWICE": True, **tile}
+    yield triton_norm._norm_backward, {"ADDS": True, "CENTRED": True, **tile}
+    yield triton_rope._turn, {"INTERLEAVED": True, "RESTS": True, "HEADS": 8, "COLUMNS": 64}
+    for kind, gated in (("silu", True), ("gelu", True), ("squared_relu", False), ("relu", False)):
+        for program in (triton_gated._forward, triton_gated._backward):
+            yield program, {"KIND": kind, "A": 1.0, "B": 0.0, "GATED": gated, "WEIGHTED": True, **tile}
+    yield triton_loss._row_sums, tile
+    yield triton_loss._gradient, {"CAPPED": True, **tile}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
+@pytest.mark.parametrize("generation", [80, 90])
+def test_every_program_compiles_for_gpus_that_are_not_here(
+    generation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    numbers = {"label_at": "*i64", **dict.fromkeys(("eps", "sign", "clamp", "offset", "scale", "cap"), "fp32")}
+    for program, known in programs():
+        rest = {name: numbers.get(name, "*bf16" if name.endswith("_at") else "i32") for name in program.arg_names}
+        source = ASTSource(program, rest | dict.fromkeys(known, "constexpr"), known)
+        compiled = triton.compile(source, target=GPUTarget("cuda", generation, 32), options={"num_warps": 4})
+        assert compiled.asm["cubin"], program.__name__
+        assert compiled.metadata.shared <= 48 << 10

@@ -1,0 +1,85 @@
+"""Cross entropy on GPUs gives what its plain definition gives, for readouts and parts of a vocabulary, too."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import gpu
+from megalith.kernels.cross_entropy import (
+    Readout,
+    linear_cross_entropy,
+    reference_cross_entropy,
+    token_losses,
+)
+from megalith.parallel.group import alone
+from megalith.testing.triton import triton_device
+
+DEVICE = triton_device()
+if DEVICE is None:
+    pytest.skip("no GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+
+from megalith.kernels.triton_loss import gradient_, row_sums  # noqa: E402  # where Triton is missing, there is none
+
+TOKENS, HIDDEN = 7, 24
+READOUTS = [Readout(), Readout(scale=0.5), Readout(scale=1.3, softcap=2.0)]
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the programs would not be asked."""
+    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("vocab", [37, 2100])
+@pytest.mark.parametrize("readout", READOUTS)
+def test_losses_and_gradients_equal_the_reference(
+    readout: Readout, vocab: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    x, weight = seeded(TOKENS, HIDDEN, dtype=dtype).requires_grad_(), seeded(vocab + 3, HIDDEN, seed=1, dtype=dtype)
+    weight.requires_grad_()
+    labels = torch.randint(0, vocab, (TOKENS,), generator=torch.Generator().manual_seed(2))
+    labels[4] = -1
+    labels = labels.to(DEVICE)
+    factors = seeded(TOKENS, seed=3).abs()
+    theirs = reference_cross_entropy(x, weight, labels, vocab_size=vocab, readout=readout)
+    total, single = (
+        loss(x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=vocab, readout=readout, chunk=3)
+        for loss in (linear_cross_entropy, token_losses)
+    )
+    for mine, expected in ((total, theirs.sum()), ((single * factors).sum(), (theirs * factors).sum())):
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=tolerance)
+        for a, b in zip(
+            torch.autograd.grad(mine, (x, weight)),
+            torch.autograd.grad(expected, (x, weight), retain_graph=True),
+            strict=True,
+        ):
+            assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_a_row_of_padding_alone_sums_to_nothing() -> None:
+    logits = seeded(3, 70)
+    logits[1] = float("-inf")
+    largest, total = row_sums(logits)
+    assert total[1] == 0 and largest.isfinite().all()
+    torch.testing.assert_close(largest + total.log(), logits.logsumexp(-1).clamp(min=-torch.inf))
+
+
+def test_a_nan_is_never_overlooked() -> None:
+    logits = seeded(3, 70)
+    logits[1, 5] = float("nan")
+    largest, total = row_sums(logits)
+    assert (largest + total).isnan().tolist() == [False, True, False]
+
+
+def test_labels_of_other_ranks_leave_every_column_alone() -> None:
+    logits, label = seeded(4, 70), torch.tensor([69, -1, 0, -1], device=DEVICE)
+    largest, factor, at_label = logits.amax(-1) + 1, seeded(4, seed=1).abs(), seeded(4, seed=2)
+    expected = factor[:, None] * (logits - largest[:, None]).exp()
+    expected[0, 69], expected[2, 0] = at_label[0], at_label[2]
+    torch.testing.assert_close(gradient_(logits, largest, factor, label, at_label), expected)

@@ -1,0 +1,47 @@
+"""Rotary positions on GPUs give what their plain definition gives, and so do their gradients."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import gpu
+from megalith.kernels.rope import apply_rope, reference_rope
+from megalith.testing.triton import triton_device
+
+DEVICE = triton_device()
+if DEVICE is None:
+    pytest.skip("no GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU the programs would not be asked."""
+    monkeypatch.setattr(gpu, "takes", lambda *tensors: True)
+    monkeypatch.setattr("megalith.kernels.cpu.takes", lambda *tensors: False)
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("heads", "size", "pairs"), [(3, 6, 3), (5, 10, 2), (1, 80, 40), (90, 64, 20)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_turning_heads_equals_the_reference(
+    interleaved: bool, heads: int, size: int, pairs: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    whole = seeded(7, heads + 2, size, dtype=dtype).requires_grad_()
+    angles, dy = seeded(7, pairs, seed=1), seeded(7, heads, size, seed=2, dtype=dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    x = whole[:, 1:-1]
+    mine, theirs = apply_rope(x, cos, sin, interleaved=interleaved), reference_rope(x, cos, sin, interleaved)
+    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :]), "the rest does not turn"
+    (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)
+    assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_features_that_do_not_lie_side_by_side_turn_alike() -> None:
+    x = seeded(7, 6, 3).transpose(1, 2)
+    cos, sin = seeded(7, 3, seed=1).cos(), seeded(7, 3, seed=1).sin()
+    torch.testing.assert_close(apply_rope(x, cos, sin), reference_rope(x, cos, sin))
