@@ -28,7 +28,7 @@ def takes(*tensors: Tensor) -> bool:
     """Whether the Triton programs work on these: on a GPU, of 16 or 32 bits, the first not empty."""
     first = tensors[0]
     return (
-        first.device.type == "cuda"
+        first.device.type == "cuda"  # lint: allow cuda-literal: Triton programs run nowhere else
         and all(tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) for tensor in tensors)
         and first.numel() > 0
         and not torch.compiler.is_compiling()
