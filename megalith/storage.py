@@ -3,15 +3,34 @@
 All paths are local or on a mounted file system. A second kind of storage would offer these same functions.
 """
 
+import mmap
 import os
 import shutil
+import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_MADV_POPULATE_READ = 22
+"""Of Linux' mman.h; Python has no name for it."""
 
 
 def open_new(path: Path) -> BinaryIO:
     """A new file, open for writing bytes; a file that exists is never written into."""
     return open(path, "xb")
+
+
+def allocate_new(path: Path, nbytes: int) -> None:
+    """A new file of so many bytes, whose parts are then written by whoever has them."""
+    with open_new(path) as file:
+        file.truncate(nbytes)
+
+
+def open_part(path: Path, start: int) -> BinaryIO:
+    """A file that was allocated, open for writing bytes from `start` on."""
+    file = open(path, "r+b")  # noqa: SIM115 - whoever asked closes it
+    file.seek(start)
+    return file
 
 
 def sync_file(file: BinaryIO) -> None:
@@ -89,6 +108,30 @@ def read_range(path: Path, start: int, nbytes: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(start)
         return file.read(nbytes)
+
+
+def mapped(path: Path, start: int, nbytes: int) -> memoryview:
+    """The same bytes without a copy: the system reads them when they are looked at; writing to them changes no file.
+
+    The file must stay as long as it is until the last view of them is gone: the system kills a process that looks at
+    bytes which were cut off.
+    """
+    with open(path, "rb") as file:
+        stop = min(start + nbytes, os.fstat(file.fileno()).st_size)
+        if stop <= start:
+            return memoryview(b"")
+        first = start - start % mmap.ALLOCATIONGRANULARITY
+        pages = mmap.mmap(file.fileno(), stop - first, access=mmap.ACCESS_COPY, offset=first)
+    _read_ahead(pages)
+    return memoryview(pages)[start - first :]
+
+
+def _read_ahead(pages: mmap.mmap) -> None:
+    """Let the disk begin, and have all pages in the table at once instead of a few at each fault."""
+    if sys.platform == "linux":
+        pages.madvise(mmap.MADV_WILLNEED)
+        with suppress(OSError):  # before Linux 5.14 there is no such advice
+            pages.madvise(_MADV_POPULATE_READ)
 
 
 def file_nbytes(path: Path) -> int:

@@ -1,5 +1,6 @@
 """Writes are new, whole or not at all."""
 
+import mmap
 import os
 from pathlib import Path
 
@@ -43,6 +44,32 @@ def test_a_range_of_a_file_ends_with_the_file(tmp_path: Path) -> None:
     assert storage.read_range(tmp_path / "a", 3, 4) == b"3456"
     assert storage.read_range(tmp_path / "a", 8, 4) == b"89"
     assert storage.file_nbytes(tmp_path / "a") == 10
+
+
+@pytest.mark.parametrize("start", [0, 5, mmap.ALLOCATIONGRANULARITY, mmap.ALLOCATIONGRANULARITY + 7])
+def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(tmp_path: Path, start: int) -> None:
+    data = bytes(range(256)) * 100
+    storage.write_new(tmp_path / "a", data)
+    seen = storage.mapped(tmp_path / "a", start, 300)
+    assert seen == data[start : start + 300]
+    seen[:3] = b"\0\0\0"
+    assert storage.read_bytes(tmp_path / "a") == data
+    assert storage.mapped(tmp_path / "a", len(data) - 2, 5) == data[-2:]
+    assert storage.mapped(tmp_path / "a", len(data) + start, 5).nbytes == 0
+    storage.remove_file(tmp_path / "a")
+    assert seen[3:] == data[start + 3 : start + 300]
+    with pytest.raises(FileNotFoundError):
+        storage.mapped(tmp_path / "a", 0, 1)
+
+
+def test_parts_of_a_file_are_written_in_any_order(tmp_path: Path) -> None:
+    storage.allocate_new(tmp_path / "a", 7)
+    for start, data in ((4, b"efg"), (0, b"abcd")):
+        with storage.open_part(tmp_path / "a", start) as file:
+            file.write(data)
+    assert storage.read_bytes(tmp_path / "a") == b"abcdefg"
+    with pytest.raises(FileExistsError):
+        storage.allocate_new(tmp_path / "a", 7)
 
 
 def test_folders_are_new_and_their_parents_made(tmp_path: Path) -> None:

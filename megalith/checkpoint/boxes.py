@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
@@ -64,7 +65,7 @@ def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
     start, stop = shard.flat or (0, shard.numel)
     assert tensor.is_contiguous() and tensor.numel() == stop - start, (entry.key, tuple(tensor.shape), shard)
     inside = [
-        part for box in boxes_of_range(shard.box_shape, start, stop) for part in _divide(box, max_numel or stop - start)
+        part for box in boxes_of_range(shard.box_shape, start, stop) for part in divide(box, max_numel or stop - start)
     ]
     sizes = [numel(box) for box in inside]
     boxes = [tuple((o + a, o + b) for (o, _), (a, b) in zip(shard.box, box, strict=True)) for box in inside]
@@ -77,6 +78,12 @@ def pieces(entry: Entry, *, max_numel: int | None = None) -> list[Piece]:
 def inner_view(piece: Piece, box: Box) -> Tensor:
     """The part of a piece's values at `box`, which lies inside the piece's own."""
     return piece.values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, piece.box, strict=True))]
+
+
+def as_bytes(values: Tensor) -> memoryview:
+    """The elements in row-major order, as they lie in memory; a copy only where they lie otherwise or elsewhere."""
+    flat = values.detach().cpu().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data  # one of a dim of 1 may be anything
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
@@ -92,8 +99,12 @@ def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     return None
 
 
-def _divide(box: Box, max_numel: int) -> Iterator[Box]:
-    """Parts of a box that lies in one run of memory, each one run of memory too, of at most `max_numel` elements."""
+def divide(box: Box, max_numel: int) -> Iterator[Box]:
+    """Parts of a box that lies in one run of memory, each one run of memory too, of at most `max_numel` elements.
+
+    >>> list(divide(((4, 7), (0, 2)), 4))
+    [((4, 6), (0, 2)), ((6, 7), (0, 2))]
+    """
     if numel(box) <= max_numel:
         yield box
         return
@@ -101,7 +112,7 @@ def _divide(box: Box, max_numel: int) -> Iterator[Box]:
     rows = max(1, max_numel // numel(box[dim + 1 :]))
     start, stop = box[dim]
     for first in range(start, stop, rows):
-        yield from _divide((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), max_numel)
+        yield from divide((*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :]), max_numel)
 
 
 def _first_overlap(boxes: Sequence[Box]) -> Box | None:

@@ -123,7 +123,7 @@ def show_bytes(nbytes: float) -> str:
     return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
 
 
-def sha256(data: bytes) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """Hexadecimal digest."""
     return hashlib.sha256(data).hexdigest()
 

@@ -4,11 +4,10 @@ Nothing a stranger put into the folder is run: the manifest is checked text, ten
 `.metadata`, a pickle, is not opened.
 """
 
-import io
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint import format as layout
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.archive import saved_tensor
 from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, pieces, show_box
 from megalith.checkpoint.format import Manifest, StoredBox, StoredFile, StoredTensor
 from megalith.checkpoint.masters import Pair, pairs_of, reconcile, worst_line
@@ -58,6 +58,9 @@ class Checkpoint:
 
     config_text: str
     """The run's settings, as `config.yaml` has them."""
+
+    _sound: set[tuple[str, int]] = field(default_factory=set, repr=False, compare=False)
+    """File and offset of every box whose hash was compared, which is done once for each."""
 
     @property
     def step(self) -> int:
@@ -106,6 +109,17 @@ class Checkpoint:
         values = torch.empty(lengths(box), dtype=self.dtype(key) if dtype is None else dtype)
         self._fill({key: [Piece(box, values)]})
         return values
+
+    def view(self, key: str, box: Box) -> Tensor | None:
+        """The same as `read` without a copy, where one stored box has it all; else None. Not to be written to.
+
+        Raises:
+            CheckpointError: no such tensor, or a damaged file.
+        """
+        for stored in self._tensor(key).boxes:
+            if intersect(stored.box, box) == box:
+                return inner_view(Piece(stored.box, self._read_box(key, stored)), box)
+        return None
 
     def load_into(
         self, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT, purpose: Purpose = "resume"
@@ -230,9 +244,11 @@ class Checkpoint:
         """
         path = self.path / stored.file
         place = f"{path}: the {stored.nbytes:,} bytes from {stored.offset:,} on ({key} {show_box(stored.box)})"
-        data = _checked(path, stored, place)
+        known = (stored.file, stored.offset) in self._sound
+        data = _mapped(path, stored, place) if known else _checked(path, stored, place)
+        self._sound.add((stored.file, stored.offset))
         try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+            tensor = saved_tensor(data)
         except Exception as error:  # foreign bytes may raise anything; what they cannot do is run
             raise CheckpointError(
                 f"{place} are not a plain tensor, and nothing in them was run ({_first_line(error)}). "
@@ -262,10 +278,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
         _checked(path / name, manifest.files[name], str(path / name)) for name in (layout.STATE, layout.CONFIG)
     )
     try:
-        state = json.loads(state_text)
+        state = json.loads(bytes(state_text))
         if not isinstance(state, dict):
             raise ValueError(f"expected an object, found {type(state).__name__}")
-        return Checkpoint(path, manifest, state, config_text.decode())
+        return Checkpoint(path, manifest, state, bytes(config_text).decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: {layout.STATE} or {layout.CONFIG} cannot be read ({error}). Use another checkpoint."
@@ -394,14 +410,20 @@ def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
     return wrong
 
 
-def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> bytes:
-    """The bytes of a file or of a box in it, which must have the hash that was written down; `place` names them."""
+def _mapped(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
+    """The bytes of a file or of a box in it; `place` names them."""
     try:
-        data = storage.read_range(path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes)
+        data = storage.mapped(path, stored.offset if isinstance(stored, StoredBox) else 0, stored.nbytes)
     except OSError as error:
         raise CheckpointError(f"{place} cannot be read ({error}). {_AGAIN}, or use an older one.") from error
     if len(data) != stored.nbytes:
         raise CheckpointError(f"{place}: the file ends after {len(data):,} of them. {_AGAIN}, or use an older one.")
+    return data
+
+
+def _checked(path: Path, stored: StoredFile | StoredBox, place: str) -> memoryview:
+    """The same, if they have the hash that was written down."""
+    data = _mapped(path, stored, place)
     found = layout.sha256(data)
     if found != stored.sha256:
         raise CheckpointError(

@@ -7,21 +7,23 @@ Nothing in it can run.
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith import storage
+from megalith.checkpoint.boxes import as_bytes
 from megalith.errors import CheckpointError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights; files may hold others, which are not weights as we know them."""
+
+READABLE = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+"""Those, and what quantised weights are made of."""
 
 MAX_HEADER = 100_000_000  # bytes; the library refuses longer ones, too
 
@@ -35,6 +37,8 @@ class TensorInfo:
     """The file's own word: `BF16`."""
 
     shape: tuple[int, ...]
+    start: int
+    """Where its data begins in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             raise ValueError(f"a header of {length:,} bytes, expected less than the file's {nbytes:,}")
         header = json.loads(storage.read_range(file, 8, length))
         header.pop("__metadata__", None)
-        found = {str(name): _info(file, entry) for name, entry in header.items()}
+        found = {str(name): _info(file, entry, 8 + length) for name, entry in header.items()}
         spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
     except OSError as error:
         raise CheckpointError(
@@ -92,40 +96,61 @@ def show_names(names: Sequence[str], *, limit: int = 6) -> str:
     return ", ".join(names[:limit]) + more
 
 
-class Reader(ExitStack):
-    """Boxes of the tensors of several files, each opened once; a context."""
+def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
+    """A box of a tensor in the file's dtype, as a view of the file; no rows beside it are read. Not to be written to.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._open: dict[Path, Any] = {}  # Any: safetensors ships no types
+    Raises:
+        CheckpointError: the file cannot be read, or was cut off since its header was read.
+    """
+    dtype, row = READABLE[info.dtype], math.prod(info.shape[1:])
+    first, stop, _ = part[0].indices(info.shape[0]) if part else (0, 1, 1)
+    rows = max(0, stop - first)
+    start, nbytes = info.start + first * row * dtype.itemsize, rows * row * dtype.itemsize
+    try:
+        data = storage.mapped(info.file, start, nbytes)
+        if len(data) < nbytes:
+            raise OSError(0, f"it ends before byte {start + nbytes:,}")
+    except OSError as error:
+        raise CheckpointError(
+            f"{info.file}: {name} cannot be read ({error.strerror}). Copy the folder again, or use another one."
+        ) from error
+    if not nbytes:
+        return torch.empty((rows, *info.shape[1:]), dtype=dtype)[:, *part[1:]]
+    values = torch.frombuffer(data, dtype=dtype)
+    return values.view(rows, *info.shape[1:])[:, *part[1:]] if part else values.view(())
 
-    def read(self, name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
-        """One box of a tensor, on the host, in the file's dtype; no more of it is read.
 
-        Raises:
-            CheckpointError: the file does not hold what its header says.
-        """
-        try:
-            if info.file not in self._open:
-                self._open[info.file] = self.enter_context(safe_open(info.file, framework="pt"))
-            values: Tensor = self._open[info.file].get_slice(name)[part]
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{info.file}: {name} cannot be read ({error}). Copy the folder again, or use another one."
-            ) from error
-        return values
-
-
-def write_file(file: Path, plan: Sequence[Planned], tensors: Iterator[Tensor], metadata: Mapping[str, str]) -> None:
-    """Write a new file of the planned tensors, which `tensors` gives in this order; one is in memory at a time."""
-    with storage.open_new(file) as out:
-        header = _header(plan, metadata)
+def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int]:
+    """A new file with its header and room for the planned tensors; returns where each of them begins."""
+    header = _header(plan, metadata)
+    starts = [8 + len(header)]
+    for planned in plan:
+        starts.append(starts[-1] + planned.nbytes)
+    storage.allocate_new(file, starts[-1])
+    with storage.open_part(file, 0) as out:
         out.write(struct.pack("<Q", len(header)) + header)
-        for planned, tensor in zip(plan, tensors, strict=True):
-            assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned
-            if planned.nbytes:
-                out.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
         storage.sync_file(out)
+    return starts[:-1]
+
+
+def write_part(file: Path, start: int, values: Iterable[Tensor]) -> None:
+    """Write tensors one after the other into a file that was allocated, from `start` on; then they are on the disk."""
+    with storage.open_part(file, start) as out:
+        for tensor in values:
+            out.write(as_bytes(tensor))
+        storage.sync_file(out)
+
+
+def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a new file of the planned tensors, which `tensors` gives in this order; one is in memory at a time."""
+    first = [*allocate_file(file, plan, metadata), 0][0]
+    write_part(file, first, _as_planned(plan, tensors))
+
+
+def _as_planned(plan: Sequence[Planned], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    for planned, tensor in zip(plan, tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned
+        yield tensor
 
 
 def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
@@ -142,8 +167,12 @@ def _header(plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
     return header + b" " * (-len(header) % 8)  # readers map the data, which should start at a multiple of 8
 
 
-def _info(file: Path, entry: Mapping[str, Any]) -> TensorInfo:
-    shape = tuple(entry["shape"])
-    if not all(type(size) is int and size >= 0 for size in shape):
-        raise ValueError(f"shape {entry['shape']}, expected whole numbers")
-    return TensorInfo(file, str(entry["dtype"]), shape)
+def _info(file: Path, entry: Mapping[str, Any], data: int) -> TensorInfo:
+    """One entry of a header, its data counted from `data` on."""
+    shape, dtype = tuple(entry["shape"]), str(entry["dtype"])
+    start, stop = entry["data_offsets"]
+    if not all(type(size) is int and size >= 0 for size in (*shape, start, stop)):
+        raise ValueError(f"shape {entry['shape']} at {entry['data_offsets']}, expected whole numbers")
+    if dtype in READABLE and stop - start != math.prod(shape) * READABLE[dtype].itemsize:
+        raise ValueError(f"{stop - start} bytes for {dtype} {entry['shape']}, expected those that it takes")
+    return TensorInfo(file, dtype, shape, data + start)

@@ -49,8 +49,9 @@ class ConvertOptions:
     vocab_multiple: int | None = None
     """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
 
-    workers: int = 1
-    """Processes that write files. What they write does not depend on it; each holds some tensors."""
+    workers: int = 2
+    """Threads that read, hash and write at the same time. What they write does not depend on it; where tensors are cast
+    or turned, each holds one."""
 
     dry_run: bool = False
     """Only list every tensor and what becomes of it."""
@@ -111,7 +112,7 @@ def option_problems(options: ConvertOptions) -> list[str]:
     if not 0 < options.shard_gb < math.inf:
         problems.append(f"--shard-gb={options.shard_gb} must be above 0. Use 5.")
     if options.workers < 1:
-        problems.append(f"--workers={options.workers} must be at least 1. Use 1, or as many as there are cores.")
+        problems.append(f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores.")
     if options.vocab_multiple is not None and options.vocab_multiple < 1:
         problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
     return problems

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
-from megalith.checkpoint.safetensors import DTYPES, Reader, TensorInfo, read_header, show_names
+from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
 from megalith.config.lora import STACKED, LoraConfig, lora_matrices, lora_targets
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict
@@ -287,12 +287,11 @@ class _PeftReader:
         parameter, _, word = name.rpartition(".lora_")
         shape = adapter_shape(self.shapes[parameter], parameter, self.rank, word)
         values = torch.zeros(shape)
-        with Reader() as reader:
-            for part in self.parts:
-                if part.parameter == parameter:
-                    key = part.key(word.upper())
-                    place = values if part.part is None else values[part.part]
-                    place.copy_(reader.read(key, self.stored[key], (slice(None), slice(None))).view(place.shape))
+        for part in self.parts:
+            if part.parameter == parameter:
+                key = part.key(word.upper())
+                place = values if part.part is None else values[part.part]
+                place.copy_(read_box(key, self.stored[key], (slice(None), slice(None))).view(place.shape))
         return values
 
 

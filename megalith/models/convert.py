@@ -94,11 +94,12 @@ def convert(
     dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
     wrote: Callable[[int], None] = lambda nbytes: None,
-    workers: int = 1,
+    workers: int = 2,
 ) -> int:
-    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor or file as it is finished.
+    """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor, by any of the workers.
 
-    Files are written by so many `workers`, each with one tensor, or a few small ones, in memory at a time.
+    `workers` threads write at the same time; each has views of its source's files, and of what is cast or turned a
+    piece, or one tensor, in memory.
 
     Raises:
         CheckpointError: the target exists, a source file is damaged, or the disk refused something.

@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry, Piece, inner_view, lengths, numel, pieces
+from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, lengths, numel, pieces
+from megalith.checkpoint.format import show_bytes
 from megalith.checkpoint.safetensors import (
     DTYPES,
     Planned,
-    Reader,
     TensorInfo,
+    allocate_file,
+    read_box,
     read_header,
     show_names,
-    write_file,
+    write_part,
 )
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
@@ -32,7 +34,7 @@ from megalith.models.gemma3 import GEMMA3
 from megalith.models.gpt2 import GPT2
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
-from megalith.models.jobs import done_in_order
+from megalith.models.jobs import batches, done_in_order
 from megalith.models.llama import LLAMA
 from megalith.models.mistral import MISTRAL
 from megalith.models.names import (
@@ -86,6 +88,9 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 PIECE_NBYTES = 64 * 2**20
 """Read at once (guess: large enough for a disk, small beside any model)."""
 
+BATCH_NBYTES = 128 * 2**20
+"""Written by one worker before it waits for the disk, at least (guess)."""
+
 
 class Weights(Protocol):
     """Somewhere that parameters can be read from by our names."""
@@ -94,7 +99,10 @@ class Weights(Protocol):
         """As it is stored."""
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of it, on the host; rows that only pad a vocabulary may be left out by those who ask."""
+        """A box of it, on the host, perhaps as a view of a file: not to be written to, nor kept for long.
+
+        Rows that only pad a vocabulary may be left out by those who ask.
+        """
 
 
 class HuggingFaceFolder:
@@ -133,10 +141,12 @@ class HuggingFaceFolder:
         return DTYPES[self._tensors[stored].dtype]
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
-        """A box of one of our parameters, on the host."""
+        """A box of one of our parameters, on the host: a view of the file, where one tensor has it all."""
+        parts = [rule for rule in self._rules[parameter] if intersect(rule.box, box)]
+        if len(parts) == 1 and intersect(parts[0].box, box) == box:
+            return self._stored_box(parts[0], box).to(dtype)
         values = torch.empty(lengths(box), dtype=dtype)
-        with Reader() as reader:
-            self._fill_piece(parameter, Piece(box, values), reader)
+        self._fill_piece(parameter, Piece(box, values))
         return values
 
     def fill(self, entries: Sequence[Entry]) -> None:
@@ -146,22 +156,25 @@ class HuggingFaceFolder:
             CheckpointError: a parameter that the folder lacks, or of another shape.
         """
         self._check_wanted([entry.shard for entry in entries])
-        with Reader() as reader:
-            for entry in entries:
-                wide = max(entry.tensor.element_size(), self.dtype(entry.shard.name).itemsize)
-                for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
-                    self._fill_piece(entry.shard.name, piece, reader)
+        for entry in entries:
+            wide = max(entry.tensor.element_size(), self.dtype(entry.shard.name).itemsize)
+            for piece in pieces(entry, max_numel=PIECE_NBYTES // wide):
+                self._fill_piece(entry.shard.name, piece)
 
-    def _fill_piece(self, parameter: str, piece: Piece, reader: Reader) -> None:
+    def _fill_piece(self, parameter: str, piece: Piece) -> None:
         left = numel(piece.box)
         parts = [(rule, both) for rule in self._rules[parameter] if (both := intersect(rule.box, piece.box))]
         left -= sum(numel(part) for _, part in parts)
         if left:
             piece.values.zero_()
         for rule, part in parts:
-            region = region_of(rule, part)
-            stored = reader.read(rule.name, self._tensors[rule.name], region.slices).view(region.view)[region.at]
-            inner_view(piece, part).copy_(in_our_order(rule, stored))
+            inner_view(piece, part).copy_(self._stored_box(rule, part))
+
+    def _stored_box(self, rule: TensorRule, part: Box) -> Tensor:
+        """What a part of a rule's box is filled with, its dims in our order."""
+        region = region_of(rule, part)
+        stored = read_box(rule.name, self._tensors[rule.name], region.slices)
+        return in_our_order(rule, stored.reshape(region.view)[region.at])
 
     def _check_wanted(self, shards: Sequence[Shard]) -> None:
         problems = []
@@ -219,14 +232,13 @@ class HuggingFaceFolder:
             return
         table = self._rules["embed.weight"][0]
         rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
-        with Reader() as reader:
-            same = tied.shape == table.shape and all(
-                torch.equal(
-                    reader.read(self.family.tied, tied, (slice(start, start + rows),)),
-                    reader.read(table.name, self._tensors[table.name], (slice(start, start + rows),)),
-                )
-                for start in range(0, table.shape[0], rows)
+        same = tied.shape == table.shape and all(
+            torch.equal(
+                read_box(self.family.tied, tied, (slice(start, start + rows),)),
+                read_box(table.name, self._tensors[table.name], (slice(start, start + rows),)),
             )
+            for start in range(0, table.shape[0], rows)
+        )
         if not same:
             raise CheckpointError(
                 f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from {table.name}. "
@@ -378,12 +390,11 @@ def write_folder(
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
 ) -> int:
-    """Write a folder that `from_pretrained` reads, one tensor in memory at a time; returns its bytes of weights.
+    """Write a folder that `from_pretrained` reads; returns its bytes of weights. It appears whole or not at all.
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
-    into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor;
-    with several `workers`, which need weights that can be pickled, of each file. The folder appears whole or not
-    at all.
+    into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor,
+    by any of the `workers`, threads that have a few of the source's bytes in memory each.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -404,6 +415,7 @@ def write_folder(
     check_absent(path)
     try:
         storage.make_folder(staging)
+        require_room(staging, sum(planned.nbytes for file in files for _, planned in file))
         total = _write_weights(staging, files, weights, wrote, workers)
         for name, contents in (companions or {}).items():
             storage.write_new(staging / name, contents)
@@ -429,6 +441,20 @@ def check_absent(path: Path) -> None:
         raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
 
 
+def require_room(folder: Path, nbytes: int) -> None:
+    """Refuse to begin what the disk under `folder` has no room for.
+
+    Raises:
+        CheckpointError: it has less than `nbytes` free.
+    """
+    free = storage.free_nbytes(folder)
+    if nbytes > free:
+        raise CheckpointError(
+            f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be written. Free some "
+            f"space, choose another target, or set --dtype to a smaller one."
+        )
+
+
 def _write_weights(
     staging: Path,
     files: Sequence[Sequence[tuple[Parts, Planned]]],
@@ -438,16 +464,13 @@ def _write_weights(
 ) -> int:
     """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
     names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
-    together = workers > 1 and len(files) > 1
-    told = None if together else wrote
-    jobs = [
-        partial(_write_tensors, staging / name, file, weights, told) for name, file in zip(names, files, strict=True)
-    ]
-    total = 0
-    for nbytes in done_in_order(jobs, workers):
-        total += nbytes
-        if together:
-            wrote(nbytes)
+    jobs: list[Callable[[], int]] = []
+    for name, content in zip(names, files, strict=True):
+        starts = allocate_file(staging / name, [planned for _, planned in content], {"format": "pt"})
+        for batch in batches(list(zip(starts, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES):
+            tensors = [item for _, item in batch]
+            jobs.append(partial(_write_tensors, staging / name, batch[0][0], tensors, weights, wrote))
+    total = sum(done_in_order(jobs, workers))
     if len(files) > 1:
         places = {planned.name: name for name, content in zip(names, files, strict=True) for _, planned in content}
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -456,11 +479,10 @@ def _write_weights(
 
 
 def _write_tensors(
-    file: Path, content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None] | None
+    file: Path, start: int, content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> int:
-    """One file of weights; returns the bytes of its tensors."""
-    tensors = _read_tensors(content, weights, wrote or (lambda nbytes: None))
-    write_file(file, [planned for _, planned in content], tensors, {"format": "pt"})
+    """Some neighbours in a file of weights, from `start` on; returns the bytes of these tensors."""
+    write_part(file, start, _read_tensors(content, weights, wrote))
     return sum(planned.nbytes for _, planned in content)
 
 
@@ -471,16 +493,19 @@ def _shard_name(number: int, count: int) -> str:
 def _read_tensors(
     content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> Iterator[Tensor]:
+    """Their values, in tensors one after the other."""
     for parts, planned in content:
-        yield _joined(parts, planned, weights)
+        first = parts[0]
+        if first.parameter is not None and first.whole and first.in_order:
+            for box in divide(first.box, PIECE_NBYTES // planned.dtype.itemsize):
+                yield weights.read(first.parameter, box, planned.dtype)
+        else:
+            yield _joined(parts, planned, weights)
         wrote(planned.nbytes)
 
 
 def _joined(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
     """One tensor of theirs from the boxes of ours that it is made of."""
-    first = parts[0]
-    if first.whole and first.parameter is not None and first.dims == tuple(range(len(first.view))):
-        return weights.read(first.parameter, first.box, planned.dtype).reshape(first.shape)
     values = torch.zeros(planned.shape, dtype=planned.dtype)
     for rule in parts:
         if rule.parameter is not None:

@@ -1,40 +1,42 @@
-"""Independent pieces of a conversion, done one after the other here or by several processes."""
+"""Independent pieces of a conversion, done one after the other here or by several threads.
+
+Reading, casting, hashing and writing all leave the interpreter free, so threads do them at the same time.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
-
-from megalith.errors import CheckpointError
-
+Item = TypeVar("Item")
 Done = TypeVar("Done")
 
 
-def done_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
-    """What every job gives, in order. With several workers jobs must be picklable, as `partial`s of functions are.
+def batches(items: Sequence[Item], nbytes: Callable[[Item], int], least: int) -> list[list[Item]]:
+    """The items in lists of at least so many bytes each, but for the last.
 
-    Raises:
-        CheckpointError: a worker died; whatever a job raises.
+    >>> batches([3, 1, 4, 1, 5], lambda size: size, 4)
+    [[3, 1], [4], [1, 5]]
     """
+    found: list[list[Item]] = []
+    room = 0
+    for item in items:
+        if room <= 0:
+            found.append([])
+            room = least
+        found[-1].append(item)
+        room -= nbytes(item)
+    return found
+
+
+def done_in_order(jobs: Sequence[Callable[[], Done]], workers: int) -> Iterator[Done]:
+    """What every job gives, in order. After an error, or when interrupted, those that have not begun never do."""
     if workers == 1 or len(jobs) == 1:
         for job in jobs:
             yield job()
         return
-    pool = ProcessPoolExecutor(min(workers, len(jobs)), mp_context=get_context("spawn"), initializer=_one_thread)
+    pool = ThreadPoolExecutor(min(workers, len(jobs)), thread_name_prefix="convert")
     try:
         for future in [pool.submit(job) for job in jobs]:
             yield future.result()
-    except BrokenProcessPool as error:
-        raise CheckpointError(
-            f"one of {workers} processes that convert ended without a word: perhaps there was not enough memory. "
-            f"Use --workers 1, or half as many."
-        ) from error
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _one_thread() -> None:
-    torch.set_num_threads(1)

@@ -45,6 +45,11 @@ class TensorRule:
         """Whether it is the only rule of its tensor."""
         return self.at == tuple((0, size) for size in self.view)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the elements of the view come in the order of those of our box."""
+        return [dim for dim in self.dims if dim is not None] == list(range(len(self.view)))
+
 
 def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """A config that holds whatever the tensors are called."""

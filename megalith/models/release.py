@@ -1,7 +1,7 @@
 """Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few parameters at a time."""
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry
-from megalith.checkpoint.format import folder_name, merge_tensors
-from megalith.checkpoint.save import Written, commit, write_boxes
+from megalith.checkpoint.boxes import divide
+from megalith.checkpoint.format import StoredFile, StoredTensor, folder_name, merge_tensors
+from megalith.checkpoint.save import BOX_NBYTES, BoxFile, Written, commit, dtype_name
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -20,13 +20,13 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.errors import CheckpointError
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.models.hf import Weights, check_absent
-from megalith.models.jobs import done_in_order
+from megalith.models.hf import Weights, check_absent, require_room
+from megalith.models.jobs import batches, done_in_order
 from megalith.parallel.mesh import mesh_of_one
-from megalith.plan.shards import Shard
+from megalith.plan.shards import Box, Shard
 
 BATCH_NBYTES = 256 * 2**20
-"""Length of a file, about; twice as much is in memory (guess)."""
+"""Length of a file, about (guess)."""
 
 
 def parameters(model: ModelConfig) -> list[Shard]:
@@ -61,8 +61,8 @@ def write_release(
 ) -> int:
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
 
-    `dtype` unset keeps that of each parameter; `companions` are files beside them, by name; `wrote` is
-    told the bytes of each file as it is finished; several `workers` need weights that can be pickled.
+    `dtype` unset keeps that of each parameter; `companions` are files beside them; `wrote` is told the bytes of
+    each parameter, by any of the `workers`, threads that have a few of the source's bytes in memory each.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -70,16 +70,16 @@ def write_release(
     check_absent(path)
     work = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     staging = work / f"{folder_name(0)}.tmp"
-    nbytes = 0
+    content = [(shard, dtype or weights.dtype(shard.name)) for shard in parameters(model)]
+    nbytes = sum(map(_nbytes, content))
     try:
         storage.make_folder(staging)
-        batches = _batches(model, weights, dtype)
-        jobs = [partial(_write_batch, staging, number, batch, weights) for number, batch in enumerate(batches)]
-        parts = []
-        for part, size in done_in_order(jobs, workers):
-            parts.append(part)
-            nbytes += size
-            wrote(size)
+        require_room(work, nbytes)
+        jobs = [
+            partial(_write_batch, staging, number, batch, weights, wrote)
+            for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
+        ]
+        parts = list(done_in_order(jobs, workers))
         written = Written(
             merge_tensors(part.tensors for part in parts), {k: v for part in parts for k, v in part.files.items()}
         )
@@ -94,25 +94,35 @@ def write_release(
     return nbytes
 
 
-Batch = list[tuple[Shard, torch.dtype]]
-"""Parameters of one file, and what they are stored as."""
+Item = tuple[Shard, torch.dtype]
+"""A parameter, and what it is stored as."""
 
 
-def _batches(model: ModelConfig, weights: Weights, dtype: torch.dtype | None) -> list[Batch]:
-    """Every parameter, in lists of a bounded size."""
-    batches: list[Batch] = [[]]
-    nbytes = 0
-    for shard in parameters(model):
-        stored = dtype or weights.dtype(shard.name)
-        if nbytes >= BATCH_NBYTES:
-            batches.append([])
-            nbytes = 0
-        batches[-1].append((shard, stored))
-        nbytes += shard.numel * stored.itemsize
-    return batches
+def _nbytes(item: Item) -> int:
+    return item[0].numel * item[1].itemsize
 
 
-def _write_batch(staging: Path, number: int, batch: Batch, weights: Weights) -> tuple[Written, int]:
-    """One file of parameters, and the bytes of these."""
-    entries = [Entry(shard, "param", weights.read(shard.name, shard.box, stored)) for shard, stored in batch]
-    return write_boxes(staging, number, entries), sum(entry.tensor.nbytes for entry in entries)
+def _write_batch(
+    staging: Path,
+    number: int,
+    batch: Sequence[Item],
+    weights: Weights,
+    wrote: Callable[[int], None],
+) -> Written:
+    """One file of parameters."""
+    tensors = {}
+    with BoxFile(staging / f"__{number}_0.distcp") as file:
+        for shard, dtype in batch:
+            boxes = []
+            for box in divide(shard.box, BOX_NBYTES // dtype.itemsize):
+                boxes.append(file.add(box, [weights.read(shard.name, part, dtype) for part in _slices(box)]))
+            tensors[f"model.{shard.name}"] = StoredTensor(shard.shape, dtype_name(dtype), tuple(boxes))
+            wrote(shard.numel * dtype.itemsize)
+    return Written(tensors, {file.name: StoredFile(file.nbytes)})
+
+
+def _slices(box: Box) -> list[Box]:
+    """Of a few matrices in one parameter, as keys and values or gate and up are, each: others have them apart."""
+    (start, stop), *rest = box
+    few = len(rest) > 1 and stop - start <= 4
+    return [((i, i + 1), *rest) for i in range(start, stop)] if few else [box]

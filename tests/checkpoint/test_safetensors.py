@@ -1,4 +1,5 @@
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -7,7 +8,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megalith.checkpoint.safetensors import Planned, Reader, TensorInfo, read_header, show_names, write_file
+from megalith.checkpoint.safetensors import (
+    Planned,
+    TensorInfo,
+    allocate_file,
+    read_box,
+    read_header,
+    show_names,
+    write_file,
+    write_part,
+)
 from megalith.errors import CheckpointError
 
 TENSORS: dict[str, Tensor] = {
@@ -37,10 +47,10 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     save_file(TENSORS, file, metadata={"format": "pt"})
     found = read_header(file)
-    assert found["b"] == TensorInfo(file, "BF16", (7,))
-    with Reader() as reader:
-        assert torch.equal(reader.read("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4])
-        assert torch.equal(reader.read("b", found["b"], (slice(2, 3),)), TENSORS["b"][2:3])
+    assert found["b"] == TensorInfo(file, "BF16", (7,), found["b"].start)
+    assert torch.equal(read_box("a", found["a"], (slice(1, 3), slice(2, 4))), TENSORS["a"][1:3, 2:4])
+    assert torch.equal(read_box("b", found["b"], (slice(2, 3),)), TENSORS["b"][2:3])
+    assert read_box("empty", found["empty"], (slice(None), slice(1, 3))).shape == (0, 2)
 
 
 def test_views_of_a_larger_tensor_are_written_as_they_are_seen(tmp_path: Path) -> None:
@@ -72,6 +82,8 @@ def test_a_file_that_ends_early_names_what_is_cut_off(missing: int, names: str, 
         struct.pack("<Q", 2000) + b"[" * 2000,
         struct.pack("<Q", 20) + json.dumps({"a": {"shape": 1}}).encode().ljust(20),
         struct.pack("<Q", 70)
+        + json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode().ljust(70),
+        struct.pack("<Q", 70)
         + json.dumps({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}).encode().ljust(70),
     ],
 )
@@ -81,12 +93,33 @@ def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
         read_header(tmp_path / "x.safetensors")
 
 
-def test_a_header_that_lies_about_its_tensors_is_refused_when_read(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_after_its_header_was_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
-    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
-    file.write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
-    with Reader() as reader, pytest.raises(CheckpointError, match="x.safetensors: a cannot be read .*Copy"):
-        reader.read("a", read_header(file)["a"], (slice(0, 3),))
+    write(file)
+    found = read_header(file)
+    os.truncate(file, found["a"].start + 4)
+    with pytest.raises(CheckpointError, match=r"x.safetensors: a cannot be read \(it ends before byte .*Copy"):
+        read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
+    os.remove(file)
+    with pytest.raises(CheckpointError, match=r"x.safetensors: a cannot be read \(No such file.*Copy"):
+        read_box("a", found["a"], (slice(0, 3), slice(0, 5)))
+
+
+def test_what_is_read_is_no_way_to_write_into_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    write(file)
+    before = file.read_bytes()
+    read_box("a", read_header(file)["a"], (slice(0, 2), slice(0, 5))).zero_()
+    assert file.read_bytes() == before
+
+
+def test_parts_written_in_any_order_make_the_file(tmp_path: Path) -> None:
+    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    starts = allocate_file(tmp_path / "x.safetensors", plan, {"format": "pt"})
+    for start, tensor in reversed(list(zip(starts, TENSORS.values(), strict=True))):
+        write_part(tmp_path / "x.safetensors", start, tensor.split(1))
+    write(tmp_path / "y.safetensors")
+    assert (tmp_path / "x.safetensors").read_bytes() == (tmp_path / "y.safetensors").read_bytes()
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

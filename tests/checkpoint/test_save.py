@@ -65,7 +65,7 @@ def break_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
         for name in ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir"):
             patch.setattr(os, name, disk.wrap(getattr(os, name)))
         patch.setattr(storage, "open_new", disk.wrap(storage.open_new))
-        patch.setattr(save, "_own_storage", disk.wrap(save._own_storage))  # once per box
+        patch.setattr(save, "_write_values", disk.wrap(save._write_values))  # once per box
         return patch
 
     return context

@@ -1,24 +1,25 @@
-"""Pieces of a conversion: the same results in order from any number of processes, and errors that come through."""
+"""Pieces of a conversion: the same results in order from any number of threads, and errors that come through."""
 
-import os
 from functools import partial
+from threading import Event
 
 import pytest
 
 from megalith.errors import CheckpointError
-from megalith.models.jobs import done_in_order
+from megalith.models.jobs import batches, done_in_order
 
 
 def squared(number: int) -> int:
     return number * number
 
 
+def noted(begun: list[int], number: int) -> int:
+    begun.append(number)
+    return number
+
+
 def refused(number: int) -> int:
     raise CheckpointError(f"file {number}: no space left. Free some space.")
-
-
-def killed(number: int) -> int:
-    os._exit(number)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -26,8 +27,29 @@ def test_results_come_in_order(workers: int) -> None:
     assert list(done_in_order([partial(squared, n) for n in range(5)], workers)) == [0, 1, 4, 9, 16]
 
 
-def test_errors_of_jobs_and_deaths_of_workers_are_told() -> None:
+def test_several_workers_work_at_the_same_time() -> None:
+    first, second = Event(), Event()
+
+    def meet(mine: Event, other: Event) -> bool:
+        mine.set()
+        return other.wait(timeout=60)
+
+    assert list(done_in_order([partial(meet, first, second), partial(meet, second, first)], 2)) == [True, True]
+
+
+def test_an_error_comes_through_and_what_has_not_begun_never_does() -> None:
+    begun: list[int] = []
+    jobs = [partial(squared, 0), partial(refused, 1), *[partial(noted, begun, n) for n in range(1000)]]
     with pytest.raises(CheckpointError, match=r"file 1: no space left\. Free some space"):
-        list(done_in_order([partial(squared, 0), partial(refused, 1)], 2))
-    with pytest.raises(CheckpointError, match=r"one of 2 processes .* Use --workers 1, or half as many"):
-        list(done_in_order([partial(squared, 0), partial(killed, 3)], 2))
+        list(done_in_order(jobs, 2))
+    assert len(begun) < 1000
+    with pytest.raises(CheckpointError, match="file 1"):
+        list(done_in_order(jobs, 1))
+
+
+def test_every_item_is_in_one_batch() -> None:
+    sizes = [3, 1, 4, 1, 5, 9, 2, 6]
+    for least in (1, 5, 100):
+        found = batches(sizes, int, least)
+        assert [size for batch in found for size in batch] == sizes and all(sum(batch) >= least for batch in found[:-1])
+    assert batches([], int, 3) == []
