@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 7 * 24 * 3600.0  # ranks wait for each other while a person t
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """Talk with a model. /reset begins again, /exit or the end of the input ends.
+    """Talk with a model. Ctrl-C ends an answer, /reset begins again, /exit or the end of the input ends.
 
     Through a pipe every line is a turn: `echo "What is 3 plus 4?" | megalith chat runs/sft_tiny`.
     """
@@ -144,7 +144,9 @@ def talk(options: ChatOptions) -> int:
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True
             for line in spoken(turns, everyone):
-                take_turn(chat, line, first=worker.rank == 0, forgiving=forgiving)
+                take_turn(
+                    chat, line, first=worker.rank == 0, forgiving=forgiving, stoppable=forgiving and worker.world == 1
+                )
     except BaseException:
         disconnect(worker, failed=True)
         raise
@@ -226,8 +228,9 @@ def spoken(turns: Turns | None, everyone: "Group") -> Iterator[str]:
         yield line
 
 
-def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False) -> None:
-    """Obey a command, or answer. `forgiving`: what goes wrong is told, and the conversation goes on.
+def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False, stoppable: bool = False) -> None:
+    """Obey a command, or answer. `forgiving`: what goes wrong is told, and the conversation goes on; `stoppable`: so it
+    does after an answer that was interrupted.
 
     Raises:
         DataError: where nobody sits who could do anything about it.
@@ -236,7 +239,7 @@ def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False) 
     if line == RESET:
         chat.reset()
     elif line == HELP:
-        show(f"{RESET} begins again, {EXIT} ends; anything else is said to the model.\n")
+        show(f"{RESET} begins again, {EXIT} ends, Ctrl-C ends an answer; anything else is said to the model.\n")
     else:
         try:
             chat.say(line, show)
@@ -245,3 +248,7 @@ def take_turn(chat: "Chat", line: str, *, first: bool, forgiving: bool = False) 
             if not forgiving:
                 raise
             show(f"{error}\n")
+        except KeyboardInterrupt:  # of several ranks each would stop at a token of its own
+            if not stoppable:
+                raise
+            show(" [stopped]\n")

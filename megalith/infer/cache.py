@@ -21,7 +21,8 @@ class GrowingBuffer:
     def __init__(self, window: int | None = None) -> None:
         self._window = window
         self._rows: Tensor | None = None
-        self._end = 0
+        self._end = 0  # rows that are here; with a window the last ones of all
+        self._count = 0  # rows of the document
 
     def append(self, rows: Tensor) -> Tensor:
         """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the next call."""
@@ -30,7 +31,18 @@ class GrowingBuffer:
             self._rows, self._end = self._grown(rows, before), before
         self._rows[self._end : self._end + len(rows)] = rows
         self._end += len(rows)
+        self._count += len(rows)
         return self._rows[self._end - len(rows) - before : self._end]
+
+    def holds(self, count: int) -> bool:
+        """Whether a document that goes on after its first `count` rows finds here all that it sees."""
+        seen = count if self._window is None else min(count, self._window - 1)
+        return count <= self._count and count - seen >= self._count - self._end
+
+    def cut(self, count: int) -> None:
+        """Forget what comes after the first `count` rows, which must be held."""
+        self._end -= self._count - count
+        self._count = count
 
     def _grown(self, rows: Tensor, before: int) -> Tensor:
         """More room, and at its start as many of the last rows."""
@@ -84,3 +96,45 @@ class KeyValueCache:
     def drop(self, sequence: int) -> None:
         """Forget a sequence that is finished."""
         self._buffers.pop(sequence, None)
+
+    def cut(self, sequence: int, count: int) -> bool:
+        """Keep the first `count` tokens of a sequence; False, and nothing of it is left, where some layer holds too
+        little for that."""
+        buffers = [buffer for pair in self._buffers.get(sequence, []) for buffer in pair]
+        if not count or not buffers or not all(buffer.holds(count) for buffer in buffers):
+            self.drop(sequence)
+            return False
+        for buffer in buffers:
+            buffer.cut(count)
+        return True
+
+
+class ReadText:
+    """What was read of one text, so that another which begins alike costs its other tokens only."""
+
+    def __init__(self, num_layers: int, windows: Sequence[int | None] = ()) -> None:
+        self.cache = KeyValueCache(num_layers, windows)
+        self._ids: list[int] = []
+
+    def resume(self, ids: Sequence[int], *, sequence: int) -> int:
+        """Keep what a text has in common with the one before and forget the rest; how many of its tokens are read.
+
+        At least one is not, because a text is written on by what is seen at its last token.
+        """
+        pairs = zip(self._ids, ids[:-1], strict=False)
+        common = next((n for n, (old, new) in enumerate(pairs) if old != new), min(len(self._ids), len(ids) - 1))
+        self.forget()
+        return common if self.cache.cut(sequence, common) else 0
+
+    def clear(self, *, sequence: int) -> None:
+        """Keep nothing."""
+        self.forget()
+        self.cache.drop(sequence)
+
+    def forget(self) -> None:
+        """Trust nothing that was read; said before reading, which may end halfway through the layers."""
+        self._ids = []
+
+    def note(self, ids: Sequence[int]) -> None:
+        """These tokens are read now, at every layer."""
+        self._ids = list(ids)

@@ -7,7 +7,8 @@ from megalith.config.sample import SampleConfig
 from megalith.data.chat_template import ChatTemplate, Message, find_template
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import DataError
-from megalith.infer.generate import generate
+from megalith.infer.cache import ReadText
+from megalith.infer.generate import generate, remember
 from megalith.infer.load import Writer
 from megalith.infer.text import Transcript
 from megalith.models.companions import own_template, turn_ends
@@ -48,8 +49,11 @@ class Chat:
     sample: SampleConfig
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    read: ReadText = field(init=False)
+    """What the model has read so far: a turn costs its own tokens only, as far as the template repeats the others."""
 
     def __post_init__(self) -> None:
+        self.read = remember(self.writer.model.config)
         self.reset()
 
     def reset(self) -> None:
@@ -59,7 +63,8 @@ class Chat:
     def say(self, text: str, show: Callable[[str], None]) -> str:
         """Tell the model something and get its answer; `show` gets it piece by piece.
 
-        Every tensor-parallel rank calls this with the same text. The conversation stays as it was if this fails.
+        Every tensor-parallel rank calls this with the same text. The conversation stays as it was if this fails; an
+        answer that is interrupted ends there.
 
         Raises:
             DataError: the template refuses it, or the conversation is longer than the model reads.
@@ -75,18 +80,23 @@ class Chat:
                 f"answer. Use /reset to begin again."
             )
         ends, end = turn_ends(self.template, tokenizer)
-        transcript, until, answer = Transcript(prompt, ids, tokenizer), Until(end), ""
-        for written in generate(self.writer.model, [ids], self.sample, stops=self.writer.stops | ends):
-            before = len(transcript.text)
-            transcript.add(written)
-            new = until.push(transcript.text[before:])
-            new += until.finish() if written.finish is not None else ""
-            answer += new
-            show(new)
-            if until.found:
-                break
-        self.messages = [*messages, {"role": "assistant", "content": answer}]
-        return answer
+        transcript, until = Transcript(prompt, ids, tokenizer), Until(end)
+        answer: list[str] = []
+        stream = generate(self.writer.model, [ids], self.sample, stops=self.writer.stops | ends, before=self.read)
+        try:
+            for written in stream:
+                known = len(transcript.text)
+                transcript.add(written)
+                new = until.push(transcript.text[known:])
+                new += until.finish() if written.finish is not None else ""
+                answer.append(new)
+                show(new)
+                if until.found:
+                    break
+        finally:
+            if answer:
+                self.messages = [*messages, {"role": "assistant", "content": "".join(answer)}]
+        return "".join(answer)
 
 
 def template_of(source: Pretrained, tokenizer: Tokenizer, wanted: str | None) -> ChatTemplate:

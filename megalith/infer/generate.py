@@ -10,8 +10,9 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
-from megalith.infer.cache import KeyValueCache
+from megalith.infer.cache import KeyValueCache, ReadText
 from megalith.infer.sample import choose
+from megalith.kernels.rope import turning_length
 from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import Decoder
 
@@ -52,11 +53,13 @@ def generate(
     *,
     stops: frozenset[int] = frozenset(),
     step_tokens: int = STEP_TOKENS,
+    before: ReadText | None = None,
 ) -> Iterator[Written]:
     """Write on from every prompt; tokens come out as they are chosen, one of each unfinished sequence per round.
 
     `stops`: tokens that end a text. All ranks of the model's tensor-parallel group call this with the same arguments,
     and each chooses the same tokens by itself. A sequence's tokens do not depend on how the others are cut or end.
+    `before`: what was read of the only prompt in earlier calls, and is of it in this one.
 
     Raises:
         ConfigError: the sampling settings break a rule.
@@ -65,21 +68,41 @@ def generate(
     """
     raise_all(sample_problems(sample))
     check_prompts(prompts, model.config)
-    cache = KeyValueCache(model.config.num_layers, windows_of_layers(model.config))
+    assert before is None or len(prompts) == 1, "one text is kept"
     active = [_Sequence(number, list(ids), len(ids)) for number, ids in enumerate(prompts)]
+    if before is not None and _turns_by_length(model.config, len(prompts[0])):
+        before.clear(sequence=0)
+        before = None
+    elif before is not None:
+        active[0].num_read = before.resume(prompts[0], sequence=0)
+    kept = before or remember(model.config)
     while active:
         counts = divide_room([len(s.ids) - s.num_read for s in active], step_tokens)
         reading = [(s, count) for s, count in zip(active, counts, strict=True) if count]
         complete = [s for s, count in reading if s.num_read + count == len(s.ids)]
-        scores = _read(model, reading, cache)
+        kept.forget()
+        scores = _read(model, reading, kept.cache)
+        if before is not None:
+            kept.note(active[0].ids[: active[0].num_read])
         tokens = choose(scores, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
         for sequence, token in zip(complete, tokens, strict=True):
             sequence.ids.append(token)
             finish = _finish(sequence, sample, model.config, stops)
             if finish is not None:
-                cache.drop(sequence.number)
                 active.remove(sequence)
+                if before is None:
+                    kept.cache.drop(sequence.number)
             yield Written(sequence.number, token, finish)
+
+
+def remember(model: ModelConfig) -> ReadText:
+    """Room for what a model reads."""
+    return ReadText(model.num_layers, windows_of_layers(model))
+
+
+def _turns_by_length(model: ModelConfig, length: int) -> bool:
+    """Whether keys of so long a text turn by angles that follow from its length: in another text they would others."""
+    return model.positions == "rope" and turning_length(model.rope, length) > 0
 
 
 def windows_of_layers(model: ModelConfig) -> list[int | None]:

@@ -9,18 +9,21 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
+from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
-from megalith.cli.chat import ChatOptions, worker_words
+from megalith.cli.chat import ChatOptions, open_chat, take_turn, worker_words
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
 from megalith.config.sft import SFTConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
+from megalith.infer.load import open_source
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.worker import Worker
 
 CONFIG = ModelConfig(
     vocab_size=257, hidden_size=12, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=10, max_seq_len=96,
@@ -127,3 +130,32 @@ def test_a_model_that_reads_numbers_cannot_talk(
     source = make_run(tmp_path / "null", "identity", TokenizerConfig(kind="null", vocab_size=257))
     code, _, err = chat(monkeypatch, capsys, "abc\n", source)
     assert code == 2 and "tokenizer.kind=null, so it reads numbers and no text. Use a model with" in err
+
+
+def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
+    tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = parse_options(ChatOptions, [tuned, "--max-new-tokens", "30", "--greedy"], prog="x")
+    worker = Worker.from_environment({})
+    talk = open_chat(options, open_source(tuned, 1), worker)
+    shown: list[str] = []
+
+    def impatient(text: str) -> None:
+        shown.append(text)
+        if len(shown) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "print_now", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        take_turn(talk, "abc", first=True)
+    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
+    assert talk.messages[1]["content"] == "".join(shown)
+    shown.clear()
+    take_turn(talk, "and then?", first=True, forgiving=True, stoppable=True)
+    assert shown[3:] == [" [stopped]\n"] and len(talk.messages) == 4
+    before = list(talk.messages)
+    monkeypatch.setattr(command, "print_now", shown.append)
+    take_turn(talk, "xyz", first=True)
+    again = open_chat(options, open_source(tuned, 1), worker)
+    again.messages = before
+    assert again.say("xyz", lambda text: None) == talk.messages[-1]["content"], "what was read is still right"

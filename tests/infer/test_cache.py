@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache
+from megalith.config.kernels import Kernel
+from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache, ReadText
 from megalith.kernels.attention import attention
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
 
@@ -30,6 +30,42 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
     for _ in range(600):
         last = buffer.append(rows[:1])
     assert last.untyped_storage().nbytes() <= 4 * 6 * 2 * max(FIRST_ROOM, 2 * window)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 70])
+def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int | None) -> None:
+    rows = torch.arange(300.0).view(-1, 1, 1)
+    for count in (0, 1, 2, 60, 90, 99, 100):
+        buffer = GrowingBuffer(window)
+        for part in rows[:100].split([40, 1, 20, 39]):
+            buffer.append(part)
+        held = buffer.holds(count)
+        assert held or window is not None, "nothing is lost without a window"
+        assert not buffer.holds(101)
+        if held:
+            buffer.cut(count)
+            first = 0 if window is None else max(0, count - window + 1)
+            assert torch.equal(buffer.append(rows[200:203])[:-3], rows[first:count])
+        assert held or count < 100, "the end is always held"
+    slid = GrowingBuffer(3)
+    for part in rows.split(1):
+        slid.append(part)
+    assert slid.holds(299) and not slid.holds(100)
+
+
+def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
+    read, rows = ReadText(1), torch.arange(9.0).view(-1, 1, 1)
+    read.cache.layers([0])[0].extend(rows[:4], rows[:4], tokens_of_queries([(4, 4)]))
+    read.note([5, 6, 7, 8])
+    assert read.resume([5, 6, 7, 8], sequence=0) == 3, "one token is left to be read"
+    read.note([5, 6, 7])
+    assert read.resume([5, 9, 7, 8], sequence=0) == 1
+    keys, _ = read.cache.layers([0])[0].extend(rows[7:], rows[7:], tokens_of_queries([(2, 3)]))
+    assert keys.flatten().tolist() == [0, 7, 8]
+    assert read.resume([5, 9, 1], sequence=0) == 0, "reading that did not end is not trusted"
+    read.note([5])
+    read.clear(sequence=0)
+    assert read.resume([5, 1], sequence=0) == 0
 
 
 def test_room_doubles_so_that_few_rows_are_copied() -> None:

@@ -1,9 +1,20 @@
-import pytest
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.sample import SampleConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.infer.chat import Until
+from megalith.infer.chat import Chat, Until
+from megalith.infer.load import Writer
 from megalith.models.companions import turn_ends
+from megalith.models.decoder import Decoder
+
+GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])
@@ -28,3 +39,42 @@ def test_a_turn_ends_by_a_token_or_where_there_is_none_by_its_text() -> None:
     specials = {"eos_token": "<|endoftext|>"}
     assert turn_ends(ChatTemplate("t", BUILT_IN["identity"], specials), tokenizer) == (frozenset({256}), "")
     assert turn_ends(ChatTemplate("t", BUILT_IN["chatml"], specials), tokenizer) == (frozenset(), "<|im_end|>")
+
+
+class Counting:
+    """A model that says how many tokens each of its forwards reads."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.config, self.counts = model, model.config, list[int]()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.model.parameters()
+
+    def logits(self, ids: Tensor, *rest: Any) -> Tensor:
+        self.counts.append(len(ids))
+        return self.model.logits(ids, *rest)
+
+
+@pytest.mark.parametrize("template", ["identity", "chatml"])
+def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there(
+    template: str, tiny: SimpleNamespace
+) -> None:
+    model = Counting(tiny.model(tiny.config(vocab_size=257, max_seq_len=400), dtype=torch.float64))
+    specials = {"eos_token": "<|endoftext|>"}
+    writer: Any = Writer(model, ByteTokenizer(), frozenset({256}))  # type: ignore[arg-type]  # as far as it is used
+
+    def fresh() -> Chat:
+        return Chat(writer, ChatTemplate("t", BUILT_IN[template], specials), GREEDY)
+
+    chat = fresh()
+    for turn, text in enumerate(("hello", "and then?", "why", "x")):
+        before, read = list(chat.messages), sum(model.counts)
+        answer = chat.say(text, lambda shown: None)
+        cost = sum(model.counts) - read
+        other = fresh()
+        other.messages = before
+        assert other.say(text, lambda shown: None) == answer
+        whole = sum(model.counts) - read - cost
+        assert cost == whole if turn == 0 else cost < whole  # bytes that are no text are written otherwise
+    chat.reset()
+    assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)

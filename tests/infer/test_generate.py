@@ -5,11 +5,14 @@ import pytest
 import torch
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.rope import RopeConfig
 from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
-from megalith.infer.generate import Written, divide_room, generate, windows_of_layers
+from megalith.infer import cache
+from megalith.infer.generate import Written, divide_room, generate, remember, windows_of_layers
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.parallel.mesh import build_mesh, model_grid
@@ -44,6 +47,57 @@ def test_text_read_once_is_the_text_read_again_for_every_token(
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
     assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+
+
+LATENT = MLAConfig(kv_rank=6, q_rank=5, nope_dim=4, rope_dim=2, value_dim=3)
+TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "plain": ({}, ()),
+    "windows": ({"attention": WINDOWS}, (3,)),
+    "latent": ({"mla": LATENT, "num_kv_heads": 6}, ()),
+    "longer than the angles are for": (
+        {"rope": RopeConfig(scaling="dynamic", factor=2.0, original_max_position=16), "head_dim": 4}, (2, 3),
+    ),
+    "learned": ({"positions": "learned"}, ()),
+}  # fmt: skip
+"""What the model is like, and turns in which it has to read everything again."""
+
+
+@pytest.mark.parametrize("kind", TALKS)
+def test_a_conversation_that_is_kept_is_the_one_that_is_read_again(
+    kind: str, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "FIRST_ROOM", 4)  # windows let go of rows soon
+    settings, again = TALKS[kind]
+    model, counts = tiny.model(tiny.config(**settings), dtype=torch.float64), list[int]()
+    plain = model.logits
+
+    def counted(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+        counts.append(len(ids))
+        return plain(ids, *rest)  # type: ignore[no-any-return]  # a module's attribute
+
+    read, sample = remember(model.config), SampleConfig(temperature=0.0, max_new_tokens=5)
+    said, prompt = list[int](), [3, 1, 4]
+    for turn in range(6):
+        prompt = [*prompt, *said, 7 + turn, 20 - turn] if turn != 3 else [*prompt[:4], 9, 9, 9]
+        if turn == 5:
+            prompt = [30, *prompt]
+        expected = [w.token for w in generate(model, [prompt], sample, step_tokens=2 + turn)]
+        model.logits = counted
+        said = [w.token for w in generate(model, [prompt], sample, before=read, step_tokens=2 + turn)]
+        del model.logits
+        assert said == expected
+        # The last token that was written, and two more; all where nothing is alike, or too little is left of it.
+        assert sum(counts) == (len(prompt) if turn in (0, 5, *again) else 3) + 4
+        counts.clear()
+
+
+def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(), dtype=torch.float64)
+    read, expected = remember(model.config), texts(list(generate(model, PROMPTS[:1], GREEDY)), 1)[0]
+    for stop in (1, 4, 2, 20):
+        stream = generate(model, PROMPTS[:1], GREEDY, before=read)
+        assert [next(stream).token for _ in range(stop)] == expected[:stop]
+        del stream
 
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
