@@ -4,10 +4,14 @@ Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.1; absorbed projections: t
 """
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import Input, value_of
@@ -22,6 +26,66 @@ from megalith.parallel.tensor import ColumnLinear, Declared, Init, Region, Whole
 from megalith.plan.shards import cut_dim, split_evenly, whole
 
 
+class Parts(NamedTuple):
+    """What latent attention compares: t tokens that look, t_kv that are seen."""
+
+    q_plain: Tensor
+    """[t, n, nope_dim]: of queries, what knows no position."""
+
+    q_turned: Tensor
+    """[t, n, rope_dim]."""
+
+    latent: Tensor
+    """[t_kv, r]: the short vectors; in training as the region has tokens."""
+
+    k_turned: Tensor
+    """[t_kv, 1, rope_dim]: the key that all heads share."""
+
+
+Form = Callable[["LatentAttention", Parts, Tokens], Tensor]
+"""A way to compute what each head finds: [t, n, value_dim]. They give the same numbers."""
+
+
+def expanded(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
+    """Every head has keys and values of its own, made from the short vectors."""
+    kv = layer.kv_up(parts.latent).unflatten(-1, (layer.num_heads, -1))
+    k_plain, v = kv.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=-1)
+    q = torch.cat([parts.q_plain, parts.q_turned], dim=-1)
+    k = torch.cat([k_plain, parts.k_turned.expand(-1, layer.num_heads, -1)], dim=-1)
+    return layer.core(q, k, v, tokens, scores=layer.scores)
+
+
+def absorbed(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
+    """The short vectors serve all heads as keys and as values.
+
+    The projection up to keys is applied to the queries, that up to values to what attention finds.
+    """
+    (weight,) = layer.kv_up.sunk()
+    up = weight.unflatten(0, (layer.num_heads, -1))
+    up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
+    q = torch.cat([torch.einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
+    both = torch.cat([parts.latent.unsqueeze(1), parts.k_turned], dim=-1)
+    # The few turned features go along as values, unused: torch's fused kernel wants values as wide as keys.
+    found = layer.core(q, both, both, tokens, scores=layer.scores)[..., : layer.sizes.kv_rank]
+    return torch.einsum("tnr,nvr->tnv", found, up_values)
+
+
+def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:
+    """The form with fewer products for documents of which (queries, keys) are read and seen.
+
+    Expanding costs r·(d_nope + d_v) for each key, absorbing the same for each query; a pair of the two then costs
+    d_nope + d_rope + d_v or 2·r + d_rope. Prompts are expanded, single tokens after many absorbed.
+    """
+    queries, keys = (sum(count) for count in zip(*lengths, strict=True))
+    pairs = sum(q * k - q * (q - 1) // 2 for q, k in lengths)
+    up = sizes.nope_dim + sizes.value_dim
+    return absorbed if (keys - queries) * sizes.kv_rank * up > pairs * (2 * sizes.kv_rank - up) else expanded
+
+
+Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
+"""Chooses the form for documents of which (queries, keys) are read and seen."""
+
+
 class LatentAttention(nn.Module):
     """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
 
@@ -31,13 +95,13 @@ class LatentAttention(nn.Module):
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
-        core: Attend = attention,
+        core: Attend = attention, reading: Reading = cheaper_form,
     ) -> None:  # fmt: skip
-        """`index`: its number over all stages."""
+        """`index`: its number over all stages; `reading`: how it goes on from what a cache has."""
         super().__init__()
         assert config.mla is not None
         self.core, self.region, self.turn, self.sizes = core, region, turn_of_layer(config, index), config.mla
-        self.scores = latent_scores(config, index)
+        self.scores, self.reading = latent_scores(config, index), reading
         h, n, sizes = config.hidden_size, config.num_heads, config.mla
         heads = split_evenly(n, mesh.tp.size)
         self.num_heads = heads[mesh.tp.rank]
@@ -66,39 +130,17 @@ class LatentAttention(nn.Module):
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
         sizes = self.sizes
+        form: Form = expanded
         q = self.queries(x).unflatten(-1, (self.num_heads, -1))
         q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], dim=-1)
-        q_turned = self.turn(q_turned, tokens)
         latent, k_turned = self.kv_down(x).split([sizes.kv_rank, sizes.rope_dim], dim=-1)
         k_turned = value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1)
         k_turned, latent = self.turn(k_turned, tokens), value_of(self.kv_norm(latent.contiguous()))
-        if cache is None:
-            heads = self._expanded(q_plain, q_turned, latent, k_turned, tokens)
-        else:
+        if cache is not None:
             k_turned, kept = cache.extend(k_turned, latent.unsqueeze(1), tokens)
-            heads = self._absorbed(q_plain, q_turned, kept, k_turned, tokens)
-        return self.out(heads.flatten(1))
-
-    def _expanded(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, k_turned: Tensor, tokens: Tokens) -> Tensor:
-        """Keys and values of every head: q_* [t, n, ...], latent [t, r] as the region has it -> [t, n, value_dim]."""
-        kv = self.kv_up(latent).unflatten(-1, (self.num_heads, -1))
-        k_plain, v = kv.split([self.sizes.nope_dim, self.sizes.value_dim], dim=-1)
-        q = torch.cat([q_plain, q_turned], dim=-1)
-        k = torch.cat([k_plain, k_turned.expand(-1, self.num_heads, -1)], dim=-1)
-        return self.core(q, k, v, tokens, scores=self.scores)
-
-    def _absorbed(self, q_plain: Tensor, q_turned: Tensor, latent: Tensor, k_turned: Tensor, tokens: Tokens) -> Tensor:
-        """The same without keys and values of single heads: latent and k_turned [t_kv, 1, ...] serve all of them.
-
-        The projection up to keys is applied to the queries, that up to values to what attention finds.
-        """
-        (weight,) = self.kv_up.sunk()
-        up = weight.unflatten(0, (self.num_heads, -1))
-        up_keys, up_values = up.split([self.sizes.nope_dim, self.sizes.value_dim], dim=1)
-        q = torch.cat([torch.einsum("tnd,ndr->tnr", q_plain, up_keys), q_turned], dim=-1)
-        k = torch.cat([latent, k_turned], dim=-1)
-        found = self.core(q, k, latent, tokens, scores=self.scores)
-        return torch.einsum("tnr,nvr->tnv", found, up_values)
+            latent, form = kept.squeeze(1), self.reading(sizes, tokens.lengths)
+        found = form(self, Parts(q_plain, self.turn(q_turned, tokens), latent, k_turned), tokens)
+        return self.out(found.flatten(1))
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:
@@ -110,4 +152,4 @@ def latent_scores(config: ModelConfig, index: int) -> Scores:
     sharper = 1.0
     if sizes.yarn_mscale is not None and config.rope.scaling == "yarn" and config.rope.factor > 1:
         sharper = 0.1 * sizes.yarn_mscale * math.log(config.rope.factor) + 1.0
-    return Scores(sharper**2 / math.sqrt(sizes.nope_dim + sizes.rope_dim), scores.window, scores.softcap)
+    return replace(scores, scale=sharper**2 / math.sqrt(sizes.nope_dim + sizes.rope_dim))

@@ -13,7 +13,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.infer.cache import KeyValueCache
 from megalith.kernels.tokens import Tokens, tokens_of_queries
-from megalith.nn.mla import LatentAttention, latent_scores
+from megalith.nn.mla import LatentAttention, absorbed, cheaper_form, expanded, latent_scores
 from megalith.parallel.autograd import gather
 from megalith.parallel.tensor import SplitTokens
 from megalith.testing.ranks import run_ranks
@@ -159,6 +159,50 @@ def test_reading_on_with_a_cache_gives_what_reading_at_once_gives(
             part = replace(tokens_of_queries([(count, read)]), rotary=rotary)
             found.append(layer(x[now], part, cache.layers([0])[0]))
         assert_equals("attention", torch.cat(found), layer(x, tokens), FP64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("steps", [[9], [4, 1, 3, 1]])
+def test_both_forms_find_the_same(kind: str, steps: list[int], layers: SimpleNamespace) -> None:
+    config, found = config_of(kind, layers), []
+    x, tokens = layers.inputs(9), layers.tokens(config, [9])
+    for form in (absorbed, expanded):
+        layer, cache, read = layers.build(LatentAttention, config), KeyValueCache(1), 0
+        layer.reading = lambda sizes, lengths, form=form: form
+        for count in steps:
+            part = tokens_of_queries([(count, read + count)])
+            part = replace(part, rotary=tuple(table[read : read + count] for table in tokens.rotary))
+            with torch.no_grad():
+                found.append(layer(x[read : read + count], part, cache.layers([0])[0]))
+            read += count
+    half = len(steps)
+    torch.testing.assert_close(torch.cat(found[:half]), torch.cat(found[half:]), rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found[:half]), layer(x, tokens), rtol=1e-9, atol=1e-9)
+
+
+def test_prompts_are_expanded_and_single_tokens_absorbed() -> None:
+    large = MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128)
+    assert cheaper_form(large, [(4096, 4096)]) is expanded
+    assert cheaper_form(large, [(1, 2)]) is absorbed
+    assert cheaper_form(large, [(1, 900), (1, 30)]) is absorbed
+    # Products of 4096 tokens read after 4096: n · r · (d_nope + d_v) per key, or more for each pair.
+    assert cheaper_form(large, [(4096, 8192)]) is expanded
+    assert cheaper_form(large, [(64, 8192)]) is absorbed
+    for queries, keys in ((16, 64), (300, 5000), (2, 3)):
+        pairs = sum(keys - ago for ago in range(queries))
+        costs = {
+            expanded: keys * 512 * 256 + pairs * (128 + 64 + 128), absorbed: queries * 512 * 256 + pairs * (576 + 512),
+        }  # fmt: skip
+        assert cheaper_form(large, [(queries, keys)]) is min(costs, key=costs.__getitem__)
+
+
+def test_training_expands_whatever_reading_would_do(layers: SimpleNamespace) -> None:
+    layer = layers.build(LatentAttention, config_of("queries from x", layers))
+    layer.reading = None
+    tokens = layers.tokens(config_of("queries from x", layers), [9])
+    layer(layers.inputs(9), tokens).sum().backward()
+    assert all(part.grad is not None for part in layer.parameters())
 
 
 class Sizes:
