@@ -30,16 +30,23 @@ def print_layout(
     console, place = _console(), worst(ledger)
     for line in _grid_lines(workload, layout):
         console.print(line)
-    for table in (_group_table(layout.groups), _stage_table(layout, ledger), _part_table(layout)):
+    for table in (_group_table(layout.groups), _stage_table(workload, layout, ledger), _part_table(layout)):
         if table.row_count:
             console.print(table)
-    for line in (*_rhythm_lines(layout), *_traffic_lines(traffic, place)):
+    for line in (*_rhythm_lines(layout), *_traffic_lines(traffic, place), *_adapter_lines(workload, place)):
         console.print(line)
 
 
 def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
     run = workload.run
-    yield f"{run.name}: {_count(layout.parameters)} parameters on {layout.world} ranks"
+    if run.lora is None:
+        yield f"{run.name}: {_count(layout.parameters)} parameters on {layout.world} ranks"
+    else:
+        share = 100 * layout.trained / layout.parameters
+        yield (
+            f"{run.name}: {_count(layout.parameters)} parameters, frozen, and {_count(layout.trained)} of adapters, "
+            f"trained ({share:.2g} % of them), on {layout.world} ranks"
+        )
     yield f"  layers: {layout.kind}"
     for name, rows in (("dense ", layout.dense), ("expert", layout.expert)):
         product = " · ".join(f"{row.axis} {row.size}" for row in rows)
@@ -56,7 +63,7 @@ def _group_table(groups: Sequence[GroupRow]) -> Table:
     return table
 
 
-def _stage_table(layout: Explanation, ledger: Sequence[PlaceMemory]) -> Table:
+def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[PlaceMemory]) -> Table:
     table = _table("stage", "pp rank", "chunk", "layers", "", "weights", "work", "GiB a rank")
     by_rank = {pp: worst([one for one in ledger if one.pp_rank == pp]) for pp in {one.pp_rank for one in ledger}}
     for row in _some(layout.stages):
@@ -64,8 +71,9 @@ def _stage_table(layout: Explanation, ledger: Sequence[PlaceMemory]) -> Table:
             table.add_row(*["…"] * 8)
             continue
         ends = " + ".join(name for name, here in (("embedding", row.embedding), ("loss", row.loss)) if here)
+        added = "" if workload.run.lora is None else f" + {_count(row.trained)}"
         table.add_row(
-            str(row.stage), str(row.pp_rank), str(row.chunk), row.layers, ends, _count(row.parameters),
+            str(row.stage), str(row.pp_rank), str(row.chunk), row.layers, ends, _count(row.parameters) + added,
             f"{100 * row.flops_share:.1f} %", _gib(by_rank[row.pp_rank].memory.total) if row.chunk == 0 else "",
         )  # fmt: skip
     return table
@@ -105,6 +113,19 @@ def _traffic_lines(traffic: Sequence[Traffic], place: PlaceMemory) -> Iterator[s
         sums[row.axis] = sums.get(row.axis, 0) + row.nbytes
     told = ", ".join(f"{axis} {_bytes(nbytes)}" for axis, nbytes in sums.items()) or "nothing"
     yield f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: {told}."
+
+
+def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
+    """What frozen weights and adapters take in memory."""
+    if workload.run.lora is None:
+        return
+    held = workload.parameters(place.pp_rank, place.tp_rank)
+    frozen, own = (sum(one.numel for one in held if one.frozen is is_frozen) for is_frozen in (True, False))
+    m = place.memory
+    yield (
+        f"It holds {_count(frozen)} frozen and {_count(own)} trained parameters: weights {_gib(m.weights)} GiB, and of "
+        f"the trained alone gradients {_gib(m.gradients)} and optimizer state {_gib(m.master + m.moments)} GiB."
+    )
 
 
 # --- estimate

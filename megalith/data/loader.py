@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +37,8 @@ class Batch:
     num_labels: int
     """Labels that count, in this microbatch, over all ranks that share it."""
 
-    squared_lengths: int
-    """Sum of the squares of its documents' lengths as they were read, over the same ranks: padding is no work."""
+    lengths: tuple[int, ...]
+    """Of its documents as they were read, over the same ranks: padding and filler are no work."""
 
     num_read: int = 0
     """Tokens as they were read, without filler, over the same ranks."""
@@ -50,6 +49,11 @@ class Batch:
 
     num_further: tuple[int, ...] = ()
     """Labels of each depth that count, as `num_labels`."""
+
+    @property
+    def squared_lengths(self) -> int:
+        """Sum of the squares of its documents' lengths."""
+        return sum(length**2 for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +170,8 @@ def build_batch(
     packed = [sample for sample in samples if isinstance(sample, PackedSample)]
     plain = [sample for sample in samples if isinstance(sample, Sample)]
     assert not (packed and plain), "rows of two kinds in one microbatch"
-    inputs, labels, lengths, filler = _packed_rows(packed) if packed else _plain_rows(plain, masks)
+    inputs, labels, lengths = _packed_rows(packed) if packed else _plain_rows(plain, masks)
+    read = tuple(length for row in packed for length in row.read_lengths) if packed else tuple(lengths)
     counted = labels >= 0
     pairs = [(inputs, labels), *(_further_on(inputs, labels, lengths, depth) for depth in range(1, further + 1))]
     shared, tokens = _share(pairs, lengths, slicing, device)
@@ -174,21 +179,12 @@ def build_batch(
         tokens = with_places(tokens, places)
     (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
     return Batch(
-        own_ids, own_labels, tokens, int(counted.sum()), sum(length**2 for length in lengths) - filler.squares,
-        num_read=inputs.size - filler.tokens, further=tuple(others),
+        own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),
         num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
     )  # fmt: skip
 
 
-class _Filler(NamedTuple):
-    """What is in rows without being anybody's work."""
-
-    tokens: int
-    squares: int
-    """The sum of the squares of its lengths."""
-
-
-def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int], _Filler]:
+def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int]]:
     """Inputs and labels [rows, s] of running text, and the lengths of its documents."""
     ids = np.stack([sample.ids for sample in samples])
     valid = np.stack([sample.valid for sample in samples])
@@ -201,15 +197,13 @@ def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list
     else:
         lengths = [inputs.shape[1]] * len(inputs)
     labels[~counted] = -1
-    return inputs, labels, lengths, _Filler(0, 0)
+    return inputs, labels, lengths
 
 
-def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int], _Filler]:
-    """The same of rows that were filled document by document, and what fills them up."""
+def _packed_rows(samples: Sequence[PackedSample]) -> tuple[Ids, Ids, list[int]]:
+    """The same of rows that were filled document by document, filler included."""
     inputs, labels = np.stack([sample.ids for sample in samples]), np.stack([sample.labels for sample in samples])
-    filler = [len(sample.ids) - sample.num_valid for sample in samples]
-    lengths = [length for sample in samples for length in sample.lengths]
-    return inputs, labels, lengths, _Filler(sum(filler), sum(length**2 for length in filler))
+    return inputs, labels, [length for sample in samples for length in sample.lengths]
 
 
 def _further_on(ids: Ids, labels: Ids, lengths: list[int], depth: int) -> tuple[Ids, Ids]:

@@ -39,6 +39,11 @@ class PackedSample:
     num_valid: int  # tokens before the filler
     places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
 
+    @property
+    def read_lengths(self) -> tuple[int, ...]:
+        """Of the documents without the filler."""
+        return self.lengths[:-1] if self.num_valid < len(self.ids) else self.lengths
+
     def blank(self) -> "PackedSample":
         """A row as long, all of it filler."""
         size = len(self.ids)

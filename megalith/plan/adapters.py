@@ -1,11 +1,16 @@
-"""What a rank holds when adapters are trained beside frozen weights; no torch."""
+"""What a rank holds when adapters are trained beside frozen weights, and what a step then costs; no torch."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
-from megalith.config.lora import STACKED, LoraConfig, has_adapters
+from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_targets
 from megalith.config.model import ModelConfig
-from megalith.plan.parameters import HeldParameter
+from megalith.plan.costs import attention_flops, layer_flops, step_flops
+from megalith.plan.parameters import HeldParameter, layer_parameters, tensor_part
+
+FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
+"""Matrices of attention that read what the layer was given."""
 
 
 def with_adapters(held: Sequence[HeldParameter], model: ModelConfig, lora: LoraConfig | None) -> list[HeldParameter]:
@@ -38,3 +43,97 @@ def _pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
     else:
         yield a
         yield replace(b, cut=one.cut, summed=one.summed)
+
+
+# --- operations
+
+
+def trained_step_flops(
+    config: ModelConfig, lora: LoraConfig | None, *, tokens: int, squared_lengths: int, windowed: int | None = None
+) -> int:
+    """`step_flops` where adapters alone are trained; without `lora` the same.
+
+    Of the six operations for each element of a matrix and token, forward is two, the input's gradient two and the
+    weight's two. Frozen weights have no gradient. Inputs need one where an adapter comes before them: all above the
+    first layer with adapters, none below it, and inside it what follows an adapter. A and B cost all six, but for the
+    gradient of what A reads in that layer. What backward computes below it all the same is nobody's use.
+    """
+    seen = _Seen(tokens, squared_lengths, windowed)
+    whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
+    if lora is None:
+        return whole
+    numbers = range(config.num_layers)
+    rest = whole - sum(_layer(config, layer, seen) for layer in numbers)  # head, and predictions further ahead
+    core = config.mtp.depths * _core(config, config.num_layers - 1, seen)
+    return sum(_trained_layer(config, lora, layer, seen) for layer in numbers) + (rest - core) * 2 // 3 + core
+
+
+def trained_layer_flops(
+    config: ModelConfig, lora: LoraConfig | None, layer: int, *, tokens: int, squared_lengths: int
+) -> int:
+    """The same of one layer, numbered over all stages."""
+    seen = _Seen(tokens, squared_lengths, None)
+    return _layer(config, layer, seen) if lora is None else _trained_layer(config, lora, layer, seen)
+
+
+class _Seen(NamedTuple):
+    """Some documents, as `step_flops` is told of them."""
+
+    tokens: int
+    squared_lengths: int
+    windowed: int | None
+
+
+def _layer(config: ModelConfig, layer: int, seen: _Seen) -> int:
+    return layer_flops(config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed)
+
+
+def _core(config: ModelConfig, layer: int, seen: _Seen) -> int:
+    return attention_flops(
+        config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed
+    )
+
+
+def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: _Seen) -> int:
+    whole, core, first = _layer(config, layer, seen), _core(config, layer, seen), lora_layers(lora, config)[0]
+    if layer < first:
+        return whole // 3
+    added = 6 * seen.tokens * sum(one.numel for one in _adapters(config, lora, layer))
+    spared = _spared(config, lora, layer, tokens=seen.tokens, core=core) if layer == first else 0
+    return core + (whole - core) * 2 // 3 + added - spared
+
+
+def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int) -> int:
+    """Gradients of inputs that nobody needs in the first layer with adapters, and of attention, if nobody needs it."""
+    needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
+    held = layer_parameters(config, layer, tensor_part(config, tp=1, rank=0))
+    readers = [one for one in held if one.matrix] + [one for one in _adapters(config, lora, layer) if _is_a(one)]
+    spared = sum(2 * tokens * one.numel for one in readers if _word(one) in needless)
+    return spared + (core * 2 // 3 if "core" in needless else 0)
+
+
+def _wanted(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
+    """Of each matrix, and of attention's core, whether an adapter of the same layer comes before it."""
+    targets = set(lora_targets(lora, config))
+    reading = targets & {*FROM_X, "q_up", "kv_up"}
+    up = config.block == "sequential" and bool(reading or "o" in targets)
+    return {
+        **dict.fromkeys(FROM_X, False), "q_up": "q_down" in targets, "kv_up": "kv_down" in targets,
+        "core": bool(reading - {"gate"}), "o": bool(reading), "gate_up": up, "up": up,
+        "down": up or bool(targets & {"gate_up", "up"}),
+    }  # fmt: skip
+
+
+def _adapters(config: ModelConfig, lora: LoraConfig, layer: int) -> list[HeldParameter]:
+    """A and B of a layer, whole."""
+    held = layer_parameters(config, layer, tensor_part(config, tp=1, rank=0))
+    return trained(with_adapters(held, config, lora))
+
+
+def _is_a(one: HeldParameter) -> bool:
+    return one.name.endswith(".lora_a")
+
+
+def _word(one: HeldParameter) -> str:
+    """Of a matrix, or of the one that an adapter is beside."""
+    return one.name.removesuffix(".lora_a").rsplit(".", 1)[1]

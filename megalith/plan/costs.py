@@ -42,8 +42,9 @@ def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, window
     over them, of use to models with windows only; unset: as for documents that are all equally long. A multiply-add is
     two operations and backward costs twice the forward, hence the sixes: 6·tokens for each element of a matrix, which
     by default are L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality
-    leaves half. Each depth of multi-token prediction adds a layer as the last one, 2·h·h, and the head once more.
-    Norms, biases, positions and activations are not counted.
+    leaves half (12 where it looks both ways). Each depth of multi-token prediction adds a layer as the last one, 2·h·h,
+    and the head once more. Norms, biases, positions and activations are not counted. All of it is trained here: a frozen matrix has no gradient
+    of its own, and costs 4·tokens, or 2·tokens where nothing before it is trained (plan/adapters.py).
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted whole.
     """
     seen = _Seen(tokens, squared_lengths, windowed)
@@ -51,9 +52,11 @@ def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, window
     return layers + _further_flops(config, seen) + head_flops(config, tokens)
 
 
-def layer_flops(config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int) -> int:
+def layer_flops(
+    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+) -> int:
     """The same of one layer, numbered over all stages."""
-    return _layer_flops(config, layer, _Seen(tokens, squared_lengths, None))
+    return _layer_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 
 def head_flops(config: ModelConfig, tokens: int) -> int:
@@ -61,9 +64,11 @@ def head_flops(config: ModelConfig, tokens: int) -> int:
     return 6 * tokens * config.hidden_size * config.vocab_size
 
 
-def attention_flops(config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int) -> int:
+def attention_flops(
+    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+) -> int:
     """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v)."""
-    return _core_flops(config, layer, _Seen(tokens, squared_lengths, None))
+    return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 
 def mlp_flops(config: ModelConfig, tokens: int) -> int:
@@ -74,7 +79,8 @@ def mlp_flops(config: ModelConfig, tokens: int) -> int:
 def pairs_in_window(length: int, window: int) -> int:
     """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included.
 
-    Twice, so that it compares with length², which counts a token's own pair half; it is never more.
+    Twice, so that it compares with length², which counts a token's own pair half; it is never more. Where tokens look
+    both ways there are twice as many.
 
     >>> [pairs_in_window(5, window) for window in (1, 2, 4, 5, 9)]
     [10, 18, 25, 25, 25]
@@ -119,6 +125,7 @@ def _matrices(config: ModelConfig, inside: str = "") -> int:
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
     pairs = seen.doubled_pairs(config.attention.window if config.has_window(layer) else None)
+    pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from megalith.config.model import ModelConfig
-from megalith.plan.costs import layer_flops, num_parameters, step_flops
+from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
+from megalith.plan.costs import num_parameters
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.parameters import held_parameters, tensor_part
 from megalith.plan.simulate import even_costs, simulate
@@ -66,7 +67,10 @@ class StageRow:
     embedding: bool
     loss: bool
     parameters: int
-    """Of all its tensor-parallel ranks together; what several of them hold counts once."""
+    """Of all its tensor-parallel ranks together, without adapters; what several of them hold counts once."""
+
+    trained: int
+    """Of these, or of the adapters beside them."""
 
     flops_share: float
     """Of the step's matrix work; all stages together 1."""
@@ -111,7 +115,10 @@ class Explanation:
 
     world: int
     parameters: int
-    """Of the whole model."""
+    """Of the whole model, without adapters."""
+
+    trained: int
+    """Of these, or of the adapters beside them: what has gradients and optimizer state."""
 
     kind: str
     """What kind of layers it has, in words."""
@@ -129,14 +136,16 @@ def explain(workload: Workload) -> Explanation:
     p = workload.run.parallel
     # Experts would be divided over the ranks that share a stage; a model without any has one of each weight.
     expert = expert_grid(world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order)
+    parameters, stages = num_parameters(workload.run.model), tuple(stage_rows(workload))
     return Explanation(
         world=workload.world,
-        parameters=num_parameters(workload.run.model),
+        parameters=parameters,
+        trained=parameters if workload.run.lora is None else sum(row.trained for row in stages),
         kind=kind_text(workload.run.model),
         dense=axis_rows(workload.grid, ("tp", "cp", "dp", "pp")),
         expert=axis_rows(expert, ("etp", "ep", "edp", "pp")),
         groups=tuple(group_rows(workload.grid)),
-        stages=tuple(stage_rows(workload)),
+        stages=stages,
         parts=tuple(part_rows(workload)),
         rhythm=rhythm(workload),
     )
@@ -170,7 +179,8 @@ def _attention_text(model: ModelConfig) -> str:
         text += f", window of {kind.window} tokens{where}"
     extras = {
         f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none", "scores capped": kind.softcap is not None,
-        "sinks": kind.sinks, "gated attention": kind.gated,
+        "sinks": kind.sinks, "softmax off by one": kind.off_by_one, "looking both ways": not kind.causal,
+        "gated attention": kind.gated,
     }  # fmt: skip
     return ", ".join([text, *(word for word, there in extras.items() if there)])
 
@@ -221,8 +231,11 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     """Every stage, first to last."""
     run = workload.run
     c, length = run.model, run.train.seq_len
-    whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    each = [layer_flops(c, layer, tokens=length, squared_lengths=length**2) for layer in range(c.num_layers)]
+    whole = trained_step_flops(c, run.lora, tokens=length, squared_lengths=length**2)
+    each = [
+        trained_layer_flops(c, run.lora, layer, tokens=length, squared_lengths=length**2)
+        for layer in range(c.num_layers)
+    ]
     rest = whole - sum(each)  # the head and predictions further ahead, where the loss is
     for number, stage in enumerate(workload.stages):
         pp_rank, chunk = workload.schedule.place_of(number)
@@ -235,6 +248,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             embedding=stage.embedding,
             loss=stage.loss,
             parameters=sum(one.numel for one in held),
+            trained=sum(one.numel for one in trained(with_adapters(held, c, run.lora))),
             flops_share=(sum(each[layer] for layer in stage.layers) + stage.loss * rest) / whole,
         )
 

@@ -6,6 +6,7 @@ Good for telling which axis costs what and what can hide it, not for predicting 
 from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
+from megalith.plan.adapters import trained_step_flops
 from megalith.plan.costs import head_flops, step_flops
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
 from megalith.plan.memory import setting_of
@@ -34,7 +35,7 @@ class Passage:
 def rank_flops(workload: Workload) -> float:
     """Useful floating-point operations of one rank in a step, on average over stages; recomputation does not count."""
     t = workload.run.train
-    row = step_flops(workload.run.model, tokens=t.seq_len, squared_lengths=t.seq_len**2)
+    row = trained_step_flops(workload.run.model, workload.run.lora, tokens=t.seq_len, squared_lengths=t.seq_len**2)
     return t.global_batch_size * row / workload.world
 
 
@@ -89,9 +90,13 @@ def layer_share(run: TrainRun) -> float:
 
 
 def repeated_share(workload: Workload) -> float:
-    """What recomputation adds, as a part of the useful work."""
+    """What recomputation adds, as a part of the useful work; a second forward costs the same whatever is trained."""
+    c, length = workload.run.model, workload.run.train.seq_len
+    whole = step_flops(c, tokens=length, squared_lengths=length**2)
+    useful = trained_step_flops(c, workload.run.lora, tokens=length, squared_lengths=length**2)
     layers = workload.run.model.num_layers
     kind = workload.run.parallel.context.kind
     setting = setting_of(workload, 0, kind=kind, accelerator=True)
     stages = [len(stage.layers) for stage in workload.stages if stage.layers]
-    return sum(count / layers * saving.extra for count in stages for saving in savings(setting, num_layers=count))
+    extra = sum(count / layers * saving.extra for count in stages for saving in savings(setting, num_layers=count))
+    return extra * whole / useful

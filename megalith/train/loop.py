@@ -14,12 +14,14 @@ from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Loader, Masks
+from megalith.data.loader import Loader, Masks, StepBatches
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.kernels.engine import kernels_in_use
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import compare_models, load_pretrained, open_pretrained
 from megalith.observe.logs import log_to
@@ -31,8 +33,9 @@ from megalith.optim.schedule import learning_rate, schedule_lengths, weight_deca
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
-from megalith.plan.costs import model_flops_utilisation, step_flops, tflops_per_device
+from megalith.plan.costs import model_flops_utilisation, pairs_in_window, tflops_per_device
 from megalith.plan.savings import run_lines
 from megalith.plan.unused import unused_notes
 from megalith.posttrain.lora import load_adapters, load_base
@@ -140,6 +143,7 @@ class _Loop:
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
+        notes.append(f"kernels: {kernels_in_use(run.kernels, self.trainer.device, compiled=run.train.compile)}")
         for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
         try:
@@ -174,7 +178,11 @@ class _Loop:
         # Tokens as they were read: what slicing by document pads, or fills rows of conversations, is computed, but is
         # nobody's work.
         squares = sum(batch.squared_lengths for batch in batches.microbatches)
-        self.flops += step_flops(run.model, tokens=batches.num_read, squared_lengths=squares * self.mesh.dp.size)
+        windowed = _windowed(run.model, batches)
+        self.flops += trained_step_flops(
+            run.model, run.lora, tokens=batches.num_read, squared_lengths=squares * self.mesh.dp.size,
+            windowed=None if windowed is None else windowed * self.mesh.dp.size,
+        )  # fmt: skip
         self.read += batches.num_read
         state.step += 1
         state.consumed_samples += rows
@@ -455,6 +463,14 @@ def keeps_first_weights(run: TrainRun) -> bool:
     """Whether weights of the model may stay as they were drawn: none are loaded, or loading may leave some out."""
     checkpoint = run.checkpoint
     return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
+
+
+def _windowed(model: ModelConfig, batches: StepBatches) -> int | None:
+    """Pairs of tokens that windows leave in my documents, as `step_flops` wants them; None: nothing has a window."""
+    window = model.attention.window
+    if window is None:
+        return None
+    return sum(pairs_in_window(length, window) for batch in batches.microbatches for length in batch.lengths)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

@@ -29,7 +29,8 @@ def test_every_sort_of_memory_has_a_word() -> None:
 @pytest.mark.parametrize("count", [2, 2 * SHOWN, 2 * SHOWN + 1, 126])
 def test_of_many_stages_the_first_and_the_last_are_shown(count: int) -> None:
     rows = [
-        StageRow(stage, 0, 0, "", embedding=False, loss=False, parameters=0, flops_share=0.0) for stage in range(count)
+        StageRow(stage, 0, 0, "", embedding=False, loss=False, parameters=0, trained=0, flops_share=0.0)
+        for stage in range(count)
     ]
     shown = list(_some(rows))
     assert len(shown) <= 2 * SHOWN
@@ -44,6 +45,21 @@ def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(capsys: pyt
     told = capsys.readouterr().out
     assert "tiny: " in told and "parameters on 4 ranks" in told and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
     assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
+
+
+def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    settings = {"lora.rank": "2", "lora.targets": "[down]", "lora.layers": "[1]", "checkpoint.load": "base"}
+    workload = plan_workload(tiny_run(settings | {"parallel.pp": "2"}), 2)
+    ledger = memory_ledger(workload)
+    print_layout(workload, explain(workload), ledger, [])
+    told = capsys.readouterr().out
+    trained = 2 * (24 + 20)
+    assert f"parameters, frozen, and {trained} of adapters, trained (" in told
+    assert " + 0 " in told and f" + {trained} " in told, "of the first stage nothing is trained"
+    assert "optimizer state " in told.splitlines()[-1] and "It holds " in told.splitlines()[-1]
 
 
 def test_traffic_has_a_duration_where_the_device_has_links() -> None:

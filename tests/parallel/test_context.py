@@ -74,7 +74,7 @@ def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
     tokens = tokens_of_slices(slices, slicing)
     if case.scores.dropout is None:
         return slices, tokens
-    batch = Batch(tokens.positions, tokens.positions, tokens, num_labels=0, squared_lengths=0)
+    batch = Batch(tokens.positions, tokens.positions, tokens, num_labels=0, lengths=())
     return slices, with_dropout(batch, [5, 9], seed=1).tokens  # two rows, far apart
 
 

@@ -1,14 +1,22 @@
-"""Adapters on paper are those that layers declare, on every tensor-parallel rank."""
+"""Adapters on paper are those that layers declare, on every tensor-parallel rank, and cost what is counted."""
+
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from megalith.config.lora import LoraConfig
+from megalith.config.attention import AttentionConfig
+from megalith.config.lora import LoraConfig, has_adapters
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import build_chunks, declared_parameters
 from megalith.nn.lora import attach_adapters
 from megalith.parallel.mesh import mesh_on_paper, model_grid
-from megalith.plan.adapters import trained, with_adapters
+from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
+from megalith.plan.costs import head_flops, layer_flops, pairs_in_window, step_flops
 from megalith.plan.parameters import held_parameters
 
 MODEL = ModelConfig(
@@ -39,3 +47,111 @@ def test_names_sizes_and_cuts_are_those_of_the_layers(tp: int, lora: LoraConfig)
 def test_without_adapters_everything_is_trained() -> None:
     held = held_parameters(MODEL, tp=1, tp_rank=0, layers=range(2), embedding=True, loss=True)
     assert with_adapters(held, MODEL, None) == trained(held) == held
+
+
+class Plain:
+    """The products of a model with adapters and nothing else, on meta tensors; frozen weights want no gradient."""
+
+    def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
+        self.model, self.lora, self.layer = model, lora, 0
+
+    def product(self, x: Tensor, word: str, width: int, *, stacked: int = 1) -> Tensor:
+        """x @ W.T, and where there is an adapter (x @ A.T) @ B.T beside it, once for each matrix that is stacked."""
+        y = x @ torch.empty(width, x.shape[-1], device="meta").T
+        if not has_adapters(f"layers.{self.layer}.any.{word}", self.lora, self.model):
+            return y
+        made = []
+        for _ in range(stacked):
+            a = torch.empty(self.lora.rank, x.shape[-1], device="meta", requires_grad=True)
+            b = torch.empty(width // stacked, self.lora.rank, device="meta", requires_grad=True)
+            made.append((x @ a.T) @ b.T)
+        return y + torch.cat(made, dim=-1)
+
+    def forward(self, length: int) -> Tensor:
+        x = torch.empty(length, self.model.hidden_size, device="meta")
+        for layer in range(self.model.num_layers):
+            self.layer = layer
+            x = self.block(x)
+        return x @ torch.empty(self.model.vocab_size, self.model.hidden_size, device="meta").T
+
+    def block(self, x: Tensor) -> Tensor:
+        c, h = self.model, self.model.hidden_size
+        q, k, v = self.latent(x) if c.mla is not None else self.heads(x)
+        heads = (q @ k.transpose(1, 2) @ v).transpose(0, 1).flatten(1)
+        if c.attention.gated:
+            heads = heads * self.product(x, "gate", heads.shape[1])
+        attended = x + self.product(heads, "o", h)
+        read = attended if c.block == "sequential" else x
+        if c.gated:
+            gate, up = self.product(read, "gate_up", 2 * c.ffn_hidden_size, stacked=2).chunk(2, dim=-1)
+            return attended + self.product(gate * up, "down", h)
+        return attended + self.product(self.product(read, "up", c.ffn_hidden_size), "down", h)
+
+    def heads(self, x: Tensor) -> list[Tensor]:
+        n, g, d = self.model.num_heads, self.model.num_kv_heads, self.model.head_size()
+        q, kv = self.product(x, "q", n * d), self.product(x, "kv", 2 * g * d, stacked=2)
+        q, k, v = (y.unflatten(-1, (-1, d)).transpose(0, 1) for y in (q, *kv.chunk(2, dim=-1)))
+        return [q, *(y.repeat_interleave(n // g, dim=0) for y in (k, v))]
+
+    def latent(self, x: Tensor) -> list[Tensor]:
+        c, sizes, n = self.model, self.model.mla, self.model.num_heads
+        assert sizes is not None
+        if sizes.q_rank is None:
+            q = self.product(x, "q", n * c.key_size())
+        else:
+            q = self.product(self.product(x, "q_down", sizes.q_rank), "q_up", n * c.key_size())
+        short = self.product(x, "kv_down", sizes.kv_rank + sizes.rope_dim)
+        latent, turned = short.split([sizes.kv_rank, sizes.rope_dim], dim=-1)
+        kv = self.product(latent, "kv_up", n * (sizes.nope_dim + sizes.value_dim)).unflatten(-1, (n, -1))
+        k, v = kv.split([sizes.nope_dim, sizes.value_dim], dim=-1)
+        k = torch.cat([k, turned.unsqueeze(1).expand(-1, n, -1)], dim=-1)
+        return [y.transpose(0, 1) for y in (q.unflatten(-1, (n, -1)), k, v)]
+
+
+DEEP = replace(MODEL, num_layers=4, qkv_bias=False)
+KINDS = {
+    "usual": DEEP,
+    "gated": replace(DEEP, gated=False, attention=AttentionConfig(gated=True)),
+    "parallel": replace(DEEP, block="parallel"),
+    "latent": replace(DEEP, num_kv_heads=8, mla=MLAConfig(kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3)),
+    "latent from x": replace(DEEP, num_kv_heads=8, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=3)),
+}
+ADAPTERS = [
+    LoraConfig(rank=3), LoraConfig(rank=3, layers=(2,)), LoraConfig(rank=3, targets=("o",)),
+    LoraConfig(rank=3, targets=("down",), layers=(1, 3)), LoraConfig(rank=2, targets=("gate_up", "up", "down")),
+    LoraConfig(rank=2, targets=("gate", "down")), LoraConfig(rank=2, targets=("q", "kv", "q_up", "kv_up", "down")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", ADAPTERS, ids=range(len(ADAPTERS)))
+def test_operations_equal_those_counted_in_plain_products(kind: str, lora: LoraConfig) -> None:
+    model, length = KINDS[kind], 24
+    with FlopCounterMode(display=False) as counter:
+        Plain(model, lora).forward(length).sum().backward()
+    pairs = model.num_heads * (model.key_size() + model.value_size()) * length**2
+    # The counter sees what the causal mask hides; of frozen layers below the first adapter, in forward alone.
+    first = 0 if lora.layers is None else min(lora.layers)
+    reached = trained_step_flops(model, lora, tokens=length, squared_lengths=0, windowed=0)
+    core = trained_step_flops(model, lora, tokens=length, squared_lengths=length**2) - reached
+    assert counter.get_total_flops() == reached + 2 * core
+    assert core in (3 * pairs * (model.num_layers - first) + pairs * first, core)
+
+
+def test_the_parts_of_a_step_make_up_the_whole_and_cost_less_than_training_everything() -> None:
+    wide = replace(DEEP, hidden_size=96, ffn_hidden_size=200)
+    for lora in ADAPTERS[:3]:
+        layers = sum(trained_layer_flops(wide, lora, n, tokens=20, squared_lengths=400) for n in range(4))
+        head = head_flops(wide, 20) * 2 // 3
+        assert layers + head == trained_step_flops(wide, lora, tokens=20, squared_lengths=400)
+        assert layers < sum(layer_flops(wide, n, tokens=20, squared_lengths=400) for n in range(4))
+    whole = step_flops(wide, tokens=20, squared_lengths=400)
+    assert trained_step_flops(wide, None, tokens=20, squared_lengths=400) == whole
+
+
+def test_a_window_counts_the_pairs_that_it_leaves_with_adapters_too() -> None:
+    model = replace(DEEP, attention=AttentionConfig(window=4, window_layers=(True, False)))
+    lengths = (3, 11, 6)
+    seen = {"tokens": 20, "squared_lengths": sum(n**2 for n in lengths)}
+    exact = trained_step_flops(model, LoraConfig(rank=3), **seen, windowed=sum(pairs_in_window(n, 4) for n in lengths))
+    assert exact != trained_step_flops(model, LoraConfig(rank=3), **seen)

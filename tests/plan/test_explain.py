@@ -133,3 +133,13 @@ def test_windowed_layers_have_less_of_the_work() -> None:
     changes = {"model.attention.window": "4", "model.attention.window_layers": "[true, false]", "parallel.pp": "2"}
     first, last = explain(plan_workload(tiny_run(changes | {"model.num_layers": "2"}), 2)).stages
     assert first.flops_share < last.flops_share and first.flops_share + last.flops_share == pytest.approx(1)
+
+
+def test_what_is_trained_is_everything_or_the_adapters() -> None:
+    plain = explain(plan_workload(tiny_run({"parallel.tp": "2"}), 2))
+    assert plain.trained == plain.parameters
+    few = {"lora.rank": "2", "lora.targets": "[down]", "checkpoint.load": "base"}
+    adapted = explain(plan_workload(tiny_run(few | {"parallel.tp": "2", "parallel.pp": "2"}), 4))
+    assert adapted.trained == 2 * 2 * (24 + 20) and adapted.parameters == plain.parameters
+    assert [row.trained for row in adapted.stages] == [2 * (24 + 20)] * 2
+    assert sum(row.flops_share for row in adapted.stages) == pytest.approx(1.0)

@@ -24,6 +24,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.observe.progress import StepProgress
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import CURVE64, FP64, assert_close
@@ -590,3 +591,22 @@ def test_padding_that_slicing_by_document_adds_is_no_work(documents: str, tmp_pa
 def test_replicas_that_start_apart_are_refused_on_every_rank() -> None:
     for said in run_ranks(_starts_apart, 2):
         assert said.startswith("ranks [1] start from other weights than rank 0")
+
+
+def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path) -> None:
+    """With windows it matters how long each document is, not only how long they are on average."""
+    sft = {"data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity"}
+    sizes = {"model.attention.window": "30", "train.seq_len": "96", "data.sft.overlong": "drop", "train.steps": "2"}
+    told: list[dict[str, Any]] = []
+    right = loop.trained_step_flops
+
+    def spy(model: Any, lora: Any, **documents: Any) -> int:
+        told.append(documents)
+        return right(model, lora, **documents)
+
+    run = tiny_run(sft | sizes | {"model.max_seq_len": "96", "train.eval_steps": "0"})
+    with replaced(loop, "trained_step_flops", spy):
+        run_training(run, RunFolder(tmp_path), mesh_of_one(), CPU, show=False)
+    assert len(told) == 2
+    for documents in told:
+        assert documents["windowed"] < documents["squared_lengths"] < documents["tokens"] * 96
