@@ -123,6 +123,11 @@ def show_bytes(nbytes: float) -> str:
     return f"{scaled:.1f} {unit}" if scaled < 10 else f"{scaled:.0f} {unit}"
 
 
+def show_dtype(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def sha256(data: bytes | memoryview) -> str:
     """Hexadecimal digest."""
     return hashlib.sha256(data).hexdigest()

@@ -332,7 +332,7 @@ def _on_rank_0(work: Callable[[], T], world: Group) -> Callable[[], T | None]:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """As the manifest has it."""
-    name = str(dtype).removeprefix("torch.")
+    name = layout.show_dtype(dtype)
     assert name in layout.DTYPES, name
     return name
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from megalith.checkpoint.boxes import lengths, show_box
+from megalith.checkpoint.format import show_dtype
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.companions import carried
@@ -33,6 +34,8 @@ class Move:
     """As a tensor of the Hugging Face folder has it; of the parameter, where there is none."""
 
     source_dtype: str
+    """`bfloat16`, or `fp8 dequantised`."""
+
     target_dtype: str
     nbytes: int
     """In the target."""
@@ -69,21 +72,22 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
     kept = dtype or stored
-    return Move(shard.name, shard.name, shard.shape, _word(stored), _word(kept), shard.numel * kept.itemsize)
+    return Move(shard.name, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
-    stored = source.weights.dtype(rule.parameter or "embed.weight")
-    kept = dtype or stored
+    kept = source.weights.dtype(rule.parameter or "embed.weight")
+    stored = show_dtype(kept)
+    kept = dtype or kept
     if isinstance(source.weights, HuggingFaceFolder):
-        stored = source.weights.tensor_dtype(rule.name)
+        stored = source.weights.stored_as(rule.name)
     ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
     theirs = rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
     here, there = (theirs, ours) if kind_of(source) == "huggingface" else (ours, theirs)
     if kind_of(source) == to:
         there = here
     shape = rule.shape if rule.whole else lengths(rule.at)
-    return Move(here, there, shape, _word(stored), _word(kept), math.prod(shape) * kept.itemsize)
+    return Move(here, there, shape, stored, show_dtype(kept), math.prod(shape) * kept.itemsize)
 
 
 def convert(
@@ -132,7 +136,3 @@ def _release_config(source: Pretrained, target: Path) -> str:
         return source.checkpoint.config_text
     tokenizer = moved_to(source.tokenizer, target.absolute())
     return dump_yaml(release_run(target.name, source.model, tokenizer, target))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

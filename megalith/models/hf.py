@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, lengths, numel, pieces
-from megalith.checkpoint.format import show_bytes
+from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
     DTYPES,
     Planned,
@@ -50,6 +50,8 @@ from megalith.models.names import (
 from megalith.models.neox import NEOX
 from megalith.models.olmo2 import OLMO2
 from megalith.models.phi3 import PHI3
+from megalith.models.quantised import FIELD as QUANTISED
+from megalith.models.quantised import Dequantised, dequantised
 from megalith.models.qwen2 import QWEN2
 from megalith.models.qwen3 import QWEN3
 from megalith.models.smollm3 import SMOLLM3
@@ -119,10 +121,10 @@ class HuggingFaceFolder:
         self.raw = read_json(path / CONFIG)
         self.family = find_family(self.raw, path)
         try:
-            promised = self.family.read_config(self.raw)
+            promised = self.family.read_config({name: self.raw[name] for name in self.raw if name != QUANTISED})
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        self._tensors = _stored(path)
+        self._tensors = dequantised(self.raw, _stored(path), path)
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
         self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
         self._rules = by_parameter(self.rules)
@@ -136,9 +138,16 @@ class HuggingFaceFolder:
         return reduce(torch.promote_types, dtypes)
 
     def tensor_dtype(self, name: str) -> torch.dtype:
-        """Of one tensor, by their name."""
-        stored = name if name in self._tensors else name.removeprefix(self.family.prefix)
-        return DTYPES[self._tensors[stored].dtype]
+        """Of one tensor, by their name; where that is dequantised, what it is then."""
+        return DTYPES[self._tensors[self._name(name)].dtype]
+
+    def stored_as(self, name: str) -> str:
+        """What the folder has it in: a dtype, or how few bits are dequantised."""
+        stored = self._tensors[self._name(name)]
+        return f"{stored.kind} dequantised" if isinstance(stored, Dequantised) else show_dtype(DTYPES[stored.dtype])
+
+    def _name(self, name: str) -> str:
+        return name if name in self._tensors else name.removeprefix(self.family.prefix)
 
     def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
         """A box of one of our parameters, on the host: a view of the file, where one tensor has it all."""
@@ -173,8 +182,13 @@ class HuggingFaceFolder:
     def _stored_box(self, rule: TensorRule, part: Box) -> Tensor:
         """What a part of a rule's box is filled with, its dims in our order."""
         region = region_of(rule, part)
-        stored = read_box(rule.name, self._tensors[rule.name], region.slices)
+        stored = self._read(rule.name, region.slices)
         return in_our_order(rule, stored.reshape(region.view)[region.at])
+
+    def _read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A box of one of their tensors."""
+        info = self._tensors[name]
+        return info.read(part) if isinstance(info, Dequantised) else read_box(name, info, part)
 
     def _check_wanted(self, shards: Sequence[Shard]) -> None:
         problems = []
@@ -234,8 +248,8 @@ class HuggingFaceFolder:
         rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
         same = tied.shape == table.shape and all(
             torch.equal(
-                read_box(self.family.tied, tied, (slice(start, start + rows),)),
-                read_box(table.name, self._tensors[table.name], (slice(start, start + rows),)),
+                self._read(self.family.tied, (slice(start, start + rows), slice(None))),
+                self._read(table.name, (slice(start, start + rows), slice(None))),
             )
             for start in range(0, table.shape[0], rows)
         )
