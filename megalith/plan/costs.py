@@ -43,8 +43,9 @@ def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, window
     two operations and backward costs twice the forward, hence the sixes: 6·tokens for each element of a matrix, which
     by default are L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality
     leaves half (12 where it looks both ways). Each depth of multi-token prediction adds a layer as the last one, 2·h·h,
-    and the head once more. Norms, biases, positions and activations are not counted. All of it is trained here: a frozen matrix has no gradient
-    of its own, and costs 4·tokens, or 2·tokens where nothing before it is trained (plan/adapters.py).
+    and the head once more. Norms, biases, positions and activations are not counted. All of it is trained here: a
+    frozen matrix has no gradient of its own, and costs 4·tokens, or 2·tokens where nothing before it is trained
+    (plan/adapters.py).
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; there attention is counted whole.
     """
     seen = _Seen(tokens, squared_lengths, windowed)
