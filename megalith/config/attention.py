@@ -24,14 +24,22 @@ class AttentionConfig:
     softcap: float | None = None
     """Scores s become softcap * tanh(s / softcap); unset: they stay."""
 
+    causal: bool = True
+    """A token sees none that comes after it; otherwise it sees its whole document."""
+
     window: int | None = None
-    """Tokens that a token sees in layers with a sliding window, itself included; unset: all before it."""
+    """Tokens that a token sees in layers with a sliding window, itself included; unset: all before it. As many after
+    it, unless `causal`."""
 
     window_layers: tuple[bool, ...] = ()
     """Which layers have the window, as a pattern that repeats over the layers; unset: all."""
 
     sinks: bool = False
     """A learnt score per head that takes part in softmax and stands for no token. Source: arXiv:2309.17453."""
+
+    off_by_one: bool = False
+    """A score of 0 takes part in softmax and stands for no token, so that a head may look at nothing: weights are
+    exp(s) / (1 + sum of exp(s)). Source: Miller 2023, "Attention is off by one"."""
 
     gated: bool = False
     """Multiply each head's output by the sigmoid of a projection of the layer's input. Source: arXiv:2505.06708."""

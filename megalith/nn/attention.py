@@ -27,7 +27,7 @@ class LayerCache(Protocol):
 
 
 class Attention(nn.Module):
-    """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
+    """Each token looks at the earlier tokens of its document, or at all of them: x [t, h] -> [t, h].
 
     Source: Vaswani et al. 2017, arXiv:1706.03762; grouped queries: Ainslie et al. 2023, arXiv:2305.13245.
     """
@@ -84,7 +84,8 @@ def output_linear(
 def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     """What becomes of the scores in a layer, numbered over all stages."""
     kind = config.attention
-    return Scores(scale=kind.scale, window=kind.window if config.has_window(layer) else None, softcap=kind.softcap)
+    window = kind.window if config.has_window(layer) else None
+    return Scores(kind.scale, window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one)
 
 
 class Sinks(nn.Module):

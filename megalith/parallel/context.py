@@ -13,7 +13,7 @@ arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -107,6 +107,7 @@ class Gathered:
     """Every rank of `group` gets all keys and values: see `Attend`."""
 
     group: Group
+    find: Callable[..., Tensor] = span_attention
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
@@ -118,7 +119,7 @@ class Gathered:
         spans, dropped = context.spans_of_all(window=scores.window, causal=scores.causal), None
         if scores.dropout is not None and tokens.dropout is not None:
             dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
-        return span_attention(q, k, v, spans, scores, sinks, dropped)
+        return self.find(q, k, v, spans, scores, sinks, dropped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +174,7 @@ def _context(tokens: Tokens) -> Context:
 
 def dropped_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
     """Which weights of my group of `near` neighbours' tokens with those of every such group are dropped; None: none."""
-    if scores.dropout is None or tokens.dropout is None:
+    if scores.dropout is None or tokens.dropout is None or tokens.dropout.numbers.is_meta:
         return None
     context = _context(tokens)
     numbers, parts = _numbers_of_all(context), context.slices.joined(near)

@@ -19,13 +19,13 @@ value, w bytes of a statistic. One layer keeps, each row where it is kept first:
 Other kinds of layers keep other rows: a LayerNorm also means, w·t; norms after attention and MLP their own inputs; a
 parallel layer one input less, and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and
 sinks what torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below say.
-Estimates, and no more, are: attention on accelerators; attention whose weights are dropped; and, on CPUs, latent
-attention of documents too short for tiles, whose values have another width than keys.
+Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of documents too short for tiles,
+whose values have another width than keys.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -421,12 +421,9 @@ def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, sepa
     model, e, t = setting.model, setting.element, sum(setting.lengths)
     rows, d, way = _inputs(setting, heads, kv_heads, tokens=t), model.value_size(), way_of(setting, layer)
     found = "output of some heads" if separate else "output"
-    if way == "dropped":
-        pairs = heads * sum(length**2 for length in setting.lengths)
-        return [*rows, Row("attention", "weights, masks and their products", 4 * pairs, pairs * (3 * setting.wide + e))]
     if way == "tiles":
         kept = max(setting.lengths) <= KEPT_LENGTH
-        numels = _tile_numels(setting.lengths, heads, kv_heads) if kept else ()
+        numels = _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if kept else ()
         return rows + [Row("attention", "probabilities", numel, numel * e) for numel in numels]
     if way == "spans":
         rows.append(Row("attention", "log-sum", heads * t, heads * t * setting.wide))
@@ -450,14 +447,12 @@ def _read_as_kept(setting: Setting, heads: int) -> bool:
     return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
 
 
-def way_of(setting: Setting, layer: int) -> Literal["dropped", "spans", "tiles", "torch", "plain"]:
+def way_of(setting: Setting, layer: int) -> Literal["spans", "tiles", "torch", "plain"]:
     """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and keeps all scores."""
     model, longest = setting.model, max(setting.lengths)
     kind = model.attention
-    if model.dropout.attention > 0:
-        return "dropped"
     windowed = kind.window is not None and model.has_window(layer) and kind.window < longest
-    if windowed or kind.softcap is not None or kind.sinks:
+    if windowed or kind.softcap is not None or kind.sinks or kind.off_by_one or model.dropout.attention > 0:
         return "spans"
     if setting.accelerator:
         return "torch"
@@ -513,7 +508,7 @@ def kernel_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return tuple(lengths[:1]) if len(set(lengths)) == 1 else tuple(lengths)
 
 
-def _tile_numels(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[int]:
+def _tile_numels(lengths: Sequence[int], heads: int, kv_heads: int, causal: bool) -> Iterator[int]:
     """Elements of every tile of probabilities: all query heads of some key/value heads, some queries and their keys."""
     together, shared = kernel_lengths(lengths), heads // kv_heads
     rows = sum(lengths) // sum(together) * kv_heads
@@ -523,4 +518,5 @@ def _tile_numels(lengths: Sequence[int], heads: int, kv_heads: int) -> Iterator[
         for start in range(0, sum(together), TILE_ROWS):
             stop = min(start + TILE_ROWS, sum(together))
             first = starts[bisect_right(starts, start) - 1]
-            yield min(at_once, rows - head) * shared * (stop - start) * (stop - first)
+            last = stop if causal else starts[bisect_left(starts, stop)]
+            yield min(at_once, rows - head) * shared * (stop - start) * (last - first)

@@ -120,6 +120,16 @@ def whole_norms_are_rms(model: ModelConfig) -> str | None:
     )
 
 
+def one_score_stands_for_no_token(model: ModelConfig) -> str | None:
+    """Beside the tokens' scores softmax has a learnt one, or one of 0."""
+    if not (model.attention.sinks and model.attention.off_by_one):
+        return None
+    return (
+        "model.attention.sinks=true with model.attention.off_by_one=true: softmax has one score that stands for no "
+        "token, learnt or 0. Set one of them to false."
+    )
+
+
 def latent_attention_has_no_options(model: ModelConfig) -> str | None:
     """What is for keys and values per head, latent attention would leave unread."""
     if model.mla is None:
@@ -250,16 +260,6 @@ def dynamic_scaling_has_pairs(model: ModelConfig) -> str | None:
     )
 
 
-def sections_are_all_pairs(model: ModelConfig) -> str | None:
-    """Multimodal positions divide the pairs among three."""
-    sections, fraction = model.rope.sections, model.rope.fraction
-    pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else sum(sections)
-    if not sections or (len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs):
-        return None
-    third = pairs // 3
-    return (
-        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} that turn. "
-        f"Use [{pairs - 2 * third}, {third}, {third}]."
 def longrope_has_a_factor_for_each_pair(model: ModelConfig) -> str | None:
     """Longrope divides the angle of every pair by a factor of its own."""
     rope, fraction = model.rope, model.rope.fraction
@@ -287,6 +287,16 @@ def longrope_has_a_first_length(model: ModelConfig) -> str | None:
     )
 
 
+def sections_are_all_pairs(model: ModelConfig) -> str | None:
+    """Multimodal positions divide the pairs among three."""
+    sections, fraction = model.rope.sections, model.rope.fraction
+    pairs = model.rotary_size() // 2 if 0 < fraction <= 1 else sum(sections)
+    if not sections or (len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs):
+        return None
+    third = pairs // 3
+    return (
+        f"model.rope.sections={list(sections)} must be three counts of pairs, together all {pairs} that turn. "
+        f"Use [{pairs - 2 * third}, {third}, {third}]."
     )
 
 
@@ -339,7 +349,8 @@ def _fraction(features: int, head: int) -> float:
 
 
 RULES: tuple[Rule, ...] = (
-    heads_share_keys, head_size_is_known, whole_norms_are_rms, latent_attention_has_no_options, latent_positions_turn,
+    heads_share_keys, head_size_is_known, whole_norms_are_rms, one_score_stands_for_no_token,
+    latent_attention_has_no_options, latent_positions_turn,
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
     longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,

@@ -332,7 +332,10 @@ def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, furthe
         torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3 + 2 * further)
     )
     pairs = tuple(zip(others[0::2], others[1::2], strict=True))
-    return Batch(ids, labels, replace(tokens, dropout=DropoutKey(0, numbers)), pairs)
+    dropout, context = DropoutKey(0, numbers), tokens.context
+    if context is not None:
+        context = replace(context, whole=replace(context.whole, dropout=dropout))
+    return Batch(ids, labels, replace(tokens, dropout=dropout, context=context), pairs)
 
 
 def mesh_axes(grid: Grid) -> dict[str, MeshAxis]:

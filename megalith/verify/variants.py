@@ -53,6 +53,12 @@ GATED = replace(
 )  # fmt: skip
 """Attention with a gate, L2 norms, every other layer without positions, the rest with places in time, height, width."""
 
+BOTH_WAYS = replace(
+    PLAIN, attention=AttentionConfig(causal=False, off_by_one=True, window=4, window_layers=(True, False)),
+    dropout=DropoutConfig(attention=0.2),
+)  # fmt: skip
+"""As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights are dropped."""
+
 LATENT = replace(
     PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(
         kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3, yarn_mscale=0.7,
@@ -66,5 +72,5 @@ FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
 VARIANTS = {
     "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
-    "latent": LATENT, "further": FURTHER,
+    "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
 }  # fmt: skip

@@ -140,6 +140,8 @@ KINDS = {
         MODEL, num_kv_heads=4, norm="layer", mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8)
     ),
     "mtp": replace(MODEL, mtp=MTPConfig(depths=2)),
+    "both ways": replace(MODEL, attention=AttentionConfig(causal=False)),
+    "dropped weights": replace(MODEL, dropout=DropoutConfig(attention=0.2)),
     "dropped residuals": replace(MODEL, dropout=DropoutConfig(residual=0.1)),
     "every other layer turned": replace(MODEL, rope=RopeConfig(skip=(True, False), fraction=0.7)),
 }
@@ -157,15 +159,14 @@ def test_every_kind_of_layer_keeps_what_the_ledger_says(name: str, dtype: Litera
 
 ESTIMATED: list[dict[str, Any]] = [  # Any: values of settings
     {"num_kv_heads": 4, "mla": MLAConfig(kv_rank=10, q_rank=14, nope_dim=4, rope_dim=4, value_dim=6)},
-    {"dropout": DropoutConfig(attention=0.2, residual=0.1)},
 ]
 
 
-@pytest.mark.parametrize("change", ESTIMATED, ids=["short documents of latent attention", "dropped weights"])
+@pytest.mark.parametrize("change", ESTIMATED, ids=["short documents of latent attention"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_what_is_an_estimate_is_near(change: dict[str, Any], dtype: Literal["fp32", "bf16"]) -> None:
     setting = Setting(model=replace(MODEL, **change), dtype=dtype, lengths=(48, 48))
-    assert way_of(setting, 0) in ("tiles" if dtype == "bf16" else "plain", "dropped")
+    assert way_of(setting, 0) == ("tiles" if dtype == "bf16" else "plain")
     ledger = stage_kept(setting, num_layers=3).nbytes
     assert 0.6 * ledger < measure(setting)[0] < 1.4 * ledger
 

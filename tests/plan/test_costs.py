@@ -155,6 +155,16 @@ def test_a_window_costs_the_pairs_that_it_leaves() -> None:
         assert saved == 6 * SMALL.num_layers * 8 * 16 * (length**2 - pairs_in_window(length, window))
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_looking_both_ways_costs_all_pairs(window: int | None) -> None:
+    causal, both = (replace(SMALL, attention=AttentionConfig(window=window, causal=one)) for one in (True, False))
+    costs = [attention_flops(model, 0, tokens=24, squared_lengths=24 * 12) for model in (causal, both)]
+    assert costs[1] == 2 * costs[0]
+    pairs = sum(abs(i - j) < (window or 12) for i in range(12) for j in range(12)) * 2
+    exact = 12 * pairs * SMALL.num_heads * SMALL.head_size()
+    assert abs(costs[1] - exact) <= exact / 6, "a token's own pair counts twice in a window"
+
+
 def test_windowed_pairs_are_those_given_or_of_documents_that_are_equally_long() -> None:
     model = replace(SMALL, attention=AttentionConfig(window=4, window_layers=(True, False, False)))
     equal = step_flops(model, tokens=30, squared_lengths=3 * 10**2)

@@ -42,6 +42,10 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"mtp": MTPConfig(depths=1, loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number", "Use 0"),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),
     (attention(softcap=-1.0), "model.attention.softcap=-1.0 must be a finite number above 0", "Use 50.0"),
+    (
+        attention(sinks=True, off_by_one=True), "model.attention.sinks=true with model.attention.off_by_one=true",
+        "Set one of them to false",
+    ),
     (attention(scale=math.nan), "model.attention.scale=nan must be a finite number above 0", "Use 0.125"),
     ({"logit_softcap": 0.0}, "model.logit_softcap=0.0 must be a finite number above 0", "Use 30.0"),
     ({"activation_clamp": math.inf}, "model.activation_clamp=inf must be a finite number above 0", "Use 7.0"),

@@ -34,11 +34,9 @@ def _norms(draft: Draft) -> None:
 
 def _softmax(draft: Draft) -> None:
     kind = draft.arguments.value("--softmax-type")
+    draft.put("--softmax-type", "model.attention.sinks", kind == "learnable")
     if kind == "off-by-one":
-        text = "a sink of a fixed score is not known here. Use --softmax-type learnable, whose sinks are learnt"
-        draft.say("not mapped", "--softmax-type", text, "model")
-    else:
-        draft.put("--softmax-type", "model.attention.sinks", kind == "learnable")
+        draft.put("--softmax-type", "model.attention.off_by_one", True)
 
 
 def _windows(draft: Draft) -> None:

@@ -55,8 +55,8 @@ MODEL = (
     Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
     Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
     Row(
-        name="--softmax-type", takes="choice", fields=("model.attention.sinks",), default="vanilla",
-        choices=("vanilla", "learnable", "off-by-one"), how="learnable: true; off-by-one is refused",
+        name="--softmax-type", takes="choice", fields=("model.attention.sinks", "model.attention.off_by_one"),
+        default="vanilla", choices=("vanilla", "learnable", "off-by-one"), how="learnable: sinks; off-by-one: off_by_one",
     ),
     Row(
         name="--window-size", takes="text", fields=("model.attention.window",),
