@@ -41,8 +41,18 @@ def open_source(source: str, tp: int) -> Pretrained:
     """
     opened = open_pretrained(locate(source))
     run = release_run("generate", opened.model, opened.tokenizer, opened.path)
-    raise_all(model_problems(replace(run, parallel=ParallelConfig(tp=tp))))
+    raise_all(model_problems(replace(run, parallel=ParallelConfig(tp=tp))) + writing_problems(opened.model))
     return opened
+
+
+def writing_problems(model: ModelConfig) -> list[str]:
+    """What keeps a model from writing token by token, as messages for the user."""
+    if model.attention.causal:
+        return []
+    return [
+        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what comes after them, which "
+        f"is not written yet. Use a model with model.attention.causal=true to generate."
+    ]
 
 
 def load_writer(source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Writer:

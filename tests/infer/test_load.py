@@ -7,6 +7,7 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.sample import SampleConfig
@@ -120,3 +121,10 @@ def test_ranks_that_do_not_fit_its_heads_are_refused(
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=3)), TokenizerConfig())
     with pytest.raises(ConfigError, match=rf"parallel.tp={tp} does not fit model.num_kv_heads=3.*{message}"):
         open_source(str(path), tp)
+
+
+def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(attention=AttentionConfig(causal=False)))
+    path = save(tmp_path, model, TokenizerConfig())
+    with pytest.raises(ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"):
+        open_source(str(path), 1)
