@@ -1,8 +1,8 @@
 """Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights with them added."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
-from megalith.config.lora import STACKED, LoraConfig, lora_matrices, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_matrices, lora_targets
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict
 from megalith.errors import CheckpointError, ConfigError
@@ -31,11 +31,11 @@ RECORD = "adapters"
 
 PLAIN_PEFT: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None), "layers_to_transform": (None,),
+    "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
     "modules_to_save": (None, []), "lora_bias": (False, None), "layer_replication": (None,),
     "target_parameters": (None, []), "trainable_token_indices": (None,), "exclude_modules": (None, []),
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal"), "alora_invocation_tokens": (None,),
-    "use_qalora": (False, None), "arrow_config": (None,), "layers_pattern": (None, "", []),
+    "use_qalora": (False, None), "arrow_config": (None,),
 }  # fmt: skip
 """Fields of adapter_config.json that change what adapters compute, and the values with which they are plain LoRA."""
 
@@ -164,13 +164,20 @@ class PeftPart:
     shape: tuple[int, int]
     """Outputs and inputs."""
 
+    @property
+    def layer(self) -> int:
+        """Its number."""
+        return int(self.parameter.split(".")[1])
+
     def key(self, word: str) -> str:
         """Of its adapter `A` or `B`, in a file of PEFT's."""
         return f"base_model.model.{self.module}.lora_{word}.weight"
 
 
-def peft_parts(family: Family, model: ModelConfig, targets: Sequence[str]) -> list[PeftPart]:
-    """The linear layers of transformers that are our targets.
+def peft_parts(
+    family: Family, model: ModelConfig, targets: Sequence[str], layers: Collection[int] | None = None
+) -> list[PeftPart]:
+    """The linear layers of transformers that are our targets, in some layers; unset: in all.
 
     Raises:
         ConfigError: the family keeps one of them as a part of another, or transposed.
@@ -186,7 +193,8 @@ def peft_parts(family: Family, model: ModelConfig, targets: Sequence[str]) -> li
         assert rule.parameter is not None
         part = rule.box[0][0] if word in STACKED else None
         shape = (rule.shape[0], rule.shape[1])
-        found.append(PeftPart(rule.name.removesuffix(".weight"), rule.parameter, part, shape))
+        one = PeftPart(rule.name.removesuffix(".weight"), rule.parameter, part, shape)
+        found += [one] if layers is None or one.layer in layers else []
     if refused:
         named = "; ".join(f"{word} is in {name}" for word, name in refused.items())
         raise ConfigError(
@@ -226,8 +234,9 @@ def read_peft_config(path: Path) -> tuple[dict[str, Any], LoraConfig]:
 
 
 def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
-    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, and where one of several
-    matrices in a parameter is adapted, the others are by zero.
+    """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, layers without any are not among
+    its layers, and where one of several matrices in a parameter is adapted, or one layer of several, the others are by
+    zero.
 
     Raises:
         CheckpointError: tensors are of another model, missing, or of the wrong shape; each is named.
@@ -242,13 +251,13 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
             continue
     there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
     _check_stored(path, there, stored, lora.rank)
-    words = {part.parameter.rsplit(".", 1)[1] for part in there}
-    lora = LoraConfig(
-        rank=lora.rank, alpha=lora.alpha, rslora=lora.rslora,
-        targets=tuple(word for word in lora_matrices(model) if word in words),
+    words, layers = {part.parameter.rsplit(".", 1)[1] for part in there}, sorted({part.layer for part in there})
+    lora = replace(
+        lora, targets=tuple(word for word in lora_matrices(model) if word in words),
+        layers=None if len(layers) == model.num_layers else tuple(layers),
     )  # fmt: skip
     shapes = {shard.name: shard.shape for shard in parameters(model)}
-    owners = [name for name in shapes if name.startswith("layers.") and name.rsplit(".", 1)[1] in words]
+    owners = [name for name in shapes if has_adapters(name, lora, model)]
     names = frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
     read = _PeftReader(there, stored, shapes, lora.rank)
     return Adapters(path, lora, names, read)
@@ -310,5 +319,6 @@ def same_adapters(found: Adapters, wanted: LoraConfig, model: ModelConfig) -> li
         "rank": (found.lora.rank, wanted.rank), "alpha": (found.lora.alpha, wanted.alpha),
         "rslora": (found.lora.rslora, wanted.rslora),
         "targets": (lora_targets(found.lora, model), lora_targets(wanted, model)),
+        "layers": (lora_layers(found.lora, model), lora_layers(wanted, model)),
     }  # fmt: skip
     return [f"lora.{name} is {there} there and {here} here" for name, (there, here) in pairs.items() if there != here]

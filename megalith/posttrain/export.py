@@ -11,11 +11,15 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.safetensors import Planned, write_file
-from megalith.config.lora import lora_targets
+from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
 from megalith.models.hf import HuggingFaceFolder, check_absent, family_for
 from megalith.models.pretrained import Pretrained
+
+TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+"""Architectures of which PEFT 0.21, under transformers 5, takes the MLP of every layer for experts: it would load
+adapters of those without experts as nothing, with no more than a warning."""
 
 
 def plan_peft(source: Pretrained) -> list[PeftPart]:
@@ -32,7 +36,15 @@ def plan_peft(source: Pretrained) -> list[PeftPart]:
         )
     base = weights.base
     family = base.family if isinstance(base, HuggingFaceFolder) else family_for(source.model)
-    return peft_parts(family, source.model, lora_targets(weights.adapters.lora, source.model))
+    lora = weights.adapters.lora
+    targets = lora_targets(lora, source.model)
+    if family.architecture in TAKEN_FOR_EXPERTS and {"gate_up", "down"} & set(targets):
+        raise ConfigError(
+            f"--to=peft: of {family.architecture} PEFT takes every MLP for experts, and would leave out adapters of "
+            f"lora.targets={list(targets)}. Use --to huggingface, which merges them, or set lora.targets to matrices "
+            f"of attention when training."
+        )
+    return peft_parts(family, source.model, targets, lora_layers(lora, source.model))
 
 
 def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = None) -> int:
@@ -79,7 +91,8 @@ def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any
         "base_model_name_or_path": str(weights.base_path) if isinstance(base, HuggingFaceFolder) else None,
         "r": lora.rank, "lora_alpha": int(lora.alpha) if whole else lora.alpha, "use_rslora": lora.rslora,
         "target_modules": sorted({part.module.rsplit(".", 1)[1] for part in parts}),
-        "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
+        "layers_to_transform": None if lora.layers is None else sorted(set(lora.layers)),
+        "lora_dropout": lora.dropout, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
 
 

@@ -161,6 +161,50 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
         open_pretrained(locate(str(tmp_path / "damaged")))
 
 
+DEEPSEEK: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 3, "first_k_dense_replace": 2,
+}  # fmt: skip
+OF_LATENT = {"lora.dropout": "0.3", "lora.layers": "[1]", "lora.targets": "[q_down, q_up, kv_down, kv_up, o]"}
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", "DeepseekV3Config", **DEEPSEEK)
+    run = train(tmp_path / "run", base, **OF_LATENT)
+    assert main(["convert", str(run), str(tmp_path / "adapters"), "--to", "peft"]) == 0
+    raw = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    assert set(LATENT) == set(raw["target_modules"]) and (raw["layers_to_transform"], raw["lora_dropout"]) == ([1], 0.3)
+    model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
+    torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
+    assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
+    found = adapters_in(tmp_path / "adapters")
+    assert (found.lora.layers, found.lora.targets[:4]) == ((1,), ("q_down", "q_up", "kv_down", "kv_up"))
+    torch.testing.assert_close(ours(tmp_path / "adapters"), ours(run), rtol=0, atol=1e-6)
+
+
+def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(tmp_path: Path) -> None:
+    run = train(tmp_path / "run", folder(tmp_path / "base", "DeepseekV3Config", **DEEPSEEK))
+    with pytest.raises(ConfigError, match=r"of DeepseekV3ForCausalLM PEFT takes every MLP for experts.*--to huggingf"):
+        plan_peft(open_pretrained(locate(str(run))))
+    assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
+    torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
+
+
+def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], layers_to_transform=[1], init_lora_weights=False)
+    model = peft.get_peft_model(theirs(trained / "base"), config)
+    model.save_pretrained(tmp_path / "theirs")
+    found = adapters_in(tmp_path / "theirs")
+    assert found.lora.layers == (1,) and found.names == {f"layers.1.attention.q.lora_{word}" for word in "ab"}
+    torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
+    with pytest.raises(CheckpointError, match=r"lora.layers is \(1,\) there and \(0, 1\) here"):
+        train(
+            tmp_path / "run", trained / "base",
+            **{"lora.load": str(tmp_path / "theirs"), "lora.rank": "2", "lora.alpha": "8", "lora.targets": "[q]"},
+        )  # fmt: skip
+
+
 FUSED = {
     "Phi3Config": ("qkv_proj", LLAMA), "GPTNeoXConfig": ("query_key_value", SIZES),
     "GPT2Config": ("c_attn", GPT2 | {name: SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}),
