@@ -82,11 +82,14 @@ def generate(
         complete = [s for s, count in reading if s.num_read + count == len(s.ids)]
         kept.forget()
         scores = _read(model, reading, kept.cache)
-        if before is not None:
+        if before is not None and not _turns_anew(model.config, len(active[0].ids)):
             kept.note(active[0].ids[: active[0].num_read])
         tokens = choose(scores, sample, [(s.number, len(s.ids)) for s in complete]) if complete else []
         for sequence, token in zip(complete, tokens, strict=True):
             sequence.ids.append(token)
+            if _turns_anew(model.config, len(sequence.ids)) and not _turns_anew(model.config, len(sequence.ids) - 1):
+                kept.cache.drop(sequence.number)
+                sequence.num_read = 0
             finish = _finish(sequence, sample, model.config, stops)
             if finish is not None:
                 active.remove(sequence)
@@ -103,6 +106,11 @@ def remember(model: ModelConfig) -> ReadText:
 def _turns_by_length(model: ModelConfig, length: int) -> bool:
     """Whether keys of so long a text turn by angles that follow from its length: in another text they would others."""
     return model.positions == "rope" and turning_length(model.rope, length) > 0
+
+
+def _turns_anew(model: ModelConfig, length: int) -> bool:
+    """Whether so long a text turns by other angles, from its first token on, than while it was shorter."""
+    return model.rope.scaling == "longrope" and _turns_by_length(model, length)
 
 
 def windows_of_layers(model: ModelConfig) -> list[int | None]:
@@ -156,7 +164,10 @@ def _read(model: Decoder, reading: Sequence[tuple[_Sequence, int]], cache: KeyVa
         sequence.num_read += count
         if sequence.num_read == len(sequence.ids):
             wanted.append(len(ids) - 1)
-    tokens = tokens_of_queries([(count, sequence.num_read) for sequence, count in reading], device=device)
+    tokens = tokens_of_queries(
+        [(count, sequence.num_read) for sequence, count in reading],
+        reach=[len(sequence.ids) for sequence, _ in reading], device=device,
+    )  # fmt: skip
     caches = cache.layers([sequence.number for sequence, _ in reading])
     return model.logits(torch.tensor(ids, device=device), tokens, caches, torch.tensor(wanted, device=device).long())
 

@@ -1,5 +1,6 @@
 """`Tokens`: which document each token belongs to and where; the only thing that knows about documents."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -45,6 +46,9 @@ class Tokens:
 
     lengths: tuple[tuple[int, int], ...]
     """(queries, keys) of each document, on the host."""
+
+    reach: tuple[int, ...] | None = None
+    """How long each document is known to be, on the host, where it is read in parts; None: as long as its keys."""
 
     rotary: tuple[Tensor, ...] = ()
     """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the model; a second pair where
@@ -165,8 +169,11 @@ def tokens_of_lengths(lengths: list[int], *, device: torch.device | str = "cpu")
     return tokens_of_queries([(length, length) for length in lengths], device=device)
 
 
-def tokens_of_queries(lengths: list[tuple[int, int]], *, device: torch.device | str = "cpu") -> Tokens:
-    """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys) for each."""
+def tokens_of_queries(
+    lengths: list[tuple[int, int]], *, reach: Sequence[int] | None = None, device: torch.device | str = "cpu"
+) -> Tokens:
+    """Documents of which only the last `queries` of `keys` tokens are read now: (queries, keys) for each; `reach`: what
+    each will have when all of it is read."""
     queries = np.array([q for q, _ in lengths], dtype=np.int32)
     keys = np.array([k for _, k in lengths], dtype=np.int32)
     cu_q = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -185,6 +192,7 @@ def tokens_of_queries(lengths: list[tuple[int, int]], *, device: torch.device | 
         document=torch.from_numpy(document).to(device),
         valid=torch.ones(len(document), dtype=torch.bool, device=device),
         lengths=tuple(lengths),
+        reach=None if reach is None else tuple(reach),
     )
 
 

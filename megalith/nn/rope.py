@@ -51,7 +51,7 @@ class Rotations:
     def given_to(self, tokens: Tokens) -> Tokens:
         """The tokens with (cos, sin) [t, pairs] for every kind of layer, unless they have them.
 
-        `dynamic` and `longrope` look at the length of each document, as far as it has been read.
+        `dynamic` and `longrope` look at the length of each document, as far as it is known.
 
         Raises:
             DataError: tokens have places in time, height and width, which this model does not know.
@@ -68,7 +68,7 @@ class Rotations:
 
     def _pair(self, rope: RopeConfig, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """(cos, sin) [t, pairs] of one kind of layers."""
-        lengths = [turning_length(rope, keys) for _, keys in tokens.lengths]
+        lengths = [turning_length(rope, end) for end in tokens.reach or (keys for _, keys in tokens.lengths)]
         if len(set(lengths)) > 1:
             each = torch.stack([rope_frequencies(rope, self.size, length=length) for length in lengths])
             return self._computed(rope, tokens.positions, each.to(tokens.document.device)[tokens.document.long()])
@@ -104,11 +104,12 @@ class Turned:
     """Where the pair begins among them."""
 
     interleaved: bool
+    rotate: Callable[..., Tensor] = apply_rope
 
     def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, n, d] -> [t, n, d]."""
         cos, sin = tokens.rotary[self.first : self.first + 2]
-        return apply_rope(x, cos, sin, interleaved=self.interleaved)
+        return self.rotate(x, cos, sin, interleaved=self.interleaved)
 
 
 def unturned(x: Tensor, tokens: Tokens) -> Tensor:

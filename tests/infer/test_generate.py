@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.testing.ranks import run_ranks
+from megalith.verify.variants import VARIANTS
 
 GREEDY = SampleConfig(temperature=0.0, max_new_tokens=20)
 PROMPTS = [[5, 17, 36, 3, 14], [8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
@@ -47,6 +49,37 @@ def test_text_read_once_is_the_text_read_again_for_every_token(
     found = texts(list(generate(model, PROMPTS, GREEDY)))
     assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
     assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+
+
+LONG = RopeConfig(
+    scaling="longrope", factor=6.0, original_max_position=16, short_factors=(1.0, 1.0), long_factors=(3.0, 9.0),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "room"), [([8, 3], 4096), (list(range(16)), 3), (list(range(30)), 3)])
+def test_a_text_that_outgrows_the_first_training_is_read_again_with_longer_waves(
+    prompt: list[int], room: int, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(rope=LONG, head_dim=4), dtype=torch.float64)
+    expected = slowly(model, prompt, 20)
+    assert texts(list(generate(model, [prompt, [4]], GREEDY, step_tokens=room)), 2)[0] == expected
+    short = tiny.model(
+        tiny.config(rope=replace(LONG, long_factors=LONG.short_factors), head_dim=4), dtype=torch.float64
+    )
+    assert slowly(short, prompt, 20) != expected
+    read = remember(model.config)
+    for text in (prompt, prompt[:2], [*prompt, 5]):
+        found = texts(list(generate(model, [text], GREEDY, before=read)), 1)[0]
+        assert found == slowly(model, text, 20)
+
+
+@pytest.mark.parametrize("variant", [name for name, model in VARIANTS.items() if model.attention.causal])
+def test_every_kind_of_layer_writes_with_a_cache_what_it_writes_without(variant: str, tiny: SimpleNamespace) -> None:
+    config = replace(VARIANTS[variant], init_std=0.7, tied_embeddings=False)  # a tied one repeats what it reads
+    model = tiny.model(config, dtype=torch.float64)
+    found = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert found == [slowly(model, prompt, 20) for prompt in PROMPTS]
+    assert sum(len(set(text)) > 2 for text in found) > 1, "texts that repeat one token show little"
 
 
 LATENT = MLAConfig(kv_rank=6, q_rank=5, nope_dim=4, rope_dim=2, value_dim=3)
