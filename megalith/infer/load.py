@@ -50,8 +50,8 @@ def writing_problems(model: ModelConfig) -> list[str]:
     if model.attention.causal:
         return []
     return [
-        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what comes after them, which "
-        f"is not written yet. Use a model with model.attention.causal=true to generate."
+        f"model.attention.causal={str(model.attention.causal).lower()}: its tokens look at what comes after them, "
+        f"which is not written yet. Use a model with model.attention.causal=true to generate."
     ]
 
 
