@@ -6,6 +6,7 @@ from typing import Literal
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.mla import MLAConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 
@@ -79,8 +80,11 @@ class ModelConfig:
     """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset,
     and num_kv_heads the number of query heads. Unset: keys and values per head."""
 
+    moe: MoEConfig | None = None
+    """A mixture of experts in place of the MLP, in all layers or some. Unset: none."""
+
     activation: Activation = "silu"
-    """Inside the MLP."""
+    """Inside the MLP, and inside experts."""
 
     gated: bool = True
     """The MLP is down(activation(gate(x)) * up(x)); otherwise down(activation(up(x)))."""
@@ -152,6 +156,10 @@ class ModelConfig:
     def qk_norm_eps(self) -> float:
         """Of the norms of queries and keys."""
         return self.norm_eps if self.attention.qk_norm_eps is None else self.attention.qk_norm_eps
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, numbered over all stages, has a mixture of experts in place of its MLP."""
+        return self.moe is not None and (not self.moe.layers or self.moe.layers[layer % len(self.moe.layers)])
 
     def turns(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""

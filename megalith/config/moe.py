@@ -53,6 +53,10 @@ class RouterConfig:
     forced_balance: bool = False
     """For measuring alone: experts are chosen at random, so that all are equally busy. The model learns nothing."""
 
+    def draws(self) -> bool:
+        """Whether a choice depends on random numbers while training."""
+        return self.jitter > 0 or self.forced_balance
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BalanceConfig:

@@ -7,6 +7,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.pipeline import PipelineConfig
 
 RingProductsName = Literal["auto", "messages", "fused"]
+DispatcherName = Literal["exchange", "gather"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,17 @@ class ParallelConfig:
 
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     """How layers divide into stages, and the schedule."""
+
+    ep: int = 1
+    """Expert parallel: ranks that divide the experts of each layer. No factor of the world: with etp and edp it divides
+    the ranks of a pipeline stage once more."""
+
+    etp: int | None = None
+    """Expert tensor parallel: ranks that split every expert's matrices; unset: as tp."""
+
+    dispatcher: DispatcherName = "exchange"
+    """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or all tokens every rank
+    (gather)."""
 
     dp: int | None = None
     """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp · pp)."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
+from megalith.config.kernels import Kernel
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
@@ -108,11 +109,16 @@ class TrainRun:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Plots, TensorBoard, MFU."""
 
+    kernels: Kernel = "auto"
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations with
+    our own backward; reference, their plain definitions."""
+
     seed: int = 1234
     """Decides initial weights, data order and sampling."""
 
 
 def dropout_seed(run: TrainRun) -> int | None:
-    """What masks of dropout are drawn from; None: nothing is dropped."""
+    """What masks of dropout and a router's noise are drawn from; None: there are none."""
     drops = run.model.dropout.drops() or (run.lora is not None and run.lora.dropout > 0)
-    return run.seed if drops else None
+    noisy = run.model.moe is not None and run.model.moe.router.draws()
+    return run.seed if drops or noisy else None

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.kernels import cpu
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.linear import Context
 from megalith.kernels.scores import WeightDropout
 from megalith.plan.context import Spans, Tile
@@ -138,6 +138,12 @@ def _loop(x: Tensor, numbers: Tensor, p: float, key: int, first_feature: int) ->
         "dropout", x.dtype, *x.shape, first_feature, _threshold(p), 1 / (1 - p), hashes, x, y, elements=x.numel()
     )  # fmt: skip
     return y
+
+
+def uniform_features(key: int, numbers: Tensor, features: int) -> Tensor:
+    """Draws from -1 to 1 that depend on key, token and feature alone: numbers int64 [t] -> fp32 [t, features]."""
+    places = torch.arange(features, device=numbers.device)
+    return _mix(_hash(numbers, key).unsqueeze(-1), (places * STEP_32).to(torch.int32)).float() / 2**31
 
 
 def _threshold(p: float) -> int:

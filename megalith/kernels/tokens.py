@@ -54,6 +54,10 @@ class Tokens:
     """Cosine and sine [t, pairs] of each token's rotation, filled in once per forward by the model; a second pair where
     some layers turn by other angles."""
 
+    biases: Tensor | None = None
+    """[buckets, n]: what scores gain by the bucket of a distance, for each head that is here; a parameter of the model,
+    filled in once per forward, where it has relative positions."""
+
     dropout: "DropoutKey | None" = None
     """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalith.config.context import ContextConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.cross_entropy import Readout
 from megalith.kernels.rebuilt import value_of
@@ -67,6 +67,7 @@ class Decoder(nn.Module):
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
+        dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             BLOCKS[config.block](
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
-                core=build_attend(context, index, mesh, overlap=overlap), recompute=recompute,
+                core=build_attend(context, index, mesh, overlap=overlap), recompute=recompute, dispatcher=dispatcher,
             )
             for index in self.stage.layers
         )  # fmt: skip
@@ -100,7 +101,7 @@ class Decoder(nn.Module):
             self.further = FurtherPredictions(
                 config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
                 shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
-                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
+                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap), dispatcher=dispatcher,
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.shares_table() else None)
@@ -164,7 +165,7 @@ def build_chunks(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
                 context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
-                rings=parallel.rings, products=products,
+                rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
             )
         )  # fmt: skip
     return chunks

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import RecomputeConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked, value_of
@@ -17,6 +18,7 @@ from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import LatentAttention
 from megalith.nn.mlp import build_mlp
+from megalith.nn.moe.layer import MoE
 from megalith.nn.norm import Norm, build_norm
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -33,9 +35,11 @@ class Layer(nn.Module):
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
         number: int | None = None, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+        dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`index`: its number over all stages, which decides its kind; `number`: what dropout knows it by, unless
-        by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again."""
+        by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again;
+        `dispatcher`: how tokens reach experts."""
         super().__init__()
         number = index if number is None else number
         again, check = modules_again(recompute), recompute.check
@@ -59,7 +63,14 @@ class Layer(nn.Module):
         self.attention_out = branch("attention")
         own = before and config.block != "parallel_one_norm"
         self.mlp_norm = norm("mlp_norm") if own else Unnormed()
-        mlp = build_mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
+        mlp: nn.Module
+        if config.moe is not None and config.has_experts(index):
+            mlp = MoE(
+                f"{name}.moe", config, config.moe, mesh, region, dtype=dtype, act_again=act, dispatcher=dispatcher,
+                number=number,
+            )  # fmt: skip
+        else:
+            mlp = build_mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
         self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
         self.mlp_out = branch("mlp")
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import value_of
@@ -38,6 +39,7 @@ class FurtherPrediction(nn.Module):
     def __init__(
         self, depth: int, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
         shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+        dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already;
         `head`: the model's."""
@@ -53,7 +55,7 @@ class FurtherPrediction(nn.Module):
         self.project = WholeLinear(Declared(project, Init(config.init_std)), dtype=dtype)
         self.layer = BLOCKS[config.block](
             f"{name}.layer", config, mesh, region, dtype=dtype, index=config.num_layers - 1,
-            number=config.num_layers + depth, core=core, recompute=recompute,
+            number=config.num_layers + depth, core=core, recompute=recompute, dispatcher=dispatcher,
         )  # fmt: skip
         self.run_layers = LayerRunner(recompute, OffloadConfig(), mesh.tp)
         self.head = head.again()
@@ -74,13 +76,14 @@ class FurtherPredictions(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
         shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
+        dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         super().__init__()
         self.depths = nn.ModuleList()
         for depth in range(config.mtp.depths):
             made = FurtherPrediction(
                 depth, config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
-                recompute=recompute,
+                recompute=recompute, dispatcher=dispatcher,
             )  # fmt: skip
             self.depths.append(made)
             shared = made.embed.weight

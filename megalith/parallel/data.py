@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalith.kernels.embedding import add_rows_
+from megalith.kernels.grouped_linear import Groups, put_grouped_product_
 from megalith.kernels.linear import add_product_, weight_grad
 from megalith.parallel.alike import require_alike
 from megalith.parallel.engine import (
@@ -116,6 +117,13 @@ class FlatSink:
             else:
                 total.copy_(weight_grad(part, x))
             self.engine.contributed(stack.numbers)
+
+    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+        """Add each expert's `dy.T @ x`: x [r, i], dy [r, o], for one parameter."""
+        (stack,) = self.stacks
+        total = self.engine.total(stack)
+        put_grouped_product_(total, x, dy, groups, fresh=self.engine.is_fresh(stack.numbers))
+        self.engine.contributed(stack.numbers)
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready: dw [o, i]."""

@@ -20,12 +20,13 @@ SPANS: tuple[tuple[str, ...], ...] = (
     PARTS["cp"], ("cp_ring",), ("cp_a2a",),
     PARTS["dp"], ("dp_replica",), ("dp_shard",),
     ("dp_shard", *PARTS["cp"]), DATA_AXES,
-    (*PARTS["cp"], *PARTS["tp"]), ("pp",), DENSE_AXES, ("pp", *DENSE_AXES),
+    ("pp",), DENSE_AXES, ("pp", *DENSE_AXES),
 )  # fmt: skip
 """Combinations of axes that something sums, gathers or waits over."""
 
 EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
     ("ep",), ("etp",), ("ep", "etp"), EXPERT_PARTS["edp"], ("edp_replica",), ("edp_shard",),
+    (*PARTS["cp"], *PARTS["tp"]),
 )  # fmt: skip
 """The same in a model with experts."""
 

@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalith.kernels.linear import Sink
+from megalith.kernels.grouped_linear import GroupedSink, Groups
 
 
 class Sinking(Protocol):
     """A layer whose weight gradients go to a sink."""
 
-    sink: Sink | None
+    sink: GroupedSink | None
 
 
 class Postponed:
@@ -62,12 +62,16 @@ class Postponed:
 class PostponingSink:
     """Stands before the sink of one layer."""
 
-    def __init__(self, sink: Sink, chunk: Postponed) -> None:
+    def __init__(self, sink: GroupedSink, chunk: Postponed) -> None:
         self.sink, self.chunk = sink, chunk
 
     def product(self, x: Tensor, dy: Tensor) -> None:
         """Add `dy.T @ x`, now or later: x [t, i], dy [t, o]."""
         self.chunk.do(partial(self.sink.product, x.detach(), dy.detach()))  # the graph that made x may go
+
+    def grouped_product(self, x: Tensor, dy: Tensor, groups: Groups) -> None:
+        """Add each expert's `dy.T @ x`, now or later: x [r, i], dy [r, o]."""
+        self.chunk.do(partial(self.sink.grouped_product, x.detach(), dy.detach(), groups))
 
     def gradient(self, dw: Tensor) -> None:
         """Add a gradient that is ready, now or later: dw [o, i]."""

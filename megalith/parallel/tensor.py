@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from megalith.kernels.cross_entropy import AS_THEY_ARE, Readout, linear_cross_entropy, token_losses
 from megalith.kernels.embedding import embedding
-from megalith.kernels.linear import Sink, linear
+from megalith.kernels.experts import Matrix
+from megalith.kernels.grouped_linear import GroupedSink
+from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.parallel.autograd import enter, gather, gathered_again, leave, partial, reduce_scatter
 from megalith.parallel.group import Group
@@ -205,7 +207,7 @@ class ColumnLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        self.sink: Sink | None = None
+        self.sink: GroupedSink | None = None
         self.weight_names = [_attribute(weight) for weight in weights]
         self.bias_names = [_attribute(bias) for bias in biases]
         for declared in (*weights, *biases):
@@ -236,7 +238,7 @@ class RowLinear(nn.Module):
     def __init__(self, weight: Declared, bias: Declared | None, region: Region, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.region = region
-        self.sink: Sink | None = None
+        self.sink: GroupedSink | None = None
         self.weight_name, self.bias_name = _attribute(weight), None if bias is None else _attribute(bias)
         for declared in (weight, bias):
             if declared is not None:
@@ -265,7 +267,7 @@ class WholeLinear(nn.Module):
 
     def __init__(self, weight: Declared, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.sink: Sink | None = None
+        self.sink: GroupedSink | None = None
         self.weight_name = _attribute(weight)
         declare(self, self.weight_name, weight, dtype=dtype)
 
@@ -292,7 +294,7 @@ class VocabEmbedding(nn.Module):
         """`tied`: the parameter, where another layer has it already."""
         super().__init__()
         self.region = region
-        self.sink: Sink | None = None
+        self.sink: GroupedSink | None = None
         self.first_row = weight.shard.box[0][0]
         if tied is None:
             declare(self, "weight", weight, dtype=dtype)
@@ -324,7 +326,8 @@ class VocabHead(nn.Module):
         """`readout`: what becomes of the products of hidden states and vocabulary before they are scores."""
         super().__init__()
         self.region, self.readout, self.table = region, readout, weight
-        self.sink: Sink | None = None
+        self.summed_loss, self.single_losses = linear_cross_entropy, token_losses
+        self.sink: GroupedSink | None = None
         self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
         self.row_sizes = split_evenly(weight.shard.shape[0], region.group.size)
@@ -345,14 +348,14 @@ class VocabHead(nn.Module):
 
         The same on every rank of the group (I).
         """
-        return linear_cross_entropy(
+        return self.summed_loss(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
         )  # fmt: skip
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """-log p(label) of each token, 0 where the label is negative: -> [t] (I). Recomputes logits in backward."""
-        return token_losses(
+        return self.single_losses(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
         )  # fmt: skip
@@ -367,7 +370,31 @@ class VocabHead(nn.Module):
         return [self.weight]
 
 
-TensorParallel = ColumnLinear | RowLinear | WholeLinear | VocabEmbedding | VocabHead
+class ExpertMatrix(nn.Module):
+    """A matrix of every expert of this rank, [e o, i], and a bias of each, [e o]; kernels/experts.py multiplies them.
+
+    What ranks divide, experts or the features of each, is for the shards to say and for others to exchange.
+    """
+
+    def __init__(self, weight: Declared, bias: Declared | None, *, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.sink: GroupedSink | None = None
+        self.weight_name, self.bias_name = _attribute(weight), None if bias is None else _attribute(bias)
+        for declared in (weight, bias):
+            if declared is not None:
+                declare(self, _attribute(declared), declared, dtype=dtype)
+
+    def forward(self) -> Matrix:
+        """Weight, bias and where the weight's gradient goes."""
+        bias = None if self.bias_name is None else getattr(self, self.bias_name)
+        return Matrix(getattr(self, self.weight_name), bias, self.sink)
+
+    def sunk(self) -> list[nn.Parameter]:
+        """The parameter whose gradient goes to `sink`."""
+        return [getattr(self, self.weight_name)]
+
+
+TensorParallel = ColumnLinear | RowLinear | WholeLinear | ExpertMatrix | VocabEmbedding | VocabHead
 
 
 def _attribute(declared: Declared) -> str:

@@ -1,9 +1,11 @@
 """The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two parts."""
 
+from dataclasses import replace
+
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.plan.grid import Grid, dense_grid
-from megalith.plan.shards import PARTS, key_value_ranks
+from megalith.plan.grid import Grid, dense_grid, expert_grid
+from megalith.plan.shards import EXPERT_PARTS, PARTS, key_value_ranks
 
 
 def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offset: int = 0) -> Grid:
@@ -20,7 +22,20 @@ def model_grid(parallel: ParallelConfig, model: ModelConfig, world: int, *, offs
     for axis, size in inner.items():
         outer_name, inner_name = PARTS[axis]
         grid = grid.factor(axis=axis, outer=(outer_name, grid.size(axis) // size), inner=(inner_name, size))
-    return grid
+    return grid if model.moe is None else replace(grid, experts=grid_of_experts(parallel, world, offset=offset))
+
+
+def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) -> Grid:
+    """The same ranks as experts are divided over them, edp in two parts.
+
+    Raises:
+        PlanError: ep, etp and pp do not divide the world size.
+    """
+    p = parallel
+    etp = p.tp if p.etp is None else p.etp
+    grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order, offset=offset)
+    replica, shard = EXPERT_PARTS["edp"]
+    return grid.factor(axis="edp", outer=(replica, p.replicas), inner=(shard, grid.size("edp") // p.replicas))
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
+from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
+from megalith.nn.kernels import use_kernels
 from megalith.nn.lora import attach_adapters
 from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
@@ -54,17 +56,17 @@ class Staged:
         """Ranks over which the tokens between stages are divided."""
         return self.mesh.tp.size if self.run.parallel.sp else 1
 
-    def forward_backward(self, batches: Sequence[Batch], ending: Ending) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], ending: Ending, *, scale: float = 1.0) -> Tensor:
         """Every microbatch forward and backward; the sums of their losses, float64 [1 + depths], and 0 where there is
-        no loss."""
-        return self._run(batches, ending)
+        no loss. `scale`: the loss scale, for losses that are no part of what `ending` is given."""
+        return self._run(batches, ending, scale)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
         """Every microbatch forward; the sum of their losses, float64, and 0 where there is no loss."""
         with torch.no_grad():
             return self._run(batches, None)[0]
 
-    def _run(self, batches: Sequence[Batch], ending: Ending | None) -> Tensor:
+    def _run(self, batches: Sequence[Batch], ending: Ending | None, scale: float = 1.0) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
             p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None
@@ -75,7 +77,8 @@ class Staged:
             self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
             announce=p.check_collectives and tags, weights=self.weights,
         )  # fmt: skip
-        pipeline.run(schedule, [_Running(chunk, batches, ending, total) for chunk in self.chunks])
+        weight = None if ending is None or self.run.model.moe is None else scale / (len(batches) * self.mesh.dp.size)
+        pipeline.run(schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks])
         return total
 
     def _boundary(self, batches: Sequence[Batch]) -> Callable[[int], Specs]:
@@ -96,10 +99,15 @@ class _Running:
     batches: Sequence[Batch]
     ending: Ending | None
     total: Tensor
+    balance: float | None
+    """What a mean over a microbatch counts in the losses that keep experts busy; None: there are none."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
         """Hidden states of the stage before (none on the first) -> hidden states, or what backward starts from."""
         batch, x = self.batches[microbatch], received[0] if received else None
+        if self.balance is not None:
+            share = BalanceShare(microbatch, len(self.batches), self.balance)
+            batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
             return (self.model(batch.ids, batch.tokens, x=x),)
         losses = self.model.losses(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further)
@@ -114,6 +122,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
     )  # fmt: skip
     attach_adapters(chunks, run.model, run.lora)
+    use_kernels(chunks, run.kernels, mesh)
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
     )  # fmt: skip

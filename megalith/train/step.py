@@ -14,6 +14,7 @@ from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.train.build import Trainer
+from megalith.train.experts import move_balancing_biases
 from megalith.train.loss import share_of_means
 
 
@@ -57,7 +58,7 @@ def train_step(
     counts = (batches.num_labels, *batches.num_further)
     weight = trainer.run.model.mtp.loss_weight
     ending = partial(share_of_means, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
-    total = trainer.staged.forward_backward(batches.microbatches, ending)
+    total = trainer.staged.forward_backward(batches.microbatches, ending, scale=scale)
     owned = data.finish()
     news = _share_news(trainer, owned, total, stop)
     stopping, squares, zeros, *sums = news.tolist()
@@ -71,6 +72,7 @@ def train_step(
             [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,
             scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
+        move_balancing_biases(trainer.staged.modules, mesh)
         data.publish()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(

@@ -1,0 +1,1 @@
+"""Mixtures of experts: who chooses, who answers, and what keeps all busy."""

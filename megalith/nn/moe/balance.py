@@ -1,0 +1,105 @@
+"""What keeps the experts of a layer busy: losses beside the loss, and counts of who was chosen."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.config.moe import MoEConfig
+from megalith.kernels.balance import attach, balance_loss, count_choices, global_balance_loss, z_loss
+from megalith.kernels.routing import Choice, best, shares_of_one
+from megalith.kernels.tokens import BalanceShare, Tokens
+from megalith.parallel.group import all_reduce_
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Region
+
+LOSSES = ("sequence", "batch", "global_batch", "z")
+"""Of balance, by the names of their weights in the config."""
+
+
+@dataclass(slots=True)
+class Record:
+    """What a layer's router did in a step, microbatch by microbatch. A microbatch that comes again, in recomputation,
+    writes what is there already; evaluation writes nothing."""
+
+    counts: Tensor
+    """float64 [microbatches, E]: my tokens that went to each expert, padding and refused choices left out."""
+
+    chosen: Tensor
+    """float64 [microbatches, E]: choices by score alone, of all ranks, for the loss over the global batch."""
+
+    refused: Tensor
+    """float64 [microbatches]: my choices that were refused."""
+
+    losses: Tensor
+    """float64 [microbatches, kinds of loss]: my part of each, without its weight."""
+
+
+class Balance:
+    """Attaches the losses of balance to the weights of a choice, and keeps the record of the step."""
+
+    def __init__(self, moe: MoEConfig, region: Region, mesh: Mesh) -> None:
+        self.moe, self.region = moe, region
+        self.sharing, self.everyone = mesh.over("cp", "tp"), mesh.over("dp", "cp", "tp")
+        self.weights = tuple(getattr(moe.balance, name) for name in LOSSES)
+        self.record: Record | None = None
+
+    def __call__(self, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
+        """The same choice, whose weights' backward goes into the losses. Collective over ranks that share tokens."""
+        share = tokens.balance
+        if share is None:
+            return choice
+        record = self.record_of(share, logits)
+        valid, sequence = self.region.mine(tokens.valid), self.region.mine(tokens.document)
+        one, experts = torch.zeros_like(sequence), self.moe.experts
+        with torch.no_grad():
+            used = count_choices(choice.experts, one, valid, sequences=1, num_experts=experts)
+            record.counts[share.microbatch] = used[0]
+            record.refused[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
+        weights = choice.weights
+        for kind, loss in self.losses(choice, logits, valid, sequence, tokens, record):
+            with torch.no_grad():
+                record.losses[share.microbatch, kind] = loss
+            weights = attach(weights, loss, share.weight * self.weights[kind])
+        return Choice(choice.experts, weights)
+
+    def losses(
+        self, choice: Choice, logits: Tensor, valid: Tensor, sequence: Tensor, tokens: Tokens, record: Record
+    ) -> Iterator[tuple[int, Tensor]]:
+        """My part of every loss that has a weight, and which it is."""
+        if not any(self.weights):
+            return
+        moe, by_sequence, by_batch, by_step, of_size = self.moe, *(weight > 0 for weight in self.weights)
+        shares = shares_of_one(logits, moe.router.score)
+        plain = best(shares.detach(), moe.top_k)
+        sequences = len(tokens.lengths)
+        counts = count_choices(plain, sequence, valid, sequences=sequences, num_experts=moe.experts)
+        counts = all_reduce_(counts, self.sharing)
+        everything = counts.sum(0, keepdim=True)
+        if by_sequence:
+            yield 0, balance_loss(shares, counts, sequence, valid, top_k=moe.top_k)
+        if by_batch:
+            yield 1, balance_loss(shares, everything, torch.zeros_like(sequence), valid, top_k=moe.top_k)
+        if by_step:
+            yield 2, self.global_loss(shares, everything[0], valid, tokens, record)
+        if of_size:
+            yield 3, z_loss(logits, everything.sum() / moe.top_k, valid)
+
+    def global_loss(self, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record) -> Tensor:
+        """Over the microbatches of the step up to this one, on all ranks."""
+        assert tokens.balance is not None
+        number = tokens.balance.microbatch
+        every = all_reduce_(counts / self.sharing.size, self.everyone)  # the ranks that share tokens have equal counts
+        with torch.no_grad():
+            record.chosen[number] = every
+        so_far = record.chosen[: number + 1].sum(0)
+        return global_balance_loss(shares, counts, so_far, valid, top_k=self.moe.top_k)
+
+    def record_of(self, share: BalanceShare, like: Tensor) -> Record:
+        """Where this step's microbatches write."""
+        m, e = share.microbatches, self.moe.experts
+        if self.record is None or len(self.record.counts) != m or self.record.counts.device != like.device:
+            shapes = (m, e), (m, e), (m,), (m, len(LOSSES))
+            self.record = Record(*(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes))
+        return self.record

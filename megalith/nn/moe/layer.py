@@ -1,0 +1,92 @@
+"""A mixture of experts in place of an MLP: choose, send, answer, bring back."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.parallel import DispatcherName
+from megalith.kernels.rebuilt import Input, Rebuilding, value_of
+from megalith.kernels.tokens import Tokens
+from megalith.nn.mlp import build_mlp
+from megalith.nn.moe.experts import Experts
+from megalith.nn.moe.router import Router
+from megalith.parallel.expert import build_dispatcher
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
+from megalith.plan.shards import whole
+
+
+class MoE(nn.Module):
+    """The weighted sum of what each token's chosen experts make of it: x [t, h] -> [t, h], of my own tokens.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        dispatcher: DispatcherName = "exchange", act_again: Rebuilding | None = None, number: int = 0,
+    ) -> None:  # fmt: skip
+        """`number`: of the layer, over all stages; `act_again`: how backward gets the shared experts' activation, where
+        those of the others are never kept."""
+        super().__init__()
+        self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
+        self.dispatch = build_dispatcher(dispatcher, mesh, moe.experts)
+        self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
+        self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
+        shared = moe.shared_ffn_hidden_size is not None
+        built = [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)] if shared else []
+        self.shared = nn.ModuleList(built)
+
+    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        sent, way = self.dispatch(self.narrow(value_of(x)), self.router(x, tokens))
+        y: Tensor = self.widen(way.back(self.experts(sent)))
+        for shared in self.shared:
+            y = y + shared(x, tokens)
+        return y
+
+
+class SharedExperts(nn.Module):
+    """An MLP for all tokens, gated or not by a number per token: x [t, h] -> [t, h].
+
+    Source: Dai et al. 2024, arXiv:2401.06066, section 3.2; the gate: Qwen Team 2024, arXiv:2407.10671.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        act_again: Rebuilding | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        assert moe.shared_ffn_hidden_size is not None
+        sized = replace(config, ffn_hidden_size=moe.shared_ffn_hidden_size)
+        self.mlp = build_mlp(f"{name}.shared", sized, mesh, region, dtype=dtype, act_again=act_again)
+        weigh = _matrix(f"{name}.shared_gate", 1, config.hidden_size, config.init_std, region, dtype)
+        self.weigh = nn.ModuleList([weigh] if moe.shared_gate else [])
+
+    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        y: Tensor = self.mlp(x, tokens)
+        for weigh in self.weigh:
+            y = y * weigh(x).sigmoid()
+        return y
+
+
+def latent_matrices(
+    name: str, config: ModelConfig, moe: MoEConfig, region: Region, *, dtype: torch.dtype
+) -> tuple[nn.Module, nn.Module]:
+    """What takes a token's features to those that experts work on, and back; nothing where these are the same."""
+    h, latent = config.hidden_size, moe.latent_size
+    if latent is None:
+        return nn.Identity(), nn.Identity()
+    return (
+        _matrix(f"{name}.latent_in", latent, h, config.init_std, region, dtype),
+        _matrix(f"{name}.latent_out", h, latent, config.init_std, region, dtype),
+    )
+
+
+def _matrix(name: str, outputs: int, inputs: int, std: float, region: Region, dtype: torch.dtype) -> WholeLinear:
+    """A matrix that every rank has whole, for its own tokens."""
+    return WholeLinear(Declared(whole(name, (outputs, inputs), invariant=region.invariant), Init(std)), dtype=dtype)

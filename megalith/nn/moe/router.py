@@ -1,0 +1,135 @@
+"""The router: which experts each token goes to."""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.kernels.dropout import uniform_features
+from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.routing import (
+    Choice,
+    best,
+    capacity_of,
+    choose_experts,
+    gate,
+    refuse_surplus,
+    score_experts,
+    sinkhorn,
+    weigh,
+    without,
+)
+from megalith.kernels.tokens import DropoutKey, Tokens
+from megalith.nn.dropout import key_of
+from megalith.nn.moe.balance import Balance
+from megalith.parallel.autograd import gathered_again
+from megalith.parallel.group import all_reduce_
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import ZEROS, Declared, Init, Region, WholeLinear, declare
+from megalith.plan.shards import whole
+
+
+class Gate(WholeLinear):
+    """Logits of a token's experts, computed in a dtype of its own: x [t, h] -> [t, E]."""
+
+    def __init__(self, weight: Declared, *, dtype: torch.dtype, inside: torch.dtype) -> None:
+        super().__init__(weight, dtype=dtype)
+        self.inside = inside
+
+    def forward(self, x: Input) -> Tensor:
+        """x [t, h] -> [t, E], of dtype `inside`."""
+        return gate(x, getattr(self, self.weight_name), dtype=self.inside, sink=self.sink)
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What training adds to a router's decisions: the same for a token under every layout, and in recomputation."""
+
+    router: RouterConfig
+    layer: int
+    region: Region
+
+    def on_input(self, x: Input, tokens: Tokens) -> Input:
+        """x [t, h] times 1 - jitter to 1 + jitter."""
+        if self.router.jitter == 0 or tokens.dropout is None:
+            return x
+        value = value_of(x)
+        return value * (1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])).to(value.dtype)
+
+    def for_logits(self, logits: Tensor, tokens: Tokens) -> Tensor:
+        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits all the same."""
+        if not self.router.forced_balance or tokens.dropout is None:
+            return logits
+        drawn = self._draw(tokens.dropout, "forced balance", logits.shape[1]).to(logits.dtype)
+        return logits + (drawn - logits).detach()
+
+    def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
+        place = key_of(source.seed, "router", purpose, self.layer)
+        return uniform_features(place, self.region.mine(source.numbers), features)
+
+
+class Router(nn.Module):
+    """Chooses each token's experts and says what their answers count: x [t, h] -> [t, k], of my own tokens.
+
+    Its weights are whole on every rank. Source: Shazeer et al. 2017, arXiv:1701.06538, section 2.1.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        number: int = 0,
+    ) -> None:  # fmt: skip
+        """`number`: of the layer, over all stages, which keeps its noise apart from that of others."""
+        super().__init__()
+        self.moe, self.sharing = moe, mesh.over("cp", "tp")
+        self.noise = Noise(moe.router, number, region)
+        wide = torch.promote_types(dtype, torch.float32)
+        inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
+        shard = whole(f"{name}.router", (moe.experts, config.hidden_size), invariant=region.invariant)
+        self.gate = Gate(Declared(shard, Init(config.init_std)), dtype=dtype, inside=inside)
+        vector = partial(whole, shape=(moe.experts,), invariant=region.invariant, inputs=0)
+        if moe.router.bias:
+            declare(self, "router_bias", Declared(vector(f"{name}.router_bias"), ZEROS), dtype=dtype)
+        if moe.router.balancing_bias:
+            declare(self, "balancing_bias", Declared(vector(f"{name}.balancing_bias"), ZEROS), dtype=wide)
+            self.balancing_bias.requires_grad_(False)  # moved by counts, after each step
+        self.balance = Balance(moe, region, mesh)
+
+    def forward(self, x: Input, tokens: Tokens) -> Choice:
+        """x [t, h], of my own tokens -> experts and weights [t, k]."""
+        logits = self.gate(self.noise.on_input(x, tokens))
+        if self.moe.router.bias:
+            logits = logits + self.router_bias.to(logits.dtype)
+        logits = self.noise.for_logits(logits, tokens)
+        choice = self.choose(logits, training=tokens.balance is not None)
+        return self.balance(self.within_capacity(choice, tokens), logits, tokens)
+
+    @property
+    def moved(self) -> Tensor | None:
+        """The balancing bias, where there is one."""
+        return self._parameters.get("balancing_bias")
+
+    def choose(self, logits: Tensor, *, training: bool) -> Choice:
+        """logits [t, E] -> [t, k]."""
+        moe, router = self.moe, self.moe.router
+        if moe.balance.sinkhorn and training:
+            total = partial(all_reduce_, group=self.sharing)
+            plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
+            experts = best(plan, moe.top_k)
+            return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
+        return choose_experts(logits, router, moe.top_k, self.moved)
+
+    def within_capacity(self, choice: Choice, tokens: Tokens) -> Choice:
+        """Without what experts refuse. All ranks that share a microbatch decide together, so that no layout drops other
+        tokens than another."""
+        capacity = self.moe.capacity
+        if capacity.factor is None or tokens.balance is None:
+            return choice
+        group, mine = self.sharing, len(choice.experts)
+        every = Choice(*(gathered_again(part.detach().contiguous(), group) for part in choice))
+        limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
+        order = None if tokens.context is None else tokens.context.everyone.back
+        taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=order)
+        return without(choice, taken.narrow(0, group.rank * mine, mine))

@@ -1,0 +1,211 @@
+"""Expert parallelism: tokens on their way to the ranks that hold their experts, and the answers on their way back.
+
+Experts lie on a grid of their own over the same ranks: ep divides them, etp divides the inner features of each, and
+along edp ranks hold the same. A rank's tokens are its own, whatever axes of the dense grid made them so.
+Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, arXiv:2504.14960.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.config.parallel import DispatcherName
+from megalith.kernels.grouped_linear import Groups, groups_of
+from megalith.kernels.permute import (
+    Order,
+    expert_major,
+    order_choices,
+    permute,
+    sort_chunks,
+    undone,
+    unpermute,
+    weights_of_rows,
+)
+from megalith.kernels.routing import NOWHERE, Choice
+from megalith.parallel.autograd import all_to_all, gather, gathered_again, partial, reduce_scatter
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh
+from megalith.plan.exchange import ExchangePlan, Table, plan_exchange
+from megalith.plan.shards import split_evenly
+
+
+class Sent(NamedTuple):
+    """What arrived at the experts of this rank."""
+
+    rows: Tensor
+    """[r, d]: tokens, expert after expert."""
+
+    weights: Tensor
+    """[r]: what each answer counts."""
+
+    groups: Groups
+    """How many rows each of my experts has."""
+
+
+class Way(Protocol):
+    """How rows went, which is how their answers come back."""
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d]. Collective."""
+
+
+class Dispatcher(Protocol):
+    """Brings tokens to their experts."""
+
+    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+        """My tokens x [t, d] and their choices [t, k] -> what my experts work on, and the way back. Collective."""
+
+
+def build_dispatcher(name: DispatcherName, mesh: Mesh, num_experts: int) -> Dispatcher:
+    """The dispatcher of that name; where one rank holds all experts whole, tokens stay."""
+    ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
+    if both.size == 1:
+        return Stay(num_experts)
+    return Exchange(num_experts, ep, etp, both) if name == "exchange" else Gather(num_experts, ep, both)
+
+
+# --- nobody else
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """All experts are here."""
+
+    num_experts: int
+
+    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+        """No message."""
+        order = order_choices(choice.experts, self.num_experts)
+        rows = permute(x, order)
+        return Sent(rows, weights_of_rows(choice.weights, order), groups_here(order)), Stayed(order)
+
+
+@dataclass(frozen=True, slots=True)
+class Stayed:
+    """The way back of `Stay`."""
+
+    order: Order
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Added up by token."""
+        return unpermute(rows, self.order)
+
+
+# --- every row to the rank with its expert
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share what they received."""
+
+    num_experts: int
+    ep: Group
+    etp: Group
+
+    both: Group
+    """Ranks that together hold every expert once."""
+
+    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+        """Two messages each way and one with the counts; along etp, two gathers there and a sum back."""
+        order = order_choices(choice.experts, self.num_experts)
+        table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
+        way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
+        rows = way.there(permute(x, order))
+        return Sent(rows, way.there(weights_of_rows(choice.weights, order)), Groups(way.plan.counts)), way
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What one `Exchange` did, and the way back."""
+
+    by: Exchange
+    order: Order
+    plan: ExchangePlan
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows as `order` has them -> those of my experts, expert after expert."""
+        rows = all_to_all(rows, self.by.ep, send=self.plan.sent, receive=self.plan.received)
+        rows = gather(rows, self.by.etp, sizes=self.plan.gathered)
+        return rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The same messages, the other way round."""
+        if not self._sorted():
+            rows = sort_chunks(rows, *undone(self.plan.chunks, self._experts_first()))
+        rows = reduce_scatter(partial(rows, self.by.etp), self.by.etp, sizes=self.plan.gathered)
+        rows = all_to_all(rows, self.by.ep, send=self.plan.received, receive=self.plan.sent)
+        return unpermute(rows, self.order)
+
+    def _sorted(self) -> bool:
+        """Whether what arrives rank after rank lies expert after expert."""
+        return self.by.both.size == 1 or len(self.plan.counts) == 1
+
+    def _experts_first(self) -> list[int]:
+        return expert_major(ranks=self.by.both.size, experts=len(self.plan.counts))
+
+
+# --- all tokens to every rank
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """All-gather: every rank gets all tokens, and takes those of its experts; answers are summed on the way back.
+
+    For few experts per rank it moves more than an exchange: (ep · etp - 1) · t rows, where that moves at most
+    t · k · (ep - 1) / ep, and the same again for each rank along etp.
+    """
+
+    num_experts: int
+    ep: Group
+
+    both: Group
+    """Ranks that together hold every expert once."""
+
+    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+        """Three gathers: tokens, choices and weights."""
+        each = self.num_experts // self.ep.size
+        chosen = gathered_again(choice.experts, self.both) - self.ep.rank * each
+        order = order_choices(torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE), each)
+        weights = weights_of_rows(gather(choice.weights, self.both), order)
+        return Sent(permute(gather(x, self.both), order), weights, groups_here(order)), Gathered(self, order)
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """The way back of a `Gather`."""
+
+    by: Gather
+    order: Order
+
+    def back(self, rows: Tensor) -> Tensor:
+        """A sum over the ranks, of which each gets its own tokens'."""
+        return reduce_scatter(partial(unpermute(rows, self.order), self.by.both), self.by.both)
+
+
+# --- how many rows
+
+
+def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:
+    """How many of its `rows` each rank has for each expert, on the host: my counts int64 [E] -> [etp][ep][E]."""
+    if counts.is_meta:
+        return [[on_host(counts, rows)] * ep.size] * etp.size
+    every = gathered_again(counts, both).view(both.size, -1).tolist()
+    if etp.size > 1 and ep.size > 1 and etp.ranks[1] - etp.ranks[0] > ep.ranks[1] - ep.ranks[0]:
+        return [every[rank * ep.size : (rank + 1) * ep.size] for rank in range(etp.size)]
+    return [every[rank :: etp.size] for rank in range(etp.size)]
+
+
+def groups_here(order: Order) -> Groups:
+    """The groups of rows in this order."""
+    return Groups(tuple(on_host(order.counts, len(order.choices)))) if order.counts.is_meta else groups_of(order.counts)
+
+
+def on_host(counts: Tensor, rows: int) -> Sequence[int]:
+    """Counts int64 [E] that add up to `rows`; a meta tensor has none, and is taken for one of even counts."""
+    if counts.is_meta:
+        return split_evenly(rows, len(counts))
+    numbers: list[int] = counts.tolist()
+    return numbers

@@ -1,0 +1,128 @@
+"""Losses of balance: their gradients, whoever shares the tokens, and a record that recomputation does not change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels.balance import balance_loss, count_choices
+from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_lengths
+from megalith.models.decoder import allocate, initialise
+from megalith.nn.moe.balance import LOSSES
+from megalith.nn.moe.router import Router
+from megalith.parallel.group import all_reduce_
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.testing.ranks import run_ranks
+
+MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, init_std=1.0, moe=MOE
+)
+X = torch.randn(2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+KINDS = [replace(MOE, balance=BalanceConfig(**{kind: 0.7})) for kind in LOSSES]
+
+
+def training(microbatch: int = 0, weight: float = 0.5) -> Tokens:
+    """Three documents; the last token is padding."""
+    tokens = tokens_of_lengths([5, 3, 4])
+    valid = torch.arange(12) < 11
+    return replace(tokens, balance=BalanceShare(microbatch, 2, weight), valid=valid)
+
+
+def router_of(moe: MoEConfig) -> Router:
+    mesh = mesh_of_one()
+    router = Router("layers.0.moe", MODEL, moe, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    allocate(router, torch.device("cpu"))
+    initialise(router, seed=3)
+    return router
+
+
+def gradient_of_losses(router: Router, batches: list[Tensor]) -> Tensor:
+    """Of the gate, where nothing but the losses of balance is asked for."""
+    for number, x in enumerate(batches):
+        (router(x, training(number)).weights * 0).sum().backward()
+    (weight,) = router.gate.sunk()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def divided(rank: int, world: int, moe: MoEConfig) -> tuple[Tensor, Tensor]:
+    mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
+    region = SplitTokens(mesh.tp)
+    router = Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64)
+    allocate(router, torch.device("cpu"))
+    initialise(router, seed=3)
+    gradient = gradient_of_losses(router, [region.mine(x) for x in X])
+    assert router.balance.record is not None
+    return all_reduce_(gradient, mesh.tp), all_reduce_(router.balance.record.losses.clone(), mesh.tp)
+
+
+@pytest.mark.parametrize("moe", KINDS, ids=LOSSES)
+def test_ranks_that_share_tokens_have_the_gradient_of_one(moe: MoEConfig) -> None:
+    router = router_of(moe)
+    gradient = gradient_of_losses(router, list(X))
+    assert bool(gradient.abs().max() > 1e-3)
+    assert router.balance.record is not None
+    for other, losses in run_ranks(divided, 2, moe):
+        assert torch.allclose(other, gradient, rtol=1e-11)
+        assert torch.allclose(losses, router.balance.record.losses, rtol=1e-12)
+
+
+def test_a_loss_enters_with_its_weight_and_the_microbatchs() -> None:
+    def gradient(coefficient: float, share: float) -> Tensor:
+        router = router_of(replace(MOE, balance=BalanceConfig(batch=coefficient)))
+        (router(X[0], training(weight=share)).weights * 0).sum().backward()
+        (weight,) = router.gate.sunk()
+        assert weight.grad is not None
+        return weight.grad
+
+    assert torch.allclose(gradient(0.6, 0.5), 0.3 * gradient(1.0, 1.0))
+    router = router_of(MOE)
+    logits = router.gate(X[0])
+    shares, valid = logits.softmax(1), training().valid
+    zeros = torch.zeros(12, dtype=torch.int32)
+    counts = count_choices(logits.topk(2).indices, zeros, valid, sequences=1, num_experts=5)
+    balance_loss(shares, counts, zeros, valid, top_k=2).backward()
+    (weight,) = router.gate.sunk()
+    assert torch.allclose(gradient(1.0, 1.0), weight.grad)  # type: ignore[arg-type]
+
+
+def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
+    moe = replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True), balance=BalanceConfig(batch=0.1))
+    router, tilted = router_of(moe), router_of(moe)
+    assert tilted.moved is not None
+    tilted.moved.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+    for each in (router, tilted):
+        each(X[0], training())
+    first, second = router.balance.record, tilted.balance.record
+    assert first is not None and second is not None
+    assert torch.equal(first.losses, second.losses)
+    assert second.counts[0, 0] == 11 and first.counts[0, 0] < 11
+
+
+def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -> None:
+    router = router_of(replace(MOE, balance=BalanceConfig(global_batch=0.1)))
+    for number, x in enumerate(X):
+        router(x, training(number))
+    record = router.balance.record
+    assert record is not None
+    before = [part.clone() for part in (record.counts, record.chosen, record.losses)]
+    router(X[0], training(0))
+    router(X[1], tokens_of_lengths([12]))
+    assert all(map(torch.equal, before, (record.counts, record.chosen, record.losses)))
+    assert record.counts.sum(1).tolist() == [22, 22]
+
+
+def test_the_loss_of_the_step_counts_all_microbatches_so_far() -> None:
+    router = router_of(replace(MOE, balance=BalanceConfig(global_batch=1.0, batch=1.0)))
+    for number, x in enumerate(X):
+        router(x, training(number))
+    assert router.balance.record is not None
+    by_batch, by_step = router.balance.record.losses[:, 1], router.balance.record.losses[:, 2]
+    assert by_batch[0] == pytest.approx(float(by_step[0]), rel=1e-12)
+    assert by_batch[1] != pytest.approx(float(by_step[1]), rel=1e-6)

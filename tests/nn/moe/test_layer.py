@@ -1,0 +1,145 @@
+"""A layer of experts against a loop over tokens, and what it does when experts are empty, full or narrow."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
+from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_rows
+from megalith.models.decoder import allocate, initialise
+from megalith.nn.moe.layer import MoE
+from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.tensor import WholeTokens
+
+MODEL = ModelConfig(vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
+
+
+def build(moe: MoEConfig, model: ModelConfig = MODEL) -> MoE:
+    mesh = mesh_of_one()
+    layer = MoE("layers.0.moe", model, moe, mesh, WholeTokens(mesh.tp), dtype=torch.float64)
+    allocate(layer, torch.device("cpu"))
+    initialise(layer, seed=3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
+    return layer
+
+
+def training(rows: int = 1, length: int = 9) -> Tokens:
+    return replace(tokens_of_rows(rows, length), balance=BalanceShare(0, 1, 1.0))
+
+
+def plain(layer: MoE, x: Tensor, moe: MoEConfig) -> Tensor:
+    """Token by token, expert by expert: softmax, renormalised, SwiGLU."""
+    scores = (x @ layer.router.gate.router.t()).softmax(1)
+    up = layer.experts.up.gate_up.view(moe.experts, 2, moe.ffn_hidden_size, -1)
+    down = layer.experts.down.down.view(moe.experts, -1, moe.ffn_hidden_size)
+    out = []
+    for token, row in zip(x, scores, strict=True):
+        chosen = row.topk(moe.top_k)
+        parts = [
+            weight / chosen.values.sum() * (down[e] @ (torch.nn.functional.silu(up[e, 0] @ token) * (up[e, 1] @ token)))
+            for weight, e in zip(chosen.values, chosen.indices, strict=True)
+        ]
+        out.append(torch.stack(parts).sum(0))
+    return torch.stack(out)
+
+
+def test_the_layer_is_the_weighted_sum_of_the_chosen_experts() -> None:
+    layer, x = build(MOE), torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    other = x.detach().clone().requires_grad_()
+    y, expected = layer(x, training()), plain(layer, other, MOE)
+    assert torch.allclose(y, expected, rtol=1e-12, atol=1e-12)
+    y.square().sum().backward()
+    found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
+    layer.zero_grad()
+    expected.square().sum().backward()
+    assert torch.allclose(x.grad, other.grad, rtol=1e-10)  # type: ignore[arg-type]
+    for name, parameter in layer.named_parameters():
+        assert torch.allclose(found[name], parameter.grad, rtol=1e-10), name  # type: ignore[arg-type]
+
+
+def test_all_tokens_may_go_to_one_expert_and_none_to_others() -> None:
+    layer = build(replace(MOE, top_k=1, router=RouterConfig(renormalise=False, bias=True)))
+    with torch.no_grad():
+        layer.router.router_bias.copy_(torch.tensor([0, 0, 1e6, 0, 0]))  # type: ignore[operator]
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    layer(x, training()).sum().backward()
+    gradient = layer.experts.up.gate_up.grad.view(5, -1)  # type: ignore[union-attr]
+    assert [bool(part.any()) for part in gradient] == [False, False, True, False, False]
+    assert layer.router.balance.record is not None
+    assert layer.router.balance.record.counts.tolist() == [[0, 0, 9, 0, 0]]
+
+
+def test_room_for_all_refuses_nobody() -> None:
+    x = torch.randn(9, 12, dtype=torch.float64)
+    roomy = build(replace(MOE, capacity=CapacityConfig(factor=5.0)))
+    assert torch.equal(roomy(x, training()), build(MOE)(x, training()))
+
+
+def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> None:
+    layer = build(replace(MOE, experts=1, top_k=1, router=RouterConfig(score="sigmoid", renormalise=False),
+                          capacity=CapacityConfig(factor=0.5, drop="last")))  # fmt: skip
+    x = torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    y = layer(x, training())
+    assert [bool(row.any()) for row in y] == [True] * 5 + [False] * 4
+    y.sum().backward()
+    assert [bool(row.any()) for row in x.grad] == [True] * 5 + [False] * 4  # type: ignore[union-attr]
+    assert layer.router.balance.record is not None
+    assert layer.router.balance.record.refused.tolist() == [4]
+    assert bool(layer(x, tokens_of_rows(1, 9)).any(1).all()), "nothing is refused outside training"
+
+
+def test_shared_experts_add_to_what_the_chosen_give() -> None:
+    x = torch.randn(9, 12, dtype=torch.float64)
+    layer = build(replace(MOE, shared_ffn_hidden_size=6, shared_gate=True))
+    (shared,) = layer.shared
+    alone = layer(x, training()) - shared(x, training())
+    assert torch.allclose(alone, plain(layer, x, MOE), rtol=1e-10)
+    gate = (x @ shared.weigh[0].shared_gate.t()).sigmoid()
+    assert torch.allclose(shared(x, training()), gate * shared.mlp(x), rtol=1e-12)
+
+
+def test_experts_may_work_on_fewer_features() -> None:
+    layer, x = build(replace(MOE, latent_size=4)), torch.randn(9, 12, dtype=torch.float64)
+    narrow = x @ layer.narrow.latent_in.t()
+    rows = replace(MOE)
+    scores = layer.router(x, training())
+    up = layer.experts.up.gate_up.view(5, 2, 7, 4)
+    down = layer.experts.down.down.view(5, 4, 7)
+    expected = torch.zeros_like(narrow)
+    for t in range(9):
+        for k in range(rows.top_k):
+            e = int(scores.experts[t, k])
+            inner = torch.nn.functional.silu(up[e, 0] @ narrow[t]) * (up[e, 1] @ narrow[t])
+            expected[t] += scores.weights[t, k] * (down[e] @ inner)
+    assert torch.allclose(layer(x, training()), expected @ layer.widen.latent_out.t(), rtol=1e-10)
+
+
+def test_a_weight_may_multiply_what_goes_in() -> None:
+    layer = build(replace(MOE, top_k=1, weigh_input=True, router=RouterConfig(score="sigmoid", renormalise=False)))
+    x = torch.randn(3, 12, dtype=torch.float64)
+    choice = layer.router(x, training(1, 3))
+    up, down = layer.experts.up.gate_up.view(5, 2, 7, 12), layer.experts.down.down.view(5, 12, 7)
+    for t in range(3):
+        e, token = int(choice.experts[t, 0]), x[t] * choice.weights[t, 0]
+        expected = down[e] @ (torch.nn.functional.silu(up[e, 0] @ token) * (up[e, 1] @ token))
+        assert torch.allclose(layer(x, training(1, 3))[t], expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_biases_of_experts_are_weighted_with_what_they_give(gated: bool) -> None:
+    alone = RouterConfig(score="sigmoid", renormalise=False)
+    model = replace(MODEL, gated=gated, activation="silu" if gated else "squared_relu")
+    layer = build(replace(MOE, experts=1, top_k=1, biases=True, router=alone), model)
+    x = torch.randn(4, 12, dtype=torch.float64)
+    word = "gate_up" if gated else "up"
+    wide = x @ getattr(layer.experts.up, word).t() + getattr(layer.experts.up, f"{word}_bias")
+    inner = torch.nn.functional.silu(wide[:, :7]) * wide[:, 7:] if gated else wide.relu() ** 2
+    weight = (x @ layer.router.gate.router.t()).sigmoid()
+    expected = weight * (inner @ layer.experts.down.down.t() + layer.experts.down.down_bias)
+    assert torch.allclose(layer(x, training(1, 4)), expected, rtol=1e-10)

@@ -1,0 +1,122 @@
+"""Who is chosen: the same under every layout, with noise, with capacities and by plan."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels.routing import Choice
+from megalith.kernels.tokens import BalanceShare, DropoutKey, Tokens, tokens_of_rows
+from megalith.models.decoder import allocate, initialise
+from megalith.nn.moe.router import Router
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.testing.ranks import run_ranks
+
+MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, init_std=1.0, moe=MOE
+)
+X = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def training(seed: int = 0) -> Tokens:
+    tokens = tokens_of_rows(2, 6)
+    return replace(tokens, balance=BalanceShare(0, 1, 1.0), dropout=DropoutKey(seed, torch.arange(12)))
+
+
+def alone(moe: MoEConfig, dtype: torch.dtype = torch.float64) -> Router:
+    mesh = mesh_of_one()
+    return filled(Router("layers.0.moe", MODEL, moe, mesh, WholeTokens(mesh.tp), dtype=dtype))
+
+
+def filled(router: Router) -> Router:
+    allocate(router, torch.device("cpu"))
+    initialise(router, seed=3)
+    return router
+
+
+def divided(rank: int, world: int, moe: MoEConfig) -> Choice:
+    mesh = build_mesh(model_grid(ParallelConfig(tp=world, sp=True), MODEL, world), rank=rank)
+    region = SplitTokens(mesh.tp)
+    choice = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))(region.mine(X), training())
+    return Choice(choice.experts, choice.weights.detach())
+
+
+def same_on_two(moe: MoEConfig) -> bool:
+    whole = alone(moe)(X, training())
+    parts = run_ranks(divided, 2, moe)
+    return all(
+        torch.equal(torch.cat([part[i] for part in parts]), expected) if i == 0
+        else torch.allclose(torch.cat([part[i] for part in parts]), expected, rtol=1e-12)
+        for i, expected in enumerate(whole)
+    )  # fmt: skip
+
+
+def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
+    for drop in ("least", "last"):
+        moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop=drop))  # type: ignore[arg-type]
+        refused = alone(moe)(X, training()).experts < 0
+        assert 0 < int(refused.sum()) < 24
+        assert same_on_two(moe)
+
+
+def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
+    moe = replace(MOE, balance=BalanceConfig(sinkhorn=True))
+    free = alone(MOE)(X, training())
+    tilted = alone(replace(moe, router=RouterConfig(bias=True)))
+    with torch.no_grad():
+        tilted.router_bias.copy_(torch.tensor([9.0, 0, 0, 0, 0]))  # type: ignore[operator]
+    most = [int((tilted(X, tokens).experts == 0).sum()) for tokens in (tokens_of_rows(2, 6), training())]
+    assert most[0] == 12 and most[1] < 8
+    assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).experts, free.experts), "none outside training"
+    assert same_on_two(moe)
+
+
+def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
+    for router in (RouterConfig(jitter=0.5), RouterConfig(forced_balance=True)):
+        moe = replace(MOE, router=router)
+        noisy = alone(moe)(X, training())
+        assert not torch.equal(noisy.weights, alone(MOE)(X, training()).weights)
+        assert torch.equal(noisy.weights, alone(moe)(X, training()).weights)
+        assert not torch.equal(noisy.weights, alone(moe)(X, training(seed=1)).weights)
+        assert torch.equal(alone(moe)(X, tokens_of_rows(2, 6)).weights, alone(MOE)(X, tokens_of_rows(2, 6)).weights)
+        assert same_on_two(moe)
+
+
+def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
+    router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
+    tokens = replace(
+        tokens_of_rows(1, 3000), dropout=DropoutKey(0, torch.arange(3000)), balance=BalanceShare(0, 1, 1.0)
+    )
+    counts = router(torch.ones(3000, 6, dtype=torch.float64), tokens).experts.flatten().bincount(minlength=5)
+    assert int(counts.min()) > 1050 and int(counts.max()) < 1350
+
+
+def test_gradients_reach_the_logits_although_the_choice_is_drawn() -> None:
+    router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
+    choice = router(X, training())
+    (choice.weights * torch.arange(24).view(12, 2)).sum().backward()
+    (weight,) = router.gate.sunk()
+    assert weight.grad is not None and bool(weight.grad.any())
+
+
+def test_scores_are_fp32_in_a_bf16_model_unless_the_model_shall_decide() -> None:
+    def weights(dtype: str) -> Tensor:
+        router = alone(replace(MOE, router=RouterConfig(dtype=dtype)), torch.bfloat16)  # type: ignore[arg-type]
+        found: Tensor = router(X.bfloat16(), training()).weights
+        return found
+
+    assert [weights(dtype).dtype for dtype in ("fp32", "fp64", "model")] == [
+        torch.float32, torch.float64, torch.bfloat16,
+    ]  # fmt: skip
+
+
+def test_the_balancing_bias_is_fp32_and_not_trained() -> None:
+    router = alone(replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True)), torch.bfloat16)
+    assert router.moved is not None
+    assert router.moved.dtype == torch.float32 and not router.moved.requires_grad
+    assert alone(MOE).moved is None

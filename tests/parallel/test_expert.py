@@ -1,0 +1,105 @@
+"""Tokens reach their experts and come back, however these lie on the ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.parallel import DispatcherName, ParallelConfig
+from megalith.kernels.routing import NOWHERE, Choice
+from megalith.parallel.expert import build_dispatcher, counts_of_all
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+
+MODEL = ModelConfig(
+    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8,
+    moe=MoEConfig(experts=4, ffn_hidden_size=4),
+)  # fmt: skip
+T, K, H = 5, 2, 3
+
+
+def made(rank: int, kind: str) -> tuple[Tensor, Choice]:
+    """A rank's tokens and what they choose: at random, all one expert, or nothing at all on the first rank."""
+    draw = torch.Generator().manual_seed(rank)
+    x = torch.randn(T, H, dtype=torch.float64, generator=draw)
+    experts = torch.stack([torch.randperm(4, generator=draw)[:K] for _ in range(T)])
+    if kind == "one expert":
+        experts = torch.tensor([[3, NOWHERE]] * T)
+    if kind == "nothing from the first" and rank == 0:
+        experts = torch.full((T, K), NOWHERE)
+    weights = torch.rand(T, K, dtype=torch.float64, generator=draw) * (experts >= 0)
+    return x, Choice(experts, weights)
+
+
+def answer(rows: Tensor, weights: Tensor, expert: Tensor, part: float) -> Tensor:
+    """What expert number e makes of a row: (e + 1) times it, weighted; here, one rank's part of that."""
+    return rows * ((expert + 1) * weights * part).unsqueeze(1)
+
+
+def there_and_back(
+    rank: int, world: int, ep: int, etp: int, name: DispatcherName, kind: str
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    parallel = ParallelConfig(dp=world, ep=ep, etp=etp)
+    mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
+    x, choice = made(rank, kind)
+    x.requires_grad_()
+    choice = Choice(choice.experts, choice.weights.requires_grad_())
+    sent, way = build_dispatcher(name, mesh, 4)(x, choice)
+    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    y = way.back(answer(sent.rows, sent.weights, expert, 1 / etp))
+    y.sum().backward()
+    assert x.grad is not None and choice.weights.grad is not None
+    return y.detach(), x.grad, choice.weights.grad, len(sent.rows)
+
+
+@pytest.mark.parametrize("kind", ["anything", "one expert", "nothing from the first"])
+@pytest.mark.parametrize(
+    ("ep", "etp", "name"),
+    [(2, 1, "exchange"), (1, 2, "exchange"), (2, 1, "gather"), (1, 2, "gather"), (2, 2, "exchange"), (2, 2, "gather"),
+     (4, 1, "exchange")],
+)  # fmt: skip
+def test_every_token_gets_the_answers_of_its_experts(ep: int, etp: int, name: DispatcherName, kind: str) -> None:
+    world = ep * etp
+    results = run_ranks(there_and_back, world, ep, etp, name, kind)
+    for rank, (y, dx, dw, _) in enumerate(results):
+        x, choice = made(rank, kind)
+        factors = (choice.experts + 1) * choice.weights
+        assert torch.allclose(y, x * factors.sum(1, keepdim=True), rtol=1e-14)
+        assert torch.allclose(dx, factors.sum(1, keepdim=True).expand_as(x), rtol=1e-14)
+        expected = (choice.experts + 1) * x.sum(1, keepdim=True)
+        assert torch.allclose(dw, expected * (choice.experts >= 0), rtol=1e-13)
+    chosen = sum(int((made(rank, kind)[1].experts >= 0).sum()) for rank in range(world))
+    assert sum(rows for *_, rows in results) == chosen * etp, "every rank along etp has every row of its experts"
+
+
+def test_one_rank_sends_nothing() -> None:
+    x, choice = made(0, "anything")
+    sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice)
+    assert torch.allclose(way.back(sent.rows * sent.weights.unsqueeze(1)), x * choice.weights.sum(1, keepdim=True))
+
+
+def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:
+    def group(name: str, ranks: tuple[int, ...]):  # a Group
+        return replace(alone(name), ranks=ranks)
+
+    meta = torch.empty(4, dtype=torch.int64, device="meta")
+    table = counts_of_all(meta, 10, group("ep", (0, 2)), group("etp", (0, 1)), group("ep", (0, 1, 2, 3)))
+    assert table == [[[3, 3, 2, 2]] * 2] * 2
+
+
+def told(rank: int, world: int, order: str) -> object:
+    mesh = build_mesh(model_grid(ParallelConfig(dp=4, ep=2, etp=2, order=order), MODEL, world), rank=rank)
+    counts = torch.full((4,), rank)
+    table = counts_of_all(counts, 0, mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp"))
+    return mesh.over("etp").rank, mesh.over("ep").rank, [[row[0] for row in rows] for rows in table]
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "ep-tp-cp-dp-pp"])
+def test_each_rank_finds_its_own_counts_at_its_own_place(order: str) -> None:
+    for rank, (etp, ep, table) in enumerate(run_ranks(told, 4, order)):  # type: ignore[misc]
+        assert table[etp][ep] == rank
