@@ -11,6 +11,7 @@ from megalith.kernels.grouped_linear import (
     FUSED,
     HAS_GROUPED_MM,
     LOOP,
+    WORTH_A_COPY,
     GroupedProducts,
     Groups,
     best_products,
@@ -21,6 +22,7 @@ from megalith.kernels.grouped_linear import (
     reference_grouped_linear,
 )
 from megalith.kernels.rebuilt import Rebuilt
+from megalith.testing.tolerance import FP32, assert_equals
 
 UNEVEN = [3, 0, 5, 1, 0]
 E, R, O, I = 5, 9, 8, 16  # noqa: E741  # experts, rows, outputs, inputs
@@ -101,6 +103,15 @@ def test_equal_groups_are_one_batched_matmul(dtype: torch.dtype, rows: int) -> N
     for mine, theirs in zip(each_way(x, w, dy, groups, BATCHED), each_way(x, w, dy, groups_of([rows] * E), LOOP)):
         torch.testing.assert_close(mine, theirs)
     torch.testing.assert_close(reference_grouped_linear(x, w, groups), each_way(x, w, dy, groups, BATCHED)[0])
+
+
+def test_matmuls_large_enough_for_another_library_equal_small_ones() -> None:
+    counts, outputs, inputs = [130, 10, 0], 400, 330
+    x, w, dy = (seeded(*shape, dtype=torch.float32) for shape in [(140, inputs), (3 * outputs, inputs), (140, outputs)])
+    assert 10 * outputs * inputs < WORTH_A_COPY < 130 * outputs * inputs
+    plain = each_way(x.double(), w.double(), dy.double(), groups_of(counts), LOOP)
+    for mine, theirs in zip(each_way(x, w, dy, groups_of(counts), LOOP), plain):
+        assert_equals("product", mine, theirs.float(), FP32)
 
 
 def test_a_sink_gets_everything_once_and_autograd_nothing() -> None:

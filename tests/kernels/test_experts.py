@@ -1,0 +1,174 @@
+"""The MLPs of all experts: what a loop over them gives, with less kept."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.activation import Gate
+from megalith.kernels.experts import (
+    Inner,
+    Matrix,
+    experts,
+    experts_of_rows,
+    reference_experts,
+    reference_with_bias,
+    with_bias,
+)
+from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
+from megalith.kernels.permute import Order, gather_rows, order_choices, permute, unpermute, weights_of_rows
+from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.weighted import weighted_activate, weighted_gated
+
+E, H, F = 4, 6, 3
+UNEVEN = (5, 0, 1, 3)
+SWIGLU: Inner = partial(weighted_gated, gate=Gate("silu"))
+CLAMPED: Inner = partial(weighted_gated, gate=Gate("quick_gelu", clamp=0.7, up_offset=1.0))
+SQUARED: Inner = partial(weighted_activate, activation="squared_relu")
+
+
+def seeded(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def wants(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return seeded(*shape, seed=seed, dtype=dtype).requires_grad_()
+
+
+def inputs(r: int, *, wide: int = 2 * F, biases: bool = False, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Rows, weights, both matrices, and maybe both biases."""
+    shapes = [(r, H), (r,), (E * wide, H), (E * H, F)] + ([(E * wide,), (E * H,)] if biases else [])
+    return [wants(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes)]
+
+
+def run(
+    function: Callable[..., Tensor], groups: Groups, inner: Inner, rows: Tensor, weights: Tensor, up: Tensor,
+    down: Tensor, *biases: Tensor,
+) -> Tensor:  # fmt: skip
+    up_bias, down_bias = biases or (None, None)
+    return function(rows, weights, groups, Matrix(up, up_bias), Matrix(down, down_bias), inner)
+
+
+@pytest.mark.parametrize("inner", [SWIGLU, CLAMPED, SQUARED], ids=["swiglu", "clamped", "ungated"])
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("counts", [UNEVEN, (0, 9, 0, 0), (0, 0, 0, 0)], ids=str)
+def test_experts_are_a_loop_over_experts(inner: Inner, biases: bool, counts: tuple[int, ...]) -> None:
+    given = inputs(sum(counts), wide=F if inner is SQUARED else 2 * F, biases=biases)
+    dy = seeded(sum(counts), H, seed=9)
+    y, expected = (run(each, groups_of(counts), inner, *given) for each in (experts, reference_experts))
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    ours, theirs = (torch.autograd.grad(each, given, dy) for each in (y, expected))
+    for mine, other in zip(ours, theirs):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("groups", [groups_of((2, 0, 1, 1)), equal_groups(E, 1)], ids=["uneven", "equal"])
+def test_gradients_are_those_of_finite_differences(biases: bool, groups: Groups) -> None:
+    assert torch.autograd.gradcheck(partial(run, experts, groups, SWIGLU), inputs(4, biases=biases))
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("biases", [False, True])
+def test_other_dtypes_are_as_good_as_their_rounding(dtype: torch.dtype, close: float, biases: bool) -> None:
+    given = inputs(9, biases=biases, dtype=dtype)
+    given[1] = given[1].detach().float().requires_grad_()  # routers compute in fp32
+    plain = [each.detach().double().requires_grad_() for each in given]
+    y, expected = run(experts, groups_of(UNEVEN), SWIGLU, *given), run(experts, groups_of(UNEVEN), SWIGLU, *plain)
+    assert y.dtype == dtype
+    results = zip([y, *torch.autograd.grad(y.sum(), given)], [expected, *torch.autograd.grad(expected.sum(), plain)])
+    for number, (mine, theirs) in enumerate(results):
+        assert (mine - theirs).abs().max() <= close * theirs.abs().max(), number
+
+
+def test_experts_without_rows_get_zeros_and_not_none() -> None:
+    given = inputs(9, biases=True)
+    run(experts, groups_of(UNEVEN), SWIGLU, *given).sum().backward()
+    for each in given[2:]:
+        assert each.grad is not None
+        assert (each.grad.view(E, -1)[1] == 0).all()
+        assert (each.grad.view(E, -1)[[0, 2, 3]] != 0).any(1).all()
+
+
+def kept_bytes(again: Callable[..., Rebuilt] | None) -> int:
+    """What backward of a case keeps beside its inputs."""
+    kept: dict[int, int] = {}
+    given = inputs(9)
+
+    def note(saved: Tensor) -> Tensor:
+        kept[saved.data_ptr()] = saved.nbytes
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        experts(given[0], given[1], groups_of(UNEVEN), Matrix(given[2]), Matrix(given[3]), SWIGLU, again=again)
+    return sum(kept.values()) - sum(each.nbytes for each in given)
+
+
+def test_backward_keeps_what_up_gave_and_computes_the_activation_again() -> None:
+    assert kept_bytes(Rebuilt) == 8 * 9 * 2 * F
+    assert kept_bytes(None) == 8 * 9 * 3 * F
+
+
+def test_keeping_the_activation_changes_no_bit() -> None:
+    results = []
+    for again in (Rebuilt, None):
+        given = inputs(9)
+        y = experts(given[0], given[1], groups_of(UNEVEN), Matrix(given[2]), Matrix(given[3]), SWIGLU, again=again)
+        results.append([y, *torch.autograd.grad(y.sum(), given)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def plain_layer(x: Tensor, chosen: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """Every token asks each of its experts, one after the other."""
+    ups, downs = up.view(E, -1, H), down.view(E, H, -1)
+    out = []
+    for token, numbers, shares in zip(x, chosen.tolist(), weights):
+        total = torch.zeros_like(token)
+        for expert, share in zip(numbers, shares):
+            if expert >= 0:
+                gate, other = (ups[expert] @ token).chunk(2)
+                total = total + share * (downs[expert] @ (gate * torch.sigmoid(gate) * other))
+        out.append(total)
+    return torch.stack(out)
+
+
+def our_layer(order: Order, x: Tensor, weights: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    rows = Rebuilt(permute(x, order), partial(gather_rows, order=order), (x,))
+    y = experts(rows, weights_of_rows(weights, order), groups_of(order.counts), Matrix(up), Matrix(down), SWIGLU)
+    return unpermute(y, order)
+
+
+@pytest.mark.parametrize("dropped", [0.0, 0.4])
+def test_a_layer_gives_what_asking_expert_by_expert_gives(dropped: float) -> None:
+    draw = torch.Generator().manual_seed(1)
+    chosen = torch.rand(7, E, generator=draw).argsort(1)[:, :2]
+    chosen = chosen.masked_fill(torch.rand(7, 2, generator=draw) < dropped, -1)
+    given = [wants(7, H), wants(7, 2, seed=1), wants(E * 2 * F, H, seed=2), wants(E * H, F, seed=3)]
+    y, expected = our_layer(order_choices(chosen, E), *given), plain_layer(given[0], chosen, *given[1:])
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = seeded(7, H, seed=4)
+    for mine, theirs in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_biases_of_rows_equal_the_reference(weighted: bool) -> None:
+    y, bias, weights = seeded(9, H), wants(E, H, seed=1), wants(9, seed=2) if weighted else None
+    given = [bias] if weights is None else [bias, weights]
+    ours = with_bias(y.clone(), bias, groups_of(UNEVEN), weights)
+    expected = reference_with_bias(y, bias, groups_of(UNEVEN), weights)
+    torch.testing.assert_close(ours, expected)
+    dy = seeded(9, H, seed=3)
+    for mine, theirs in zip(torch.autograd.grad(ours, given, dy), torch.autograd.grad(expected, given, dy)):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_without_a_bias_nothing_happens() -> None:
+    y = seeded(9, H)
+    assert with_bias(y, None, groups_of(UNEVEN)) is y
+
+
+def test_rows_know_their_experts() -> None:
+    assert experts_of_rows(groups_of(UNEVEN), torch.empty(9, 1)).tolist() == [0] * 5 + [2] + [3] * 3
