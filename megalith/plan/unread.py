@@ -40,6 +40,10 @@ BELONGS: tuple[Belongs, ...] = (
         "model.positions=rope",
     ),
     Belongs(
+        ("relative",), "positions", lambda model: model.positions == "relative", "settings of relative positions",
+        "model.positions=relative",
+    ),
+    Belongs(
         ("rope.factor",), "rope.scaling", _scaled(*ANY_SCALING), "how far a scaling stretches",
         f"model.rope.scaling to one of {', '.join(ANY_SCALING)}",
     ),
@@ -78,6 +82,26 @@ BELONGS: tuple[Belongs, ...] = (
     ),
     Belongs(
         ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "settings of a gate", "model.gated=true"
+    ),
+    Belongs(
+        ("moe.router.balancing_rate",), "moe.router.balancing_bias",
+        lambda model: model.moe is not None and model.moe.router.balancing_bias, "how far a bias moves",
+        "model.moe.router.balancing_bias=true",
+    ),
+    Belongs(
+        ("moe.router.group_score",), "moe.router.groups",
+        lambda model: model.moe is not None and model.moe.router.groups is not None, "how groups are judged",
+        "model.moe.router.groups to 8 or so",
+    ),
+    Belongs(
+        ("moe.capacity.drop", "moe.capacity.pad"), "moe.capacity.factor",
+        lambda model: model.moe is not None and model.moe.capacity.factor is not None, "for experts with a limit",
+        "model.moe.capacity.factor=1.25",
+    ),
+    Belongs(
+        ("moe.shared_gate",), "moe.shared_ffn_hidden_size",
+        lambda model: model.moe is not None and model.moe.shared_ffn_hidden_size is not None,
+        "a gate of shared experts", "model.moe.shared_ffn_hidden_size",
     ),
     Belongs(
         ("mtp.loss_weight",), "mtp.depths", lambda model: model.mtp.depths > 0, "the weight of further predictions",

@@ -1,0 +1,285 @@
+"""Every rule of a mixture of experts: by itself, and for the ranks that divide it."""
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.plan.grid import Grid, dense_grid, divisors, expert_grid, expert_problems, stage_problems
+
+Rule = Callable[[MoEConfig], str | None]
+
+
+def moe_problems(model: ModelConfig) -> list[str]:
+    """Every broken rule of a model's experts, as texts; those that relate settings wait until all counts are at least
+    1."""
+    moe = model.moe
+    if moe is None:
+        return []
+    problems = moe_count_problems(moe)
+    related = [] if problems else [text for rule in RULES if (text := rule(moe)) is not None]
+    return problems + related + moe_number_problems(moe)
+
+
+def moe_count_problems(moe: MoEConfig) -> list[str]:
+    """Counts below 1."""
+    counts = {
+        "experts": moe.experts, "top_k": moe.top_k, "ffn_hidden_size": moe.ffn_hidden_size,
+        "shared_ffn_hidden_size": moe.shared_ffn_hidden_size, "latent_size": moe.latent_size,
+        "router.groups": moe.router.groups, "router.top_groups": moe.router.top_groups,
+    }  # fmt: skip
+    unset = {"shared_ffn_hidden_size", "latent_size", "router.groups", "router.top_groups"}
+    return [
+        f"model.moe.{name}={value} must be at least 1. Use 1 or more{', or null for none' if name in unset else ''}."
+        for name, value in counts.items()
+        if value is not None and value < 1
+    ]
+
+
+def moe_number_problems(moe: MoEConfig) -> list[str]:
+    """Numbers out of their range, nan and infinity among them."""
+    weights = {f"balance.{field.name}": getattr(moe.balance, field.name) for field in fields(BalanceConfig)}
+    problems = [
+        f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave it out."
+        for name, value in weights.items()
+        if not isinstance(value, bool) and not 0 <= value < math.inf
+    ]
+    above = {
+        "router.scale": (moe.router.scale, 1.0), "router.balancing_rate": (moe.router.balancing_rate, 1e-3),
+        "capacity.factor": (moe.capacity.factor, 1.25),
+    }  # fmt: skip
+    problems += [
+        f"model.moe.{name}={value} must be a finite number above 0. Use {usual}."
+        for name, (value, usual) in above.items()
+        if value is not None and not 0 < value < math.inf
+    ]
+    if not 0 <= moe.router.jitter < 1:
+        problems.append(f"model.moe.router.jitter={moe.router.jitter} must be at least 0 and below 1. Use 0.01.")
+    return problems
+
+
+# --- choosing
+
+
+def tokens_choose_among_all(moe: MoEConfig) -> str | None:
+    """No token goes to more experts than there are."""
+    if moe.top_k <= moe.experts:
+        return None
+    return (
+        f"model.moe.top_k={moe.top_k} is more than model.moe.experts={moe.experts}. Set model.moe.top_k to "
+        f"{moe.experts} or less."
+    )
+
+
+def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
+    """A single weight divided by itself is 1, and the router would never learn."""
+    if moe.top_k > 1 or not moe.router.renormalise or moe.balance.sinkhorn:
+        return None
+    return (
+        f"model.moe.top_k={moe.top_k} with model.moe.router.renormalise=true: the weight of a single expert would "
+        f"always be 1, and the router have no gradient. Set model.moe.router.renormalise=false."
+    )
+
+
+def biases_move_single_scores(moe: MoEConfig) -> str | None:
+    """Balancing biases belong to scores that do not depend on one another."""
+    if not moe.router.balancing_bias or moe.router.score == "sigmoid":
+        return None
+    return (
+        f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a bias is added to each "
+        f"expert's own score. Set model.moe.router.score=sigmoid, or model.moe.router.balancing_bias=false."
+    )
+
+
+def groups_are_whole(moe: MoEConfig) -> str | None:
+    """Groups come with how many of them are chosen, and are of one size."""
+    groups, chosen = moe.router.groups, moe.router.top_groups
+    if groups is None and chosen is None:
+        return None
+    if groups is None or chosen is None:
+        return (
+            f"model.moe.router.groups={_null(groups)} with model.moe.router.top_groups={_null(chosen)}: set both, as 8 "
+            f"and 4, or neither."
+        )
+    if moe.experts % groups:
+        return (
+            f"model.moe.router.groups={groups} does not divide model.moe.experts={moe.experts}: groups have equally "
+            f"many experts. Set model.moe.router.groups to one of {divisors(moe.experts)}."
+        )
+    if chosen > groups:
+        return (
+            f"model.moe.router.top_groups={chosen} is more than model.moe.router.groups={groups}. "
+            f"Set it to {groups} or less."
+        )
+    return _groups_have_enough(moe, groups, chosen)
+
+
+def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
+    each = moe.experts // groups
+    if chosen * each < moe.top_k:
+        return (
+            f"model.moe.top_k={moe.top_k} experts are not in model.moe.router.top_groups={chosen} groups of {each}. "
+            f"Set model.moe.router.top_groups to {-(-moe.top_k // each)} or more."
+        )
+    if moe.router.group_score == "top" and moe.top_k % chosen:
+        fits = [n for n in divisors(moe.top_k) if n <= groups and n * each >= moe.top_k]
+        return (
+            f"model.moe.router.top_groups={chosen} does not divide model.moe.top_k={moe.top_k}: a group is judged by "
+            f"its best top_k / top_groups experts. Set model.moe.router.top_groups to one of {fits}, or "
+            f"model.moe.router.group_score=max."
+        )
+    return None
+
+
+def plans_go_alone(moe: MoEConfig) -> str | None:
+    """A plan for equal use needs no help, and knows of no groups."""
+    if not moe.balance.sinkhorn:
+        return None
+    losses = {f"balance.{name}": getattr(moe.balance, name) for name in ("sequence", "batch", "global_batch")}
+    odd = {name: value for name, value in losses.items() if value}
+    odd |= {"router.groups": moe.router.groups} if moe.router.groups is not None else {}
+    odd |= {"router.balancing_bias": "true"} if moe.router.balancing_bias else {}
+    odd |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
+    if not odd:
+        return None
+    given = ", ".join(f"model.moe.{name}={value}" for name, value in odd.items())
+    return (
+        f"{given} with model.moe.balance.sinkhorn=true: its plan makes experts equally busy by itself, of all experts. "
+        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.balance.sinkhorn=false."
+    )
+
+
+def inputs_have_one_weight(moe: MoEConfig) -> str | None:
+    """A token that is weighed before its expert goes to one."""
+    if not moe.weigh_input or moe.top_k == 1:
+        return None
+    return (
+        f"model.moe.weigh_input=true with model.moe.top_k={moe.top_k}: a token is multiplied by the weight of its one "
+        f"expert. Set model.moe.top_k=1, or model.moe.weigh_input=false."
+    )
+
+
+def some_layer_has_experts(moe: MoEConfig) -> str | None:
+    """A pattern without any is a model without any."""
+    if not moe.layers or any(moe.layers):
+        return None
+    return f"model.moe.layers={list(moe.layers)}: no layer has experts. Set one of them to true, or model.moe=null."
+
+
+RULES: tuple[Rule, ...] = (
+    some_layer_has_experts,
+    tokens_choose_among_all, one_choice_has_a_weight, biases_move_single_scores, groups_are_whole, plans_go_alone,
+    inputs_have_one_weight,
+)  # fmt: skip
+
+
+# --- ranks
+
+
+def expert_layout_problems(model: ModelConfig, parallel: ParallelConfig, world: int, *, trains: bool) -> list[str]:
+    """Ways to divide a model's experts over `world` ranks that cannot work: one text each."""
+    p, moe = parallel, model.moe
+    if moe is None:
+        return _experts_are_there(p)
+    etp = p.tp if p.etp is None else p.etp
+    problems = expert_problems(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
+    if problems:
+        return problems
+    grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
+    checks = [_experts_divide(moe, p.ep), _experts_have_features(moe, etp), _biases_are_whole(moe, etp)]
+    checks += [_replicas_divide(p, grid)] if p.replicas > 1 else []
+    checks += [_tokens_are_divided(p), _weights_stay(p)] if trains else []
+    problems = [text for text in checks if text is not None]
+    if world % (p.tp * p.cp * p.pp):
+        return problems  # which another rule refuses
+    return problems + stage_problems(dense_grid(world=world, tp=p.tp, cp=p.cp, pp=p.pp, order=p.order), grid)
+
+
+def _experts_are_there(p: ParallelConfig) -> list[str]:
+    given = {"ep": (p.ep, 1), "etp": (p.etp, None), "dispatcher": (p.dispatcher, "exchange")}
+    odd = [f"parallel.{name}={value}" for name, (value, usual) in given.items() if value != usual]
+    if not odd:
+        return []
+    return [
+        f"{', '.join(odd)} with model.moe=null: there are no experts to divide. Set model.moe, or remove "
+        f"{'them' if len(odd) > 1 else 'it'}."
+    ]
+
+
+def _experts_divide(moe: MoEConfig, ep: int) -> str | None:
+    if moe.experts % ep == 0:
+        return None
+    return (
+        f"parallel.ep={ep} does not divide model.moe.experts={moe.experts}: every rank has equally many. "
+        f"Set parallel.ep to one of {divisors(moe.experts)}."
+    )
+
+
+def _experts_have_features(moe: MoEConfig, etp: int) -> str | None:
+    if etp <= moe.ffn_hidden_size:
+        return None
+    return (
+        f"parallel.etp={etp} is more than model.moe.ffn_hidden_size={moe.ffn_hidden_size}: every rank has some. "
+        f"Set parallel.etp to {moe.ffn_hidden_size} or less."
+    )
+
+
+def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
+    if not moe.biases or etp == 1:
+        return None
+    return (
+        f"parallel.etp={etp} with model.moe.biases=true: an expert's output bias would be added by every rank that has "
+        f"a part of the expert. Set parallel.etp=1 and parallel.ep to divide experts instead."
+    )
+
+
+def _replicas_divide(p: ParallelConfig, grid: Grid) -> str | None:
+    edp = grid.size("edp")
+    if edp % p.replicas == 0:
+        return None
+    return (
+        f"parallel.replicas={p.replicas} does not divide the {edp} ranks that hold the same experts (edp). "
+        f"Set parallel.replicas to one of {divisors(edp)}, or parallel.ep to less than {p.ep}."
+    )
+
+
+def _tokens_are_divided(p: ParallelConfig) -> str | None:
+    if p.tp == 1 or p.sp:
+        return None
+    return (
+        f"parallel.tp={p.tp} with parallel.sp=false and model.moe: every tensor-parallel rank would send the same "
+        f"tokens, whose gradients would count {p.tp} times. Set parallel.sp=true."
+    )
+
+
+def _weights_stay(p: ParallelConfig) -> str | None:
+    if p.zero < 3:
+        return None
+    return (
+        f"parallel.zero={p.zero} with experts: fully sharded weights lie on the dense grid alone. Set parallel.zero=2, "
+        f"and parallel.ep to divide experts over more ranks."
+    )
+
+
+def balance_notes(model: ModelConfig) -> list[str]:
+    """What a run says at its start when nothing keeps its experts busy, or chance does."""
+    moe = model.moe
+    if moe is not None and moe.router.forced_balance:
+        return [
+            "model.moe.router.forced_balance=true: experts are chosen at random, to measure speed, and the model is of "
+            "no use"
+        ]
+    if moe is None or moe.experts == 1 or moe.router.balancing_bias or moe.balance.sinkhorn:
+        return []
+    if max(moe.balance.sequence, moe.balance.batch, moe.balance.global_batch) > 0:
+        return []
+    return [
+        "nothing keeps the experts equally busy, and few of them may end up with all tokens: set "
+        "model.moe.balance.batch=0.01, or with router.score=sigmoid model.moe.router.balancing_bias=true"
+    ]
+
+
+def _null(value: int | None) -> str:
+    return "null" if value is None else str(value)

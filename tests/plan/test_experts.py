@@ -1,0 +1,118 @@
+"""Every broken rule of experts names the setting, its value, and one that works."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.plan.experts import balance_notes, expert_layout_problems, moe_problems
+from megalith.plan.network import network_problems
+
+GOOD = MoEConfig(experts=8, top_k=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.01))
+MODEL = ModelConfig(vocab_size=8, hidden_size=24, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+SIGMOID = RouterConfig(score="sigmoid")
+
+
+def problems(moe: MoEConfig) -> list[str]:
+    return moe_problems(replace(MODEL, moe=moe))
+
+
+def test_good_settings_break_no_rule() -> None:
+    assert network_problems(replace(MODEL, moe=GOOD)) == []
+    deepseek = RouterConfig(score="sigmoid", balancing_bias=True, groups=4, top_groups=2, scale=2.5)
+    assert network_problems(replace(MODEL, moe=replace(GOOD, router=deepseek))) == []
+    assert moe_problems(MODEL) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"experts": 0}, "model.moe.experts=0 must be at least 1"),
+        ({"top_k": 0}, "model.moe.top_k=0 must be at least 1"),
+        ({"top_k": 9}, "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8 or less"),
+        ({"latent_size": 0}, "model.moe.latent_size=0 must be at least 1. Use 1 or more, or null for none"),
+        ({"shared_ffn_hidden_size": -1}, "model.moe.shared_ffn_hidden_size=-1 must be at least 1"),
+        ({"layers": (False,)}, "model.moe.layers=[False]: no layer has experts"),
+        ({"top_k": 1}, "Set model.moe.router.renormalise=false"),
+        ({"weigh_input": True}, "model.moe.weigh_input=true with model.moe.top_k=4"),
+        ({"router": RouterConfig(balancing_bias=True)}, "Set model.moe.router.score=sigmoid"),
+        ({"router": RouterConfig(groups=4)}, "model.moe.router.groups=4 with model.moe.router.top_groups=null: set both"),
+        ({"router": RouterConfig(groups=3, top_groups=1)}, "Set model.moe.router.groups to one of [1, 2, 4, 8]"),
+        ({"router": RouterConfig(groups=4, top_groups=5)}, "model.moe.router.top_groups=5 is more than"),
+        ({"router": RouterConfig(groups=4, top_groups=1)}, "Set model.moe.router.top_groups to 2 or more"),
+        ({"router": RouterConfig(groups=4, top_groups=3)}, "Set model.moe.router.top_groups to one of [2, 4]"),
+        ({"router": RouterConfig(jitter=1.0)}, "model.moe.router.jitter=1.0 must be at least 0 and below 1"),
+        ({"router": RouterConfig(scale=float("nan"))}, "model.moe.router.scale=nan must be a finite number above 0"),
+        ({"balance": BalanceConfig(z=-1.0)}, "model.moe.balance.z=-1.0 must be a finite number of at least 0"),
+        ({"balance": BalanceConfig(sinkhorn=True, batch=0.1)}, "model.moe.balance.batch=0.1 with model.moe.balance."),
+        ({"capacity": CapacityConfig(factor=0.0)}, "model.moe.capacity.factor=0.0 must be a finite number above 0"),
+        ({"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)}, "model.moe.capacity.factor=1"),
+    ],
+)  # fmt: skip
+def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
+    (problem,) = problems(replace(GOOD, **changed))
+    assert text in problem
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"router": RouterConfig(balancing_rate=0.1)}, "model.moe.router.balancing_rate=0.1 with model.moe.router.bal"),
+        ({"router": RouterConfig(group_score="max")}, "model.moe.router.group_score=max with model.moe.router.groups"),
+        ({"capacity": CapacityConfig(pad=True)}, "model.moe.capacity.pad=true with model.moe.capacity.factor=null"),
+        ({"shared_gate": True}, "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null"),
+        ({"layers": (True,) * 5}, "model.moe.layers has 5 places for model.num_layers=4"),
+    ],
+)
+def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> None:
+    (problem,) = network_problems(replace(MODEL, moe=replace(GOOD, **changed)))
+    assert text in problem
+
+
+@pytest.mark.parametrize(
+    ("parallel", "world", "moe", "text"),
+    [
+        (ParallelConfig(ep=3), 6, GOOD, "parallel.ep=3 does not divide model.moe.experts=8"),
+        (ParallelConfig(ep=2), 2, None, "parallel.ep=2 with model.moe=null: there are no experts to divide"),
+        (ParallelConfig(ep=4), 2, GOOD, "ep=4"),
+        (ParallelConfig(tp=2), 2, GOOD, "parallel.tp=2 with parallel.sp=false and model.moe"),
+        (ParallelConfig(etp=8), 8, GOOD, "parallel.etp=8 is more than model.moe.ffn_hidden_size=6"),
+        (ParallelConfig(etp=2), 2, replace(GOOD, biases=True), "parallel.etp=2 with model.moe.biases=true"),
+        (ParallelConfig(zero=3), 2, GOOD, "parallel.zero=3 with experts"),
+        (ParallelConfig(ep=2, zero=1, replicas=2), 6, GOOD, "parallel.replicas=2 does not divide the 3 ranks"),
+        (ParallelConfig(tp=2, sp=True, pp=2, etp=1, order="pp-tp-cp-ep-dp"), 4, GOOD, None),
+    ],
+)
+def test_layouts_that_cannot_be_are_told(
+    parallel: ParallelConfig, world: int, moe: MoEConfig | None, text: str | None
+) -> None:
+    found = expert_layout_problems(replace(MODEL, moe=moe), parallel, world, trains=True)
+    assert (found == []) if text is None else (len(found) == 1 and text in found[0]), found
+
+
+def test_different_pipelines_of_the_two_grids_are_told() -> None:
+    parallel = ParallelConfig(tp=2, sp=True, pp=2, ep=2, etp=1, order="tp-pp-cp-ep-dp")
+    (problem,) = expert_layout_problems(replace(MODEL, moe=GOOD), parallel, 8, trains=True)
+    assert "different pipelines" in problem
+
+
+def test_reading_alone_needs_no_divided_tokens() -> None:
+    assert expert_layout_problems(replace(MODEL, moe=GOOD), ParallelConfig(tp=2), 2, trains=False) == []
+
+
+def test_a_run_says_when_nothing_balances_its_experts() -> None:
+    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, balance=BalanceConfig(z=0.1))))
+    assert "model.moe.balance.batch=0.01" in note
+    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True))))
+    assert "at random" in note
+    balancing = replace(SIGMOID, balancing_bias=True)
+    for moe in (
+        None,
+        GOOD,
+        replace(GOOD, balance=BalanceConfig(), router=balancing),
+        replace(GOOD, experts=1, top_k=1),
+    ):
+        assert balance_notes(replace(MODEL, moe=moe)) == []
