@@ -6,6 +6,7 @@ Nothing in it can run.
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
     """
     try:
         nbytes = storage.file_nbytes(file)
+        _refuse_pointer(file)
         (length,) = struct.unpack("<Q", storage.read_range(file, 0, 8))
         if length > min(MAX_HEADER, nbytes - 8):
             raise ValueError(f"a header of {length:,} bytes, expected less than the file's {nbytes:,}")
@@ -88,6 +90,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             f"Copy the folder again, or use another one."
         )
     return found
+
+
+def _refuse_pointer(file: Path) -> None:
+    """What `git clone` leaves in the place of a large file, where Git LFS is not installed."""
+    start = storage.read_range(file, 0, 200)
+    if start.startswith(b"version https://git-lfs"):
+        size = re.search(rb"\nsize (\d+)", start)
+        expected = f"a file of {int(size[1]):,} bytes" if size else "a file"
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer to {expected}, not that file. Run `git lfs pull` in {file.parent}."
+        )
 
 
 def show_names(names: Sequence[str], *, limit: int = 6) -> str:

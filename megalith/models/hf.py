@@ -357,9 +357,8 @@ def _weight_files(path: Path) -> list[Path]:
         missing = [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
             wrong = show_names(outside or missing) or "nothing"
-            raise CheckpointError(
-                f"{path / INDEX} names {wrong}, not files of this folder. Copy the folder again, or use another one."
-            )
+            what = "which the folder lacks" if missing and not outside else "not files of this folder"
+            raise CheckpointError(f"{path / INDEX} names {wrong}, {what}. Copy the folder again, or use another one.")
         return [path / name for name in names]
     there = [name for name in storage.list_names(path) if re.search(r"\.(bin|pt|pth|safetensors|gguf)$", name)]
     raise CheckpointError(

@@ -1,10 +1,18 @@
+import errno
+import itertools
 import json
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
+from megalith import storage
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
@@ -12,7 +20,9 @@ from megalith.cli.main import main
 from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
+from megalith.models.convert import convert
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
@@ -116,12 +126,150 @@ def test_bad_input_is_told_in_words(
 
 
 def test_an_unsupported_architecture_is_named_with_the_supported_ones(
-    run: Path, capsys: pytest.CaptureFixture[str]
+    theirs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = run.parent / "theirs"
-    assert main(["convert", str(run), str(theirs)]) == 0
-    raw = json.loads((theirs / "config.json").read_text()) | {"architectures": ["BloomForCausalLM"]}
-    (theirs / "config.json").write_text(json.dumps(raw))
-    assert main(["convert", str(theirs), str(run.parent / "x")]) == 2
+    change(theirs, architectures=["BloomForCausalLM"])
+    assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
     said = capsys.readouterr().err
     assert "the architecture BloomForCausalLM is not supported. Use one of LlamaForCausalLM," in said
+
+
+@pytest.fixture
+def theirs(run: Path) -> Path:
+    """The same weights as a Hugging Face folder of several files."""
+    convert(
+        open_pretrained(run / "checkpoints" / "step_0000007"), run.parent / "theirs", "huggingface", shard_nbytes=9000
+    )
+    return run.parent / "theirs"
+
+
+def change(folder: Path, **fields: Any) -> None:
+    """Set fields of config.json."""
+    raw = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def first_of(folder: Path) -> Path:
+    """The file with the embedding."""
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Rewrite the first file of weights."""
+    tensors = load_file(first_of(folder))
+    change(tensors)
+    save_file(tensors, first_of(folder), metadata={"format": "pt"})
+
+
+def cut(folder: Path) -> None:
+    data = first_of(folder).read_bytes()
+    first_of(folder).write_bytes(data[:-5])
+
+
+def cut_index(folder: Path) -> None:
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text()[:-20])
+
+
+def pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 4976698672\n"
+    first_of(folder).write_text(text)
+
+
+TABLE = "model.embed_tokens.weight"
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "unknown field": (lambda at: change(at, attention_flux=2), "attention_flux=2 is not known, so it may change what"),
+    "rope": (
+        lambda at: change(at, rope_scaling={"rope_type": "spiral", "factor": 2.0}, rope_parameters=None),
+        "rope_type='spiral'",
+    ),
+    "cut off": (cut, "bytes, expected"),
+    "shape": (
+        lambda at: edit(at, lambda tensors: tensors.update({TABLE: torch.zeros(256, 12)})),
+        f"{TABLE} is [256, 12], expected [257, 12]. Use the config.json that came with the weights",
+    ),
+    "dtype": (
+        lambda at: edit(at, lambda tensors: tensors.update({TABLE: tensors[TABLE].to(torch.int8)})),
+        f"{TABLE} is stored as I8, expected one of F64, F32, BF16, F16",
+    ),
+    "tied in words": (
+        lambda at: change(at, tie_word_embeddings=True),
+        "tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight. Set tie_word_embeddings",
+    ),
+    "index": (cut_index, "model.safetensors.index.json cannot be read"),
+    "a file is missing": (lambda at: first_of(at).unlink(), ", which the folder lacks. Copy the folder again"),
+    "a tensor is missing": (
+        lambda at: edit(at, lambda tensors: tensors.pop(TABLE)),
+        "model.safetensors.index.json promises model.embed_tokens.weight, which the files do not hold. Copy",
+    ),
+    "pointer": (pointer, "is a Git LFS pointer to a file of 4,976,698,672 bytes, not that file. Run `git lfs pull` in"),
+    "no weights": (
+        lambda at: [file.rename(file.with_suffix(".bin")) for file in at.glob("model*")],
+        "has neither model.safetensors nor model.safetensors.index.json (found: model",
+    ),
+    "no config": (lambda at: (at / "config.json").unlink(), "or a Hugging Face folder with config.json"),
+}  # fmt: skip
+"""What is done to a folder, and the words that must be said."""
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_folder_is_refused_in_words_before_anything_is_written(
+    kind: str, theirs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage, text = DAMAGE[kind]
+    damage(theirs)
+    before = sorted(os.listdir(theirs.parent))
+    assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("megalith convert: ") and text in said.err and "Traceback" not in said.err
+    assert said.out == "" and sorted(os.listdir(theirs.parent)) == before
+
+
+@pytest.mark.parametrize("kind", ["unknown field", "cut off", "shape", "tied in words"])
+def test_training_refuses_to_start_from_it_in_the_same_words(
+    kind: str, theirs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(theirs.parent)
+    damage, text = DAMAGE[kind]
+    damage(theirs)
+    assert main(["train", "tiny_cpu", "--checkpoint.load", str(theirs)]) == 2
+    said = capfd.readouterr().err
+    assert text in said and "Traceback" not in said
+
+
+def test_a_head_that_is_untied_in_words_and_missing_is_named(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(theirs.glob("*.safetensors"))
+    tensors = {name: tensor for file in files for name, tensor in load_file(file).items() if name != "lm_head.weight"}
+    for file in [*files, theirs / "model.safetensors.index.json"]:
+        file.unlink()
+    save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
+    assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
+    assert "lm_head.weight is missing (set tie_word_embeddings to true if" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("to", ["megalith", "huggingface"])
+@pytest.mark.parametrize("fault", ["no room", "full", "full at the end", "interrupted"])
+def test_a_conversion_that_ends_early_leaves_nothing_behind(
+    fault: str, to: str, theirs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, sync, count = sorted(os.listdir(theirs.parent)), storage.sync_file, itertools.count()
+
+    def broken(file: BinaryIO) -> None:
+        if next(count) == (7 if fault == "full at the end" else 3):
+            if fault == "interrupted":
+                os.kill(os.getpid(), signal.SIGINT)  # from any thread: Ctrl-C is for the process
+                return
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(file)
+
+    monkeypatch.setattr("megalith.models.release.BATCH_NBYTES", 3000)
+    monkeypatch.setattr("megalith.models.hf.BATCH_NBYTES", 3000)
+    monkeypatch.setattr(storage, "sync_file", broken)
+    if fault == "no room":
+        monkeypatch.setattr(storage, "free_nbytes", lambda folder: 12_345)
+    wanted = 130 if fault == "interrupted" else 2
+    assert main(["convert", str(theirs), str(theirs.parent / "x"), "--to", to, "--shard-gb", "1e-5"]) == wanted
+    said = capsys.readouterr().err
+    text = {"no room": "has 12 kB free, and", "interrupted": "megalith convert: interrupted."}
+    assert text.get(fault, "No space left on device). Free some space, or choose another target") in said
+    assert "Traceback" not in said and sorted(os.listdir(theirs.parent)) == before
