@@ -17,9 +17,9 @@ import torch
 from paired import Turns, take_turns, times_as_fast
 from torch import Tensor
 
+from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention, reference_attention
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.kernels.memory import keep_freed_memory
 from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm

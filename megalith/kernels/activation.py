@@ -14,9 +14,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
 from megalith.kernels import cpu
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 

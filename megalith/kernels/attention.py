@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.dropout import DroppedWeights, weight_factors
 from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
 from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked

@@ -15,10 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kernel = Literal["auto", "torch", "reference"]
-"""How an operation is computed. auto: the fastest way on this machine; torch: torch operations with our own backward;
-reference: the plain definition, whose backward is autograd's."""
-
 Loop = Literal[
     "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "dropout", "rope",
     "weighted_gated", "weighted_gated_backward", "weighted_squared_relu", "weighted_squared_relu_backward",

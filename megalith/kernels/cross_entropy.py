@@ -13,11 +13,12 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.kernels import cpu
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.engine import Engine, engine_for
-from megalith.kernels.linear import Context, Sink, add_product_, input_grad
+from megalith.kernels.linear import Context, Sink, add_product_, input_grad, linear
 from megalith.kernels.linear import forward as linear_forward
+from megalith.parallel.autograd import leave, partial
 from megalith.parallel.group import Group, all_reduce_, all_reduce_max_
 from megalith.plan.costs import loss_chunk
 
@@ -68,13 +69,12 @@ def linear_cross_entropy(
     part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
 
     The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
-    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time. With kernel="reference" the
-    vocabulary must be whole and there is no sink.
+    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time; kernel="reference" has all
+    of them at once.
     """
     if kernel == "reference":
-        assert vocab.size == 1
-        assert sink is None
-        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size, readout=readout).sum()
+        head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=False, readout=readout)
+        return _plain_losses(x, weight, labels, head, sink).sum()
     grad = torch.is_grad_enabled()
     head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
     wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad)
@@ -100,11 +100,9 @@ def token_losses(
     The weight gradient of a weighted sum of losses does not factor by token, so backward computes each chunk's logits
     again (one matmul more than `linear_cross_entropy`).
     """
-    if kernel == "reference":
-        assert vocab.size == 1
-        assert sink is None
-        return reference_cross_entropy(x, weight, labels, vocab_size=vocab_size, readout=readout)
     head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
+    if kernel == "reference":
+        return _plain_losses(x, weight, labels, head, sink)
     losses: Tensor = TokenLossesFunction.apply(x, weight, labels, vocab, head, sink)  # type: ignore[no-untyped-call]  # torch's own
     return losses
 
@@ -117,6 +115,21 @@ def reference_cross_entropy(
     if readout.softcap is not None:
         logits = readout.softcap * torch.tanh(logits / readout.softcap)
     return torch.nn.functional.cross_entropy(logits, labels.clamp(min=-1), ignore_index=-1, reduction="none")
+
+
+def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None) -> Tensor:
+    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes to a sink: [t]."""
+    logits = linear(x, [weight], sink=sink).to(torch.promote_types(x.dtype, torch.float32)) * head.readout.scale
+    if head.readout.softcap is not None:
+        logits = head.readout.softcap * torch.tanh(logits / head.readout.softcap)
+    padding = torch.arange(weight.shape[0], device=x.device) >= head.rows
+    logits = logits.masked_fill(padding, float("-inf"))
+    largest = all_reduce_max_(logits.detach().amax(-1), head.group)
+    total = leave(partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group)
+    rows, mine = head.target(labels)
+    target = torch.where(mine, logits.gather(1, rows), largest.unsqueeze(1)).squeeze(1) - largest
+    losses = total.log() - leave(partial(target, head.group), head.group)
+    return losses.masked_fill(labels < 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.kernels import cpu, gpu
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 

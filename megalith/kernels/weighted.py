@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
 from megalith.kernels import cpu
 from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, limits_of, numbers_of, wide_of
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 

@@ -33,14 +33,14 @@ class Dropout(nn.Module):
     def __init__(self, place: str, layer: int, p: float, region: Region) -> None:
         """`place` and `layer`, numbered over all stages, keep apart the masks of one token."""
         super().__init__()
-        self.place, self.layer, self.p, self.region = place, layer, p, region
+        self.place, self.layer, self.p, self.region, self.drop = place, layer, p, region, dropout
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where nothing is trained."""
         if tokens.dropout is None:
             return x
         seed, numbers = tokens.dropout
-        return dropout(x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
+        return self.drop(x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,8 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
+from megalith.kernels import cpu, gpu
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
@@ -24,7 +26,7 @@ class Capability:
 
 def capabilities() -> dict[str, Capability]:
     """Everything the package asks of torch, of the machine and of optional packages, by name."""
-    return _of_torch() | _of_tools()
+    return _of_torch() | _of_kernels() | _of_tools()
 
 
 def cpp_compiler() -> str | None:
@@ -80,6 +82,21 @@ def _of_torch() -> dict[str, Capability]:
             present=torch.cuda.is_available() or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
             purpose="bf16 faster than fp32",
             fix="use precision.params=fp32 on this machine",
+        ),
+    }
+
+
+def _of_kernels() -> dict[str, Capability]:
+    return {
+        "compiled loops": Capability(
+            present=cpu.openmp() is not None,
+            purpose="norms, gates, rotations and losses in one pass over memory on CPUs",
+            fix="use a torch build that brings GNU's OpenMP, as those for Linux do",
+        ),
+        "Triton": Capability(
+            present=gpu.has_triton(),
+            purpose="the same on GPUs",
+            fix="install torch's CUDA build, or run `pip install triton`",
         ),
     }
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
 from megalith.kernels.activation import SIGMOIDS, Gate, activate, gated, reference_activate, reference_gated
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.swiglu import swiglu
 
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)

@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels import attention as ways
 from megalith.kernels.attention import Way, attention, reference_attention, way_of, within_reach
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.dropout import dropped_weights
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.cross_entropy import Head, Readout, linear_cross_entropy, reference_cross_entropy, token_losses
 from megalith.parallel.group import Group, alone
 

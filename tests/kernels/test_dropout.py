@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.dropout import dropout, dropped_features, dropped_weights, reference_dropout
 from megalith.plan.keys import key
 

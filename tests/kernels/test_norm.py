@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.norm import (
     add_layer_norm,
     add_rms_norm,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.kernels import Kernel
 from megalith.config.rope import RopeConfig
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.rope import apply_rope, attention_factor, reference_rope, rope_frequencies, rope_tables
 
 LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.cpu import Kernel
+from megalith.config.kernels import Kernel
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 
 

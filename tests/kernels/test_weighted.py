@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.kernels import Kernel
 from megalith.config.model import Activation
 from megalith.kernels.activation import SIGMOIDS, Gate, activate, gated
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.weighted import (
     reference_weighted_activate,
     reference_weighted_gated,

@@ -1,0 +1,68 @@
+"""One switch for a whole model: its layers hold the operations that they compute with, and each can be told how to.
+
+Matmuls and looking up embeddings have one form, and stay as they are.
+"""
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass, replace
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from megalith.config.kernels import Kernel
+from megalith.kernels.span_attention import reference_span_attention
+from megalith.parallel.context import Gathered, HeadExchange, HeadsThenRing, Ring
+from megalith.parallel.mesh import Mesh
+
+Held = Any  # whatever an attribute of a layer is
+
+
+def use_kernels(models: Iterable[nn.Module], kernel: Kernel, mesh: Mesh) -> None:
+    """Let every layer compute by `kernel`; auto is how layers are built."""
+    if kernel == "auto":
+        return
+    for model in models:
+        for module in model.modules():
+            for name, held in list(vars(module).items()):
+                vars(module)[name] = with_kernel(held, kernel, mesh)
+
+
+def with_kernel(held: Held, kernel: Kernel, mesh: Mesh) -> Held:
+    """The same with every operation in it, however deep, computed by `kernel`; itself, where there is none in it.
+
+    An operation is a function of kernels/ with a keyword `kernel`. Attention across ranks has none: it becomes the
+    plain definition over the keys of all ranks.
+    """
+    if isinstance(held, nn.Module):  # one that its owner has not registered, as steps of a tuple
+        use_kernels([held], kernel, mesh)
+        return held
+    if isinstance(held, Ring | Gathered | HeadExchange | HeadsThenRing):
+        return Gathered(mesh.cp, reference_span_attention)
+    if isinstance(held, FunctionType):
+        return partial(held, kernel=kernel) if "kernel" in (held.__kwdefaults__ or {}) else held
+    parts = _parts(held)
+    made = {name: with_kernel(part, kernel, mesh) for name, part in parts.items()}
+    changed = {name: part for name, part in made.items() if part is not parts[name]}
+    if not changed:
+        return held
+    if isinstance(held, partial):
+        words = {word: made[word] for word in held.keywords}
+        return partial(made[""], *(made[str(place)] for place in range(len(held.args))), **words)
+    return tuple(made.values()) if isinstance(held, tuple) else replace(held, **changed)
+
+
+def _parts(held: Held) -> dict[str, Held]:
+    """What a tuple, a partial function or a dataclass consists of, by names of which none comes twice."""
+    if isinstance(held, partial):
+        return {"": held.func, **_numbered(held.args), **held.keywords}
+    if type(held) is tuple:
+        return _numbered(held)
+    if is_dataclass(held) and not isinstance(held, type):
+        return {field.name: getattr(held, field.name) for field in fields(held) if field.init}
+    return {}
+
+
+def _numbered(values: tuple[Held, ...]) -> dict[str, Held]:
+    return {str(place): value for place, value in enumerate(values)}

@@ -1,0 +1,140 @@
+"""The switch for kernels: no fast form is left where plain ones are asked for, and training comes out the same."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config.kernels import Kernel
+from megalith.config.parallel import ParallelConfig
+from megalith.kernels import activation, cross_entropy, dropout, norm, rope, span_attention, swiglu, weighted
+from megalith.kernels.attention import attention
+from megalith.kernels.norm import rms_norm
+from megalith.kernels.span_attention import reference_span_attention
+from megalith.kernels.swiglu import swiglu as swiglu_function
+from megalith.nn.block import RecomputedCore
+from megalith.nn.kernels import use_kernels, with_kernel
+from megalith.nn.rope import Turned
+from megalith.parallel.context import Gathered, Ring
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_of_one
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import build_trainer
+from megalith.train.step import train_step
+from megalith.verify.ranks import LayoutCase, compare_results, layout_case, run_case
+from megalith.verify.ranks import _loader as loader_of
+from megalith.verify.variants import PLAIN, VARIANTS
+
+FAST = [
+    norm.RMSNormFunction, norm.AddRMSNormFunction, norm.LayerNormFunction, norm.AddLayerNormFunction,
+    rope.RopeFunction, swiglu.SwigluFunction, activation.GatedFunction, activation.ActivationFunction,
+    weighted.WeightedGatedFunction, weighted.WeightedActivationFunction, dropout.DropoutFunction,
+    cross_entropy.LossSumFunction, cross_entropy.TokenLossesFunction, span_attention.SpanAttention,
+]  # fmt: skip
+"""What each operation computes with where it may choose."""
+
+
+def losses_of(kernel: Kernel, **changes: Any) -> tuple[list[float], list[Tensor]]:  # fields of the tiny run
+    """Losses of three steps of the tiny run, and the weights after them."""
+    run = replace(tiny_run({"data.documents": "true"}), kernels=kernel, **changes)
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    loader = loader_of(run, trainer.mesh, consumed=0, steps=3)
+    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
+    return losses, [parameter.detach().float() for parameter in trainer.model.parameters()]
+
+
+def forbid(*arguments: object) -> Tensor:
+    raise AssertionError("a fast form runs where plain definitions are asked for")
+
+
+@pytest.mark.parametrize("kind", ["plain", *VARIANTS])
+def test_reference_leaves_no_fast_form_in_any_kind_of_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for function in FAST:
+        monkeypatch.setattr(function, "apply", forbid)
+    for name in ("tiled_attention", "sdpa_attention", "span_attention"):
+        monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
+    run = layout_case({"plain": PLAIN, **VARIANTS}[kind], ParallelConfig(), 1).run
+    with pytest.raises(AssertionError, match="a fast form"):
+        one_step(run)
+    assert one_step(replace(run, kernels="reference")) > 0
+
+
+def one_step(run: Any) -> float:  # a TrainRun
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    batches = loader_of(run, trainer.mesh, consumed=0, steps=1).next()
+    return train_step(trainer, batches, lr=1e-2, weight_decay=0.1).loss
+
+
+@pytest.mark.parametrize(("dtype", "tolerance", "drift"), [("fp32", 2e-6, 1e-5), ("bf16", 2e-2, 2e-3)])
+def test_training_by_any_kernel_comes_out_the_same(
+    dtype: str, tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.kernels.cpu.WORTH_A_LOOP", 1)  # so that loops take part in so small a model
+    changes = {"precision": replace(tiny_run().precision, params=dtype)}
+    losses, weights = losses_of("auto", **changes)
+    for kernel in ("torch", "reference"):
+        others, other_weights = losses_of(kernel, **changes)
+        assert others == pytest.approx(losses, rel=tolerance)
+        for mine, theirs in zip(weights, other_weights, strict=True):
+            # On average: Adam's first steps are as long as the rate, 1e-2, even where a gradient is all rounding.
+            assert (mine - theirs).abs().mean() <= drift
+
+
+@pytest.mark.slow
+def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_computes_fast(
+    tmp_path: Path,
+) -> None:
+    parallel = ParallelConfig(tp=2, cp=2, sp=True)
+    case = layout_case(VARIANTS["sinks"], parallel, 4, seq_len=24, documents=True)
+    plain = replace(case, run=replace(case.run, kernels="reference"))
+    result = run_ranks(run_case, 4, plain, str(tmp_path / "ranks"), timeout=120.0)[0]
+    one = replace(case.run, parallel=ParallelConfig(bucket_numel=2000))
+    reference = run_case(0, 1, LayoutCase(one, 1), str(tmp_path / "alone"))
+    assert result is not None and reference is not None
+    assert [difference for difference in compare_results(result, reference) if not difference.holds] == []
+
+
+class Layer(nn.Module):
+    """Holds operations in every way in which layers do."""
+
+    def __init__(self, **held: object) -> None:
+        super().__init__()
+        for name, value in held.items():
+            setattr(self, name, value)
+
+
+def test_operations_are_found_however_deep_they_are_held() -> None:
+    def wrap(function: Callable[..., Tensor], other: str) -> str:
+        return other
+
+    layer = Layer(
+        norm=partial(rms_norm, eps=1e-5), nested=partial(wrap, swiglu_function, other="x"),
+        turn=Turned(0, True), core=RecomputedCore(attention, False), several=(swiglu_function, 3),
+        number=5, words=("a", "b"), group=alone("tp"),
+    )  # fmt: skip
+    before = dict(vars(layer))
+    use_kernels([layer], "torch", mesh_of_one())
+    assert layer.norm.keywords == {"eps": 1e-5, "kernel": "torch"} and layer.norm.func is rms_norm
+    assert layer.nested.func is wrap and layer.nested.args[0].keywords == {"kernel": "torch"}
+    assert isinstance(layer.turn, Turned) and isinstance(layer.turn.rotate, partial) and layer.turn.interleaved
+    assert isinstance(layer.core, RecomputedCore) and isinstance(layer.core.core, partial)
+    assert isinstance(layer.several[0], partial) and layer.several[1] == 3
+    assert all(getattr(layer, name) is before[name] for name in ("number", "words", "group"))
+
+
+def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
+    mesh = mesh_of_one()
+    made = with_kernel(RecomputedCore(Ring(mesh.cp), True), "reference", mesh)
+    assert made == RecomputedCore(Gathered(mesh.cp, reference_span_attention), True)
+
+
+def test_auto_changes_nothing() -> None:
+    layer = Layer(norm=rms_norm)
+    use_kernels([layer], "auto", mesh_of_one())
+    assert layer.norm is rms_norm
