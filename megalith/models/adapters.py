@@ -1,11 +1,9 @@
 """Adapters that were trained beside a model: reading them, ours or PEFT's, and the model's weights with them added."""
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -18,8 +16,9 @@ from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers,
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.hf import PIECE_NBYTES, Weights, read_json
+from megalith.models.hf import PIECE_NBYTES, Weights
 from megalith.models.names import Family, TensorRule
+from megalith.models.peft_config import read_peft_config
 from megalith.models.release import parameters
 from megalith.plan.shards import Box
 
@@ -28,16 +27,6 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 
 RECORD = "adapters"
 """In the state of a checkpoint that holds adapters alone: which weights they belong to."""
-
-PLAIN_PEFT: Mapping[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",), "bias": ("none", None), "use_dora": (False, None), "fan_in_fan_out": (False, None),
-    "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "modules_to_save": (None, []), "lora_bias": (False, None), "layer_replication": (None,),
-    "target_parameters": (None, []), "trainable_token_indices": (None,), "exclude_modules": (None, []),
-    "init_lora_weights": (True, False, None, "gaussian", "orthogonal"), "alora_invocation_tokens": (None,),
-    "use_qalora": (False, None), "arrow_config": (None,),
-}  # fmt: skip
-"""Fields of adapter_config.json that change what adapters compute, and the values with which they are plain LoRA."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,37 +200,16 @@ def _is_linear(rule: TensorRule) -> bool:
     return rule.whole and kept == list(range(len(rule.view))) and rule.name.endswith(".weight") and len(rule.shape) == 2
 
 
-def read_peft_config(path: Path) -> tuple[dict[str, Any], LoraConfig]:
-    """adapter_config.json, and what it says; its targets are still theirs.
-
-    Raises:
-        CheckpointError: these are no plain LoRA adapters.
-    """
-    raw = read_json(path / ADAPTER_CONFIG)
-    wrong = [f"{name}={raw[name]!r}" for name, plain in PLAIN_PEFT.items() if name in raw and raw[name] not in plain]
-    rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if type(rank) is not int or rank < 1:
-        wrong.append(f"r={rank!r}")
-    if not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
-        wrong.append(f"lora_alpha={alpha!r}")
-    if wrong:
-        raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: {', '.join(wrong)}: these adapters compute something else than W + scale · B · "
-            f"A. Use LoRA adapters without them, or merge them with PEFT and use the merged model."
-        )
-    assert isinstance(rank, int) and isinstance(alpha, int | float)
-    return raw, LoraConfig(rank=rank, alpha=float(alpha), rslora=bool(raw.get("use_rslora", False)), targets=())
-
-
 def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
     """The adapters in a PEFT folder of a model; what is adapted nowhere is no target, layers without any are not among
     its layers, and where one of several matrices in a parameter is adapted, or one layer of several, the others are by
     zero.
 
     Raises:
-        CheckpointError: tensors are of another model, missing, or of the wrong shape; each is named.
+        CheckpointError: tensors are of another model, missing where its config promises them, or of the wrong shape;
+            each is named.
     """
-    _, lora = read_peft_config(path)
+    config = read_peft_config(path / ADAPTER_CONFIG)
     stored = read_header(path / ADAPTER_WEIGHTS)
     parts = []
     for word in lora_matrices(model):
@@ -249,18 +217,19 @@ def peft_adapters(path: Path, family: Family, model: ModelConfig) -> Adapters:
             parts += peft_parts(family, model, [word])
         except ConfigError:  # a matrix that PEFT cannot have adapted as we do, so its tensors are surplus below
             continue
-    there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
-    _check_stored(path, there, stored, lora.rank)
+    if config.modules is None:
+        there = [part for part in parts if part.key("A") in stored or part.key("B") in stored]
+    else:
+        there = [part for part in parts if config.adapts(part.module, part.layer)]
+    _check_stored(path, there, stored, config.lora.rank)
     words, layers = {part.parameter.rsplit(".", 1)[1] for part in there}, sorted({part.layer for part in there})
     lora = replace(
-        lora, targets=tuple(word for word in lora_matrices(model) if word in words),
+        config.lora, targets=tuple(word for word in lora_matrices(model) if word in words),
         layers=None if len(layers) == model.num_layers else tuple(layers),
     )  # fmt: skip
     shapes = {shard.name: shard.shape for shard in parameters(model)}
-    owners = [name for name in shapes if has_adapters(name, lora, model)]
-    names = frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
     read = _PeftReader(there, stored, shapes, lora.rank)
-    return Adapters(path, lora, names, read)
+    return Adapters(path, lora, adapter_names(lora, model), read)
 
 
 def _check_stored(path: Path, parts: Sequence[PeftPart], stored: Mapping[str, TensorInfo], rank: int) -> None:
@@ -302,6 +271,28 @@ class _PeftReader:
                 place = values if part.part is None else values[part.part]
                 place.copy_(read_box(key, self.stored[key], (slice(None), slice(None))).view(place.shape))
         return values
+
+
+def adapter_names(lora: LoraConfig, model: ModelConfig) -> frozenset[str]:
+    """`layers.0.attention.q.lora_a` and so on: all that a run with these settings trains."""
+    owners = [shard.name for shard in parameters(model) if has_adapters(shard.name, lora, model)]
+    return frozenset(f"{name}.lora_{word}" for name in owners for word in "ab")
+
+
+def check_names(found: Adapters, lora: LoraConfig, model: ModelConfig) -> None:
+    """Refuse adapters that are not those of a model, matrix by matrix.
+
+    Raises:
+        CheckpointError: some are missing or surplus, as those of a deeper model are.
+    """
+    wanted = adapter_names(lora, model)
+    problems = [f"missing: {show_names(missing)}"] if (missing := sorted(wanted - found.names)) else []
+    problems += [f"not of this model: {show_names(extra)}"] if (extra := sorted(found.names - wanted)) else []
+    if problems:
+        raise CheckpointError(
+            f"{found.path} holds adapters of another model: {'; '.join(problems)}. Use those of a model with the same "
+            f"layers, or set lora.* and model.* to what is there."
+        )
 
 
 def adapter_shape(weight: tuple[int, ...], parameter: str, rank: int, word: str) -> tuple[int, ...]:

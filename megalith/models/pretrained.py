@@ -37,6 +37,7 @@ from megalith.models.adapters import (
     RECORD,
     AdaptedWeights,
     Adapters,
+    check_names,
     checkpoint_adapters,
     fingerprint,
     peft_adapters,
@@ -50,8 +51,11 @@ from megalith.models.hf import (
     HuggingFaceFolder,
     Weights,
     companion_files,
+    family_for,
     read_json,
 )
+from megalith.models.names import Family
+from megalith.models.peft_config import read_peft_config
 from megalith.models.release import parameters
 from megalith.models.usual import canonical
 from megalith.parallel.group import Group
@@ -323,29 +327,36 @@ def _open_folder(path: Path) -> Pretrained:
     return Pretrained(path, folder.model_config, tokenizer, folder, ids)
 
 
-def adapters_in(path: Path) -> Adapters:
+def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
     """The adapters in a folder that `locate` gave, a checkpoint of ours or a PEFT folder.
 
+    Those of PEFT are known by the names of a model: `base`, unset: the one that they name.
+
     Raises:
-        CheckpointError: it has none, or they are damaged, or their base is gone.
+        CheckpointError: it has none, or they are damaged, or of another model.
     """
-    return _adapted(path).adapters
-
-
-def _adapted(path: Path) -> AdaptedWeights:
-    weights = open_pretrained(path).weights
-    if isinstance(weights, AdaptedWeights):
-        return weights
+    if (path / MANIFEST).exists():
+        checkpoint = open_checkpoint(path)
+        if RECORD in checkpoint.state:
+            return checkpoint_adapters(checkpoint)
+    elif (path / ADAPTER_CONFIG).exists():
+        opened = _peft_base(path, base)
+        return peft_adapters(path, _family(opened), opened.model)
     raise CheckpointError(
         f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT folder with "
         f"{ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
     )
 
 
-def base_of_adapters(path: Path) -> dict[str, str]:
-    """`base_record` of the weights that the adapters in a folder belong to."""
-    adapted = _adapted(path)
-    return {"base": str(adapted.base_path), "fingerprint": fingerprint(adapted.base, adapted.model_config)}
+def base_of_adapters(path: Path) -> dict[str, str] | None:
+    """`base_record` of the weights that adapters in a folder belong to; None: PEFT's, which name none that is here."""
+    if (path / MANIFEST).exists():
+        record = open_checkpoint(path).state.get(RECORD)
+        return {name: str(record[name]) for name in ("base", "fingerprint")} if isinstance(record, dict) else None
+    named = read_peft_config(path / ADAPTER_CONFIG).base if (path / ADAPTER_CONFIG).exists() else None
+    if not isinstance(named, str) or not Path(named).is_dir():
+        return None
+    return base_record(open_pretrained(locate(named)))
 
 
 def base_record(source: Pretrained) -> dict[str, str]:
@@ -380,6 +391,7 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     base = replace(base, model=model)  # rows that pad the vocabulary are the run's
     require_base(record, base, checkpoint.path)
     adapters = checkpoint_adapters(checkpoint)
+    check_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
     return Pretrained(
         checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text)
@@ -388,22 +400,31 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
 
 def _open_peft(path: Path, where: str | None) -> Pretrained:
     """A PEFT folder, as the model that its adapters make with their base, which must be a folder here."""
-    named = where or read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
-        raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it to the folder of "
-            f"the model that the adapters were trained with."
-        )
-    base = open_pretrained(locate(named))
-    if not isinstance(base.weights, HuggingFaceFolder):
-        raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no Hugging Face folder. Use the one that "
-            f"`megalith convert {named} TARGET` writes."
-        )
-    adapters = peft_adapters(path, base.weights.family, base.model)
+    base = _peft_base(path, where)
+    adapters = peft_adapters(path, _family(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
     tokenizer = brought_along(base.tokenizer, path)  # whoever trains adapters often saves it with them
     return Pretrained(path, base.model, tokenizer, weights, base.token_ids)
+
+
+def _peft_base(path: Path, where: str | None) -> Pretrained:
+    """The model that the adapters in a PEFT folder belong to.
+
+    Raises:
+        CheckpointError: it is not here.
+    """
+    named = where or read_peft_config(path / ADAPTER_CONFIG).base
+    if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
+        raise CheckpointError(
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it to the folder of "
+            f"the model that the adapters were trained with, or run `megalith convert {path} TARGET --base FOLDER`."
+        )
+    return open_pretrained(locate(named))
+
+
+def _family(source: Pretrained) -> Family:
+    """Whose names a model's tensors have in transformers."""
+    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else family_for(source.model)
 
 
 def _located(source: str) -> Path | None:

@@ -14,7 +14,8 @@ from megalith.checkpoint.safetensors import Planned, write_file
 from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
-from megalith.models.hf import HuggingFaceFolder, check_absent, family_for
+from megalith.models.companions import carried
+from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, check_absent, family_for
 from megalith.models.pretrained import Pretrained
 
 TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
@@ -50,14 +51,17 @@ def plan_peft(source: Pretrained) -> list[PeftPart]:
 def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = None) -> int:
     """Write adapter_model.safetensors and adapter_config.json; returns the bytes of the tensors.
 
-    `dtype` unset keeps fp32. The folder appears whole or not at all.
+    `dtype` unset keeps fp32. After a run on conversations the tokenizer goes with them, with the template they were
+    tuned with. The folder appears whole or not at all.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
         ConfigError: as for `plan_peft`.
+        DataError: the tokenizer is gone.
     """
     parts = plan_peft(source)
     weights = source.weights
+    carried_along = carried(source, {}, theirs=True) if source.tuning() else {}
     assert isinstance(weights, AdaptedWeights)
     check_absent(path)
     kept, rank = dtype or torch.float32, weights.adapters.lora.rank
@@ -73,6 +77,8 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
         write_file(staging / ADAPTER_WEIGHTS, plan, _tensors(parts, weights.adapters, kept), {"format": "pt"})
         document = json.dumps(peft_config(parts, weights), indent=2) + "\n"
         storage.write_new(staging / ADAPTER_CONFIG, document.encode())
+        for name in carried_along.keys() & set(TOKENIZER_FILES):
+            storage.write_new(staging / name, carried_along[name])
         storage.sync_folder(staging)
         storage.rename(staging, path)
     except OSError as error:
@@ -84,11 +90,11 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
 
 def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any]:
     """adapter_config.json."""
-    lora, base = weights.adapters.lora, weights.base
+    lora = weights.adapters.lora
     whole = lora.alpha == int(lora.alpha)
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": str(weights.base_path) if isinstance(base, HuggingFaceFolder) else None,
+        "base_model_name_or_path": str(weights.base_path),
         "r": lora.rank, "lora_alpha": int(lora.alpha) if whole else lora.alpha, "use_rslora": lora.rslora,
         "target_modules": sorted({part.module.rsplit(".", 1)[1] for part in parts}),
         "layers_to_transform": None if lora.layers is None else sorted(set(lora.layers)),

@@ -10,7 +10,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError
-from megalith.models.adapters import RECORD, Adapters, same_adapters
+from megalith.models.adapters import RECORD, Adapters, check_names, same_adapters
 from megalith.models.pretrained import (
     adapters_in,
     base_of_adapters,
@@ -63,13 +63,13 @@ def load_adapters(
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     together(lambda: _same_base(path, record) if world.rank == 0 else None, world)
-    together(lambda: _fill(entries, adapters_in(path), lora, model), world)
+    together(lambda: _fill(entries, adapters_in(path, base=record["base"]), lora, model), world)
 
 
 def _same_base(path: Path, record: dict[str, str]) -> None:
-    """Refuse adapters that were trained beside other weights."""
+    """Refuse adapters that were trained beside other weights, as far as they say beside which."""
     theirs = base_of_adapters(path)
-    if theirs["fingerprint"] != record["fingerprint"]:
+    if theirs is not None and theirs["fingerprint"] != record["fingerprint"]:
         raise CheckpointError(
             f"lora.load={path} holds adapters of another base: they were trained beside {theirs['base']}, and "
             f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they were trained with."
@@ -82,11 +82,8 @@ def _fill(entries: Sequence[Entry], found: Adapters, lora: LoraConfig, model: Mo
             f"lora.load={lora.load}: other adapters than this run's: {'; '.join(differences)}. Set these to what is "
             f"there."
         )
+    check_names(found, lora, model)
     for entry in entries:
-        if entry.shard.name not in found.names:
-            raise CheckpointError(
-                f"lora.load={lora.load} has no {entry.shard.name}. Use adapters of a model with as many layers."
-            )
         values = found.read(entry.shard.name)
         if tuple(values.shape) != entry.shard.shape:
             raise CheckpointError(

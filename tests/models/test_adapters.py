@@ -9,11 +9,12 @@ from torch import Tensor
 
 from megalith.config.lora import LoraConfig, lora_matrices
 from megalith.config.model import ModelConfig
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import (
     AdaptedWeights,
     Adapters,
     adapter_shape,
+    check_names,
     fingerprint,
     peft_parts,
     same_adapters,
@@ -125,3 +126,14 @@ def test_differences_from_what_a_run_trains_are_all_named() -> None:
         "lora.targets is ('q', 'kv', 'o', 'gate_up', 'down') there and ('q',) here",
     ]  # fmt: skip
     assert same_adapters(adapters(LoraConfig()), LoraConfig(), MODEL) == []
+
+
+def test_names_are_those_of_the_model_matrix_by_matrix() -> None:
+    found = adapters(LoraConfig())
+    check_names(found, LoraConfig(), MODEL)
+    with pytest.raises(CheckpointError, match=r"another model: not of this model: .*layers.1.* Use those of a model"):
+        check_names(found, LoraConfig(), replace(MODEL, num_layers=1))
+    with pytest.raises(CheckpointError, match=r"another model: missing: .*layers.2.*"):
+        check_names(found, LoraConfig(), replace(MODEL, num_layers=3))
+    with pytest.raises(CheckpointError, match=r"not of this model: .*"):
+        check_names(found, LoraConfig(targets=("q",)), MODEL)

@@ -154,12 +154,11 @@ def test_files_of_no_conversations_are_passed_on_as_they_are(tmp_path: Path, tin
 
 def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(tmp_path: Path, tiny: SimpleNamespace) -> None:
     load = base(tmp_path / "base", tiny)
-    run = tune(tmp_path / "run", load, ADAPTERS)
+    run = tune(tmp_path / "run", load, ADAPTERS | {"data.sft.template": "chatml"})
     assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
-    assert opened(tmp_path / "peft").tokenizer.path == str(load) and opened(tmp_path / "peft").stop_ids() == {7, 8}
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "peft" / name).write_bytes((load / name).read_bytes())
-    (tmp_path / "peft" / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
+    assert (tmp_path / "peft/chat_template.jinja").read_text() == BUILT_IN["chatml"]
+    assert opened(tmp_path / "peft").stop_ids() == {7, 8}
+    (tmp_path / "peft/chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     source = opened(tmp_path / "peft")
     template = own_template(source, build_tokenizer(source.tokenizer))
     assert source.tokenizer.path == str(tmp_path / "peft") and template is not None
@@ -167,3 +166,12 @@ def test_adapters_of_the_library_bring_a_tokenizer_of_their_own(tmp_path: Path, 
     convert(source, tmp_path / "merged", "huggingface")
     assert (tmp_path / "merged/chat_template.jinja").read_text() == template.source
     assert (tmp_path / "merged/LICENSE").exists()
+
+
+def test_adapters_beside_a_release_name_it_and_are_read_with_it(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    assert main(["convert", str(base(tmp_path / "base", tiny)), str(tmp_path / "release")]) == 0
+    run = tune(tmp_path / "run", tmp_path / "release", ADAPTERS)
+    assert main(["convert", str(run), str(tmp_path / "peft"), "--to", "peft"]) == 0
+    raw = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert raw["base_model_name_or_path"] == str(tmp_path / "release")
+    assert opened(tmp_path / "peft").stop_ids() == {7, 8} and "LICENSE" in opened(tmp_path / "peft").companions()

@@ -162,8 +162,8 @@ def test_adapters_of_another_model_are_refused_by_name(trained: Path, tmp_path: 
 
 
 DEEPSEEK: dict[str, Any] = {
-    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-    "v_head_dim": 3, "first_k_dense_replace": 2,
+    **SIZES, "num_key_value_heads": 4, "q_lora_rank": 7, "kv_lora_rank": 5, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4, "v_head_dim": 3, "first_k_dense_replace": 2,
 }  # fmt: skip
 OF_LATENT = {"lora.dropout": "0.3", "lora.layers": "[1]", "lora.targets": "[q_down, q_up, kv_down, kv_up, o]"}
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
@@ -203,6 +203,36 @@ def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -
             tmp_path / "run", trained / "base",
             **{"lora.load": str(tmp_path / "theirs"), "lora.rank": "2", "lora.alpha": "8", "lora.targets": "[q]"},
         )  # fmt: skip
+
+
+def test_adapters_of_a_shallower_model_are_missing_in_the_layers_that_they_promise(
+    trained: Path, tmp_path: Path
+) -> None:
+    deeper = folder(tmp_path / "deeper", **LLAMA | {"num_hidden_layers": 3})
+    with pytest.raises(CheckpointError, match=r"is for another base: missing: base_model.*layers.2"):
+        open_pretrained(locate(str(trained / "adapters")), base=str(deeper))
+
+
+def test_layers_that_the_library_chose_by_an_expression_are_read(trained: Path, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=r".*\.1\..*(q|up)_proj", init_lora_weights=False)
+    model = peft.get_peft_model(theirs(trained / "base"), config)
+    model.save_pretrained(tmp_path / "theirs")
+    found = adapters_in(tmp_path / "theirs")
+    assert (found.lora.layers, found.lora.targets) == ((1,), ("q", "gate_up"))
+    torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
+
+
+def test_a_base_that_is_named_elsewhere_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    save_file(
+        load_file(trained / "adapters/adapter_model.safetensors"), tmp_path / "adapters/adapter_model.safetensors"
+    )
+    raw = json.loads((trained / "adapters/adapter_config.json").read_text())
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(raw | {"base_model_name_or_path": "some/hub"}))
+    settings = {"lora.load": str(tmp_path / "adapters"), "schedule.lr": "0.0"}
+    torch.testing.assert_close(
+        ours(train(tmp_path / "run", trained / "base", **settings)), ours(trained / "run"), rtol=0, atol=1e-6
+    )
 
 
 FUSED = {

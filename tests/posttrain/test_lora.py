@@ -196,6 +196,8 @@ def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=r"the weights that they were trained beside are not at .*--base FOLDER"):
         open_pretrained(locate(str(tmp_path / "run")))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
+    assert adapters_in(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
+    train(tmp_path / "next", tmp_path / "moved", {"lora.load": str(tmp_path / "run"), "train.steps": "1"})
     record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
     assert record["base"] == str(tmp_path / "base") and len(record["fingerprint"]) == 32
     train(tmp_path / "run", tmp_path / "moved", {"train.steps": "2"})
