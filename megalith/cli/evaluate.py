@@ -120,7 +120,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
     elif first:
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.4f} bits per byte"
         print(
-            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}{bits} "
-            f"({found.num_labels:,} tokens)"
+            f"{folder} on {command.split}: loss {found.loss:.4f}, perplexity {found.perplexity:.2f}{bits}"
+            f"{found.depths_text()} ({found.num_labels:,} tokens)"
         )
     return 0

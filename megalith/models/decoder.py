@@ -17,7 +17,7 @@ from megalith.nn.attention import LayerCache
 from megalith.nn.block import BLOCKS
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
-from megalith.nn.mtp import FurtherPredictions
+from megalith.nn.mtp import FurtherPredictions, accepted
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
@@ -137,6 +137,18 @@ class Decoder(nn.Module):
         tokens = self.rotations.given_to(tokens)
         x = self(ids, tokens, x=x)
         return self.head.loss(x, labels), *self.further.losses(x, further, tokens)
+
+    def judged(
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None,
+        further: tuple[tuple[Tensor, Tensor], ...] = (),
+    ) -> Tensor:  # fmt: skip
+        """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that predict further."""
+        tokens = self.rotations.given_to(tokens)
+        x = self(ids, tokens, x=x)
+        own = self.head.loss(x, labels)
+        losses, right = self.further.judged(x, further, tokens)
+        measured = torch.stack([own, *losses]).double()
+        return torch.cat([measured, accepted(right, [labels for _, labels in further])]) if right else measured
 
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
         """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""

@@ -6,7 +6,7 @@ the model's own. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the em
 projected, as in the published weights, where the paper's equation 21 has it last.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -95,3 +95,31 @@ class FurtherPredictions(nn.Module):
             assert isinstance(prediction, FurtherPrediction)
             x = prediction(x, ids, tokens)
             yield prediction.head.loss(x, labels)
+
+    def judged(
+        self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Of every depth the summed loss, as `losses`, and where its best token is the label: bool [t]."""
+        losses, right = [], []
+        for prediction, (ids, labels) in zip(self.depths if further else (), further, strict=True):
+            assert isinstance(prediction, FurtherPrediction)
+            x = prediction(x, ids, tokens)
+            losses.append(prediction.head.loss(x, labels))
+            right.append(prediction.head.best(x) == labels)  # no token is negative, as a missing label is
+        return losses, right
+
+
+def accepted(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+    """What of the depths' guesses a reader who knows the text would accept: float64 [depths + 1].
+
+    right: bool [t] of each depth; labels: [t] of each. How often each depth is right; and how many depths are so from
+    the first on without a gap, summed over the `complete` tokens. Source: Leviathan et al. 2023, arXiv:2211.17192,
+    section 3: a guess counts when all before it were right.
+    """
+    run = torch.stack(list(right)).long().cumprod(0).sum(0)
+    return torch.stack([*(one.sum() for one in right), run[complete(labels)].sum()]).double()
+
+
+def complete(labels: Sequence[Tensor]) -> Tensor:
+    """Tokens that have a label at every depth: bool [t]."""
+    return torch.stack([one >= 0 for one in labels]).all(0)

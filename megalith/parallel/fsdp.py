@@ -316,6 +316,7 @@ def fully_shard_chunk(
             module.set_unshard_in_backward(False)  # their backward does not read the table
         if isinstance(module, VocabHead):
             register_fsdp_forward_method(module, "loss")
+            register_fsdp_forward_method(module, "best")
     fully_shard(chunk, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
     if keep_gathered:
         assert isinstance(chunk, FSDPModule)

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megalith.kernels.best_token import best_tokens
 from megalith.kernels.cross_entropy import AS_THEY_ARE, Readout, linear_cross_entropy, token_losses
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
@@ -358,6 +359,13 @@ class VocabHead(nn.Module):
         return self.single_losses(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
+        )  # fmt: skip
+
+    def best(self, x: Tensor) -> Tensor:
+        """The token that scores highest after each: x [t, h] as the region has it -> int64 [t] (I), no gradient."""
+        return best_tokens(
+            value_of(self.region.enter(x)), self.weight, vocab=self.region.group, first_row=self.first_row,
+            vocab_size=self.vocab_size,
         )  # fmt: skip
 
     def logits(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Evaluation: the mean loss over held-out samples, and what it means per byte of text."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -17,6 +17,7 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
+from megalith.nn.mtp import complete
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
@@ -40,10 +41,40 @@ class Evaluation:
     num_labels: int
     """Tokens it was measured on."""
 
+    further_losses: tuple[float, ...] = ()
+    """The loss of every depth that predicts further ahead."""
+
+    accepted: tuple[float, ...] = ()
+    """How often the best token of every such depth is the one that came."""
+
+    accepted_length: float | None = None
+    """Tokens per forward for a reader who takes the next token, and after it guesses of depth after depth as long as
+    they are those that came; None where no depth predicts."""
+
     @property
     def perplexity(self) -> float:
         """e to the loss: as uncertain as a choice among so many equally likely tokens."""
         return math.exp(min(self.loss, 700.0))
+
+    def of_depths(self) -> dict[str, float | None]:
+        """What a metrics row says of depths that predict further ahead."""
+        if not self.accepted:
+            return {}
+        both = enumerate(zip(self.further_losses, self.accepted, strict=True), start=1)
+        found = {f"eval_mtp_{depth}_loss": loss for depth, (loss, _) in both}
+        found |= {f"mtp_{depth}_accepted": share for depth, share in enumerate(self.accepted, start=1)}
+        return {**found, "mtp_accepted_length": self.accepted_length}
+
+    def depths_text(self) -> str:
+        """The same in a line for people; empty where there are none.
+
+        >>> Evaluation(2.0, None, 9, (2.5, 3.0), (0.5, 0.25), 1.625).depths_text()
+        ', further tokens guessed 50.0 %, 25.0 %, 1.62 tokens at once'
+        """
+        if not self.accepted:
+            return ""
+        shares = ", ".join(f"{share:.1%}".replace("%", " %") for share in self.accepted)
+        return f", further tokens guessed {shares}, {self.accepted_length:.2f} tokens at once"
 
 
 AT_ONCE = 8
@@ -59,20 +90,36 @@ def evaluate(
     Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run as many batches;
     context-parallel ranks share theirs as `slicing` says. What is counted comes from the last stage.
     """
-    mesh, device = staged.mesh, staged.device
-    total = torch.zeros(3, dtype=torch.float64, device=device)  # loss, labels, bytes
-    counts = staged.has_loss and mesh.tp.rank == 0
-    batches = _batches(dataset, masks, mesh, samples, rows, device, slicing)
+    mesh, device, depths = staged.mesh, staged.device, staged.run.model.mtp.depths
+    sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
+    counts = torch.zeros(3 + depths, dtype=torch.float64)
+    tells = staged.has_loss and mesh.tp.rank == 0
+    batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
     while some := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
-        loss = staged.forward(some)
-        for batch in some if counts else ():
-            mine = batch.labels[batch.labels >= 0].tolist()
-            total[1] += len(mine)
-            total[2] += tokenizer.num_bytes(mine)
-        total[0] += loss if counts else 0.0
-    loss_sum, labels, num_bytes = all_reduce_(total, mesh.world).tolist()
-    bits = loss_sum / math.log(2) / num_bytes if num_bytes else None
-    return Evaluation(loss_sum / max(1.0, labels), bits, int(labels))
+        found = staged.forward(some)
+        if tells:
+            sums += found
+            counts += sum(_counts(batch, tokenizer) for batch in some)
+    total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
+    return _summary(total[: len(sums)], total[len(sums) :], depths)
+
+
+def _counts(batch: Batch, tokenizer: Tokenizer) -> Tensor:
+    """Bytes and labels, labels of every further depth, and tokens with all of these: float64 [3 + depths]."""
+    mine, further = batch.labels[batch.labels >= 0].tolist(), [labels for _, labels in batch.further]
+    places = int(complete(further).sum()) if further else 0
+    labels = [int((labels >= 0).sum()) for labels in further]
+    return torch.tensor([tokenizer.num_bytes(mine), len(mine), *labels, places], dtype=torch.float64)
+
+
+def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Evaluation:
+    """From what `Decoder.judged` sums and `_counts` counts, over all ranks."""
+    num_bytes, *labels, places = counts
+    bits = sums[0] / math.log(2) / num_bytes if num_bytes else None
+    loss, *further = (total / max(1.0, count) for total, count in zip(sums[: 1 + depths], labels, strict=True))
+    right = tuple(total / max(1.0, count) for total, count in zip(sums[1 + depths : -1], labels[1:], strict=True))
+    length = 1 + sums[-1] / max(1.0, places) if depths else None
+    return Evaluation(loss, bits, int(labels[0]), tuple(further), right, length)
 
 
 def run_evaluation(
@@ -129,12 +176,15 @@ def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
 
 
 def _batches(
-    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device, slicing: Slicing
-) -> Iterator[Batch]:
+    dataset: Dataset, masks: Masks, mesh: Mesh, samples: int, rows: int, device: torch.device, slicing: Slicing,
+    depths: int,
+) -> Iterator[Batch]:  # fmt: skip
     mine = range(mesh.dp.rank, samples, mesh.dp.size)
     for start in range(0, -(-samples // mesh.dp.size), rows):  # as often as the rank with the most samples
         found = [dataset.sample(k) for k in mine[start : start + rows]]
         # Rows without labels fill up the last batch, whose tokens must still divide over sequence-parallel ranks, and
         # are all that a rank has which must still take part in gathering weights.
         empty = (found or [dataset.sample(0)])[0].blank()
-        yield build_batch([*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing)
+        yield build_batch(
+            [*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing, further=depths
+        )

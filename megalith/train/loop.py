@@ -284,9 +284,10 @@ class _Loop:
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
             slicing=my_slicing(self.run_config.parallel, self.mesh),
         )  # fmt: skip
-        self._write({"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte})
+        row = {"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
+        self._write(row | found.of_depths())
         bits = "" if found.bits_per_byte is None else f", {found.bits_per_byte:.3f} bits per byte"
-        self.progress.say(f"step {step}: held-out loss {found.loss:.4f}{bits}")
+        self.progress.say(f"step {step}: held-out loss {found.loss:.4f}{bits}{found.depths_text()}")
 
     def _save(self, *, final: bool = False) -> None:
         """Save this step, unless it is saved already; a failure is announced, and only several in a row end the run."""

@@ -62,16 +62,18 @@ class Staged:
         return self._run(batches, ending, scale)
 
     def forward(self, batches: Sequence[Batch]) -> Tensor:
-        """Every microbatch forward; the sum of their losses, float64, and 0 where there is no loss."""
+        """Every microbatch forward; the sums of what `Decoder.judged` says of them, and 0 where there is no loss."""
         with torch.no_grad():
-            return self._run(batches, None)[0]
+            return self._run(batches, None)
 
     def _run(self, batches: Sequence[Batch], ending: Ending | None, scale: float = 1.0) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
             p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None
         )
-        total = torch.zeros(1 + self.run.model.mtp.depths, dtype=torch.float64, device=self.device)
+        depths = self.run.model.mtp.depths
+        measures = 1 + depths if ending is not None or not depths else 2 + 2 * depths
+        total = torch.zeros(measures, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
         pipeline = Pipeline(
             self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
@@ -110,9 +112,12 @@ class _Running:
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
             return (self.model(batch.ids, batch.tokens, x=x),)
+        if self.ending is None:
+            self.total.add_(self.model.judged(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further))
+            return ()
         losses = self.model.losses(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further)
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
-        return () if self.ending is None else (self.ending(losses),)
+        return (self.ending(losses),)
 
 
 def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torch.dtype) -> Staged:

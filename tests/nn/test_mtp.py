@@ -13,7 +13,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.tokens import Tokens, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
-from megalith.nn.mtp import FurtherPrediction
+from megalith.nn.mtp import FurtherPrediction, accepted, complete
 from megalith.nn.rope import Rotations
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.packing import tokens_further_on
@@ -109,6 +109,13 @@ def test_all_depths_turn_by_what_was_looked_up_for_the_layers(monkeypatch: pytes
     monkeypatch.setattr(Rotations, "_pair", noted)
     made.losses(ids, labels, tokens, further=further(ids, labels, 2))
     assert len(found) == 1
+
+
+def test_a_guess_is_accepted_when_all_before_it_were_right() -> None:
+    labels = [torch.tensor([4, 5, 6, -1, -1]), torch.tensor([5, 6, 7, 8, -1])]
+    right = [torch.tensor([1, 1, 0, 1, 0]).bool(), torch.tensor([1, 0, 1, 1, 0]).bool()]
+    assert complete(labels).tolist() == [True, True, True, False, False]
+    assert accepted(right, labels).tolist() == [3.0, 3.0, 2.0 + 1.0 + 0.0]
 
 
 def test_depths_and_what_they_read_are_as_many() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from megalith.config.train import TrainRun
 from megalith.data.loader import Masks, build_batch
@@ -86,6 +87,57 @@ def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples
     for found in run_ranks(evaluation, world, run, 2, samples):
         assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
         assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+
+
+FURTHER = {"precision.params": "fp64", "model.mtp.depths": "2", "model.vocab_size": "5", "model.num_layers": "2"}
+
+
+def test_depths_that_predict_further_are_judged_by_what_came() -> None:
+    run = tiny_run(FURTHER)
+    trainer, found = build_trainer(run, mesh_of_one(), CPU), evaluation(0, 1, run, rows=3)
+    (model,) = trainer.staged.chunks
+    losses, right, labels, runs, places = [0.0] * 3, [0, 0], [0] * 3, 0, 0
+    for k in range(SAMPLES):
+        batch = build_batch([dataset(run).sample(k)], Masks(), device=CPU, further=2)
+        tokens = model.rotations.given_to(batch.tokens)
+        x = model(batch.ids, tokens)
+        scores, depths = [model.head.logits(x)], batch.further
+        for depth, (ids, _) in enumerate(depths):
+            x = model.further.depths[depth](x, ids, tokens)
+            scores.append(model.head.logits(x))
+        wanted = [batch.labels, *(labels for _, labels in depths)]
+        for depth, (each, here) in enumerate(zip(scores, wanted, strict=True)):
+            losses[depth] += cross_entropy(each, here, ignore_index=-1, reduction="sum").item()
+            labels[depth] += int((here >= 0).sum())
+        hits = [each.argmax(-1) == here for each, here in zip(scores[1:], wanted[1:], strict=True)]
+        right = [count + int(hit.sum()) for count, hit in zip(right, hits, strict=True)]
+        for first, second, last in zip(*hits, wanted[2], strict=True):
+            if last >= 0:  # labels that are left out are at the end of a row
+                places += 1
+                runs += int(first) + int(first and second)
+    assert found.further_losses == pytest.approx([losses[d] / labels[d] for d in (1, 2)], rel=FP64.relative)
+    assert found.accepted == (right[0] / labels[1], right[1] / labels[2]) and 0 < found.accepted[0] < 1
+    assert found.accepted_length == pytest.approx(1 + runs / places) and runs > 0
+    assert found.loss == pytest.approx(losses[0] / labels[0], rel=FP64.relative)
+    row = found.of_depths()
+    assert row["mtp_2_accepted"] == found.accepted[1] and row["eval_mtp_1_loss"] == found.further_losses[0]
+    assert f"further tokens guessed {found.accepted[0]:.1%}".replace("%", " %") in found.depths_text()
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {"parallel.tp": "2", "parallel.sp": "true"}),
+        (2, {"parallel.cp": "2"}),
+        (2, {"parallel.dp": "2", "parallel.zero": "3"}),
+        (2, {"parallel.pp": "2"}),
+    ],
+)
+def test_any_layout_judges_depths_alike(world: int, settings: dict[str, str]) -> None:
+    reference = evaluation(0, 1, tiny_run(FURTHER), 2)
+    for found in run_ranks(evaluation, world, tiny_run(FURTHER | settings), 2):
+        assert (found.accepted, found.accepted_length) == (reference.accepted, reference.accepted_length)
+        assert found.further_losses == pytest.approx(reference.further_losses, rel=FP64.relative)
 
 
 def test_a_finished_run_is_evaluated_from_its_newest_checkpoint(tmp_path: Path) -> None:

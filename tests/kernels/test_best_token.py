@@ -1,0 +1,57 @@
+"""The best token is that of whole logits, whoever holds which rows of the vocabulary."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import best_token
+from megalith.kernels.best_token import best_tokens
+from megalith.parallel.group import Group, alone
+from megalith.parallel.mesh import build_mesh, model_grid
+from megalith.plan.shards import split_evenly
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+
+VOCAB, PADDED = 37, 40
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    """x [23, 6] and a table whose padding would win, if it took part; two rows of it are equal."""
+    generator = torch.Generator().manual_seed(0)
+    x, table = torch.randn(23, 6, generator=generator), torch.randn(PADDED, 6, generator=generator)
+    table[VOCAB:] = 100.0 * x.sign()[0]
+    table[30] = table[3]
+    return x, table
+
+
+def best_of_rank(rank: int, world: int) -> list[int]:
+    x, table = inputs()
+    run = tiny_run({"parallel.tp": str(world)})
+    group: Group = build_mesh(model_grid(run.parallel, run.model, world), rank=rank).tp
+    sizes = split_evenly(PADDED, world)
+    first = sum(sizes[:rank])
+    mine = table[first : first + sizes[rank]]
+    return best_tokens(x, mine, vocab=group, first_row=first, vocab_size=VOCAB).tolist()
+
+
+def expected() -> list[int]:
+    x, table = inputs()
+    return (x @ table[:VOCAB].T).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_it_is_the_largest_of_all_logits(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(best_token, "loss_chunk", lambda vocab_size, ranks: chunk)
+    x, table = inputs()
+    assert best_tokens(x, table, vocab=alone("tp"), first_row=0, vocab_size=VOCAB).tolist() == expected()
+    assert 3 in expected() and 30 not in expected()  # of equals the first
+
+
+def test_ranks_that_share_the_vocabulary_agree() -> None:
+    assert run_ranks(best_of_rank, 2) == [expected()] * 2
+
+
+def test_a_rank_with_padding_alone_has_no_say() -> None:
+    x, table = inputs()
+    only = best_tokens(x[:2], table[VOCAB:], vocab=alone("tp"), first_row=VOCAB, vocab_size=VOCAB)
+    assert only.tolist() == [VOCAB, VOCAB]  # nobody's token, which another rank's largest takes the place of
