@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.config.rope import RopeConfig
 from megalith.kernels import cpu
-from megalith.kernels.cpu import Kernel
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 

@@ -120,12 +120,13 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
     )  # fmt: skip
     before = dict(vars(layer))
     use_kernels([layer], "torch", mesh_of_one())
-    assert layer.norm.keywords == {"eps": 1e-5, "kernel": "torch"} and layer.norm.func is rms_norm
-    assert layer.nested.func is wrap and layer.nested.args[0].keywords == {"kernel": "torch"}
-    assert isinstance(layer.turn, Turned) and isinstance(layer.turn.rotate, partial) and layer.turn.interleaved
-    assert isinstance(layer.core, RecomputedCore) and isinstance(layer.core.core, partial)
-    assert isinstance(layer.several[0], partial) and layer.several[1] == 3
-    assert all(getattr(layer, name) is before[name] for name in ("number", "words", "group"))
+    held: dict[str, Any] = vars(layer)
+    assert held["norm"].keywords == {"eps": 1e-5, "kernel": "torch"} and held["norm"].func is rms_norm
+    assert held["nested"].func is wrap and held["nested"].args[0].keywords == {"kernel": "torch"}
+    assert isinstance(held["turn"], Turned) and isinstance(held["turn"].rotate, partial) and held["turn"].interleaved
+    assert isinstance(held["core"], RecomputedCore) and isinstance(held["core"].core, partial)
+    assert isinstance(held["several"][0], partial) and held["several"][1] == 3
+    assert all(held[name] is before[name] for name in ("number", "words", "group"))
 
 
 def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
