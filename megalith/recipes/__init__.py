@@ -10,6 +10,7 @@ from megalith.errors import ConfigError
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m
 from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
+from megalith.recipes.lora_tiny import lora_tiny
 from megalith.recipes.mistral import mistral_7b
 from megalith.recipes.olmo2 import olmo2_1b, olmo2_7b, olmo2_13b
 from megalith.recipes.phi3 import phi3_mini
@@ -25,6 +26,7 @@ from megalith.recipes.tiny_cpu import tiny_cpu
 _RECIPES = (
     tiny_cpu,
     sft_tiny,
+    lora_tiny,
     quickstart,
     llama_6m,
     llama_29m,

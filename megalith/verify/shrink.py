@@ -6,6 +6,7 @@ from itertools import accumulate, combinations
 from math import prod
 
 from megalith.config.context import ContextConfig
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -140,9 +141,16 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
-        lora=run.lora and replace(run.lora, rank=min(run.lora.rank, 3), load=None),
+        lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
+        checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),  # which a rule asks for; it is drawn here
     )  # fmt: skip
     return replace(case, run=tiny)
+
+
+def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:
+    """Thinner ones, in the layers that lie where those with adapters lay."""
+    chosen = None if lora.layers is None else tuple(sorted({layer * layers // before for layer in lora.layers}))
+    return replace(lora, rank=min(lora.rank, 3), layers=chosen, load=None)
 
 
 def _shrink_heads(model: ModelConfig, tp: int, *, most: int) -> tuple[int, ModelConfig]:

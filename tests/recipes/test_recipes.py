@@ -53,7 +53,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
     "target, text",
     [
         ("tiny-cpu", "tiny-cpu is neither a recipe nor a file. Did you mean tiny_cpu?"),
-        ("qqqq", "Recipes: tiny_cpu, sft_tiny, quickstart"),
+        ("qqqq", "Recipes: tiny_cpu, sft_tiny, lora_tiny, quickstart"),
         ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
     ],
 )

@@ -305,3 +305,11 @@ def test_whatever_breaks_no_rule_has_copies_that_break_none() -> None:
             assert case.world <= MOST_RANKS
             assert shrunk_words(run, world, case).endswith("tokens a row")
     assert count > 150
+
+
+def test_adapters_stay_where_they_lay() -> None:
+    settings = {"model.num_layers": "12", "lora.layers": "[1, 10, 11]", "lora.rank": "64", "checkpoint.load": "base"}
+    for case in shrink(tiny_run(settings), 1):
+        copy = case.run
+        assert copy.lora is not None and copy.lora.rank == 3 and copy.lora.layers is not None
+        assert set(copy.lora.layers) == {n * copy.model.num_layers // 12 for n in (1, 10, 11)}
