@@ -1,14 +1,17 @@
 """What a decoder-only transformer is made of: the sizes and choices that decide its weights and its mathematics."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
+from megalith.config.layers import ALIKE, LayersConfig, Part
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
+
+T = TypeVar("T")
 
 Norm = Literal["rms", "layer"]
 """RMSNorm (arXiv:1910.07467) or LayerNorm (arXiv:1607.06450)."""
@@ -107,6 +110,9 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Scores z of the vocabulary become logit_softcap * tanh(z / logit_softcap); unset: they stay."""
 
+    layers: LayersConfig = ALIKE
+    """Where layers are not all alike."""
+
     mtp: MTPConfig = field(default_factory=MTPConfig)
     """Prediction of tokens further ahead."""
 
@@ -132,6 +138,25 @@ class ModelConfig:
     """Standard deviation of the initial weights; the projections back into the residual stream get
     init_std / sqrt(2 * num_layers) (Radford et al. 2019, section 2.3)."""
 
+    def at(self, layer: int) -> "ModelConfig":
+        """A model whose layers are all as this one's layer of that number, over all stages."""
+        own = self.layers
+        if own == ALIKE:
+            return self
+        return replace(
+            self, num_kv_heads=_repeated(own.num_kv_heads, layer, self.num_kv_heads),
+            ffn_hidden_size=_repeated(own.ffn_hidden_size, layer, self.ffn_hidden_size),
+            layers=LayersConfig(attention=(self.attention_part(layer),), mlp=(self.mlp_part(layer),)),
+        )  # fmt: skip
+
+    def attention_part(self, layer: int) -> Part:
+        """What a layer, numbered over all stages, has for attention."""
+        return _repeated(self.layers.attention, layer, "full")
+
+    def mlp_part(self, layer: int) -> Part:
+        """The same for its MLP."""
+        return _repeated(self.layers.mlp, layer, "full")
+
     def head_size(self) -> int:
         """Features per head (d)."""
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_heads
@@ -150,8 +175,8 @@ class ModelConfig:
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
-        pattern = self.attention.window_layers
-        return self.attention.window is not None and (not pattern or pattern[layer % len(pattern)])
+        attends = self.attention.window is not None and self.attention_part(layer) == "full"
+        return attends and _repeated(self.attention.window_layers, layer, True)
 
     def qk_norm_eps(self) -> float:
         """Of the norms of queries and keys."""
@@ -163,8 +188,8 @@ class ModelConfig:
 
     def turns(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""
-        skip = self.rope.skip
-        return self.positions == "rope" and not (skip and skip[layer % len(skip)])
+        attends = self.positions == "rope" and self.attention_part(layer) == "full"
+        return attends and not _repeated(self.rope.skip, layer, False)
 
     def rotary_size(self) -> int:
         """Features per head that turn with the position."""
@@ -173,3 +198,8 @@ class ModelConfig:
     def padded_vocab_size(self) -> int:
         """Rows of the embedding table: `vocab_size` rounded up to `vocab_multiple`."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+
+
+def _repeated(pattern: tuple[T, ...], layer: int, otherwise: T) -> T:
+    """What a pattern that repeats says of a layer."""
+    return pattern[layer % len(pattern)] if pattern else otherwise

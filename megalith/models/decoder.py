@@ -14,7 +14,7 @@ from megalith.kernels.cross_entropy import Readout
 from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache
-from megalith.nn.block import BLOCKS
+from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
 from megalith.nn.mtp import FurtherPredictions, accepted
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
             self.entrance = Entrance(config, region, dtype=dtype)
             tied = self.embed.weight
         self.layers = nn.ModuleList(
-            BLOCKS[config.block](
+            block_of_layer(config, index)(
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
                 core=build_attend(context, index, mesh, overlap=overlap), recompute=recompute, dispatcher=dispatcher,
             )

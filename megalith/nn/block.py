@@ -17,9 +17,10 @@ from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import LatentAttention
-from megalith.nn.mlp import build_mlp
+from megalith.nn.mlp import MLP, GatedMLP, build_mlp
 from megalith.nn.moe.layer import MoE
 from megalith.nn.norm import Norm, build_norm
+from megalith.nn.square import Square
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import Recomputed, recompute
@@ -41,7 +42,7 @@ class Layer(nn.Module):
         by that; `core`: how attention sees other tokens; `recompute`: parts whose results backward computes again;
         `dispatcher`: how tokens reach experts."""
         super().__init__()
-        number = index if number is None else number
+        config, number = config.at(index), index if number is None else number
         again, check = modules_again(recompute), recompute.check
         rebuilding: Rebuilding = checked if check else Rebuilt
         act = rebuilding if "mlp_act" in again else None
@@ -57,22 +58,43 @@ class Layer(nn.Module):
             return Branch(own, config.residual_scale, dropping(word, number, config.dropout.residual, region))
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
-        self.attention_norm = norm("attention_norm") if before else Unnormed()
-        kind = Attention if config.mla is None else LatentAttention
-        self.attention = kind(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
-        self.attention_out = branch("attention")
-        own = before and config.block != "parallel_one_norm"
-        self.mlp_norm = norm("mlp_norm") if own else Unnormed()
-        mlp: nn.Module
-        if config.moe is not None and config.has_experts(index):
-            mlp = MoE(
-                f"{name}.moe", config, config.moe, mesh, region, dtype=dtype, act_again=act, dispatcher=dispatcher,
-                number=number,
-            )  # fmt: skip
-        else:
-            mlp = build_mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, act_again=act)
-        self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
-        self.mlp_out = branch("mlp")
+        if config.attention_part(index) != "none":
+            self.attention_norm = norm("attention_norm") if before else Unnormed()
+            self.attention = _attention(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
+            self.attention_out = branch("attention")
+        if config.mlp_part(index) != "none":
+            own = before and config.block != "parallel_one_norm"
+            self.mlp_norm = norm("mlp_norm") if own else Unnormed()
+            mlp: nn.Module
+            if config.moe is not None and config.has_experts(index):
+                mlp = MoE(
+                    f"{name}.moe", config, config.moe, mesh, region, dtype=dtype, act_again=act, dispatcher=dispatcher,
+                    number=number,
+                )  # fmt: skip
+            else:
+                mlp = _mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act)
+            self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
+            self.mlp_out = branch("mlp")
+
+
+def _attention(
+    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int, core: Attend
+) -> Attention | LatentAttention | Square:
+    """What a layer that is not without it has for attention."""
+    if config.attention_part(index) == "linear":
+        return Square(name, config, region, bias=config.output_bias, dtype=dtype)
+    kind = Attention if config.mla is None else LatentAttention
+    return kind(name, config, mesh, region, dtype=dtype, index=index, core=core)
+
+
+def _mlp(
+    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int,
+    act_again: Rebuilding | None,
+) -> GatedMLP | MLP | Square:  # fmt: skip
+    """What a layer that is not without it has for its MLP."""
+    if config.mlp_part(index) == "linear":
+        return Square(name, config, region, bias=config.mlp_bias, dtype=dtype)
+    return build_mlp(name, config, mesh, region, dtype=dtype, act_again=act_again)
 
 
 class Block(Layer):
@@ -107,10 +129,33 @@ class OneNormBlock(Layer):
         return x + attended + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
-BLOCKS: dict[str, type[Block | ParallelBlock | OneNormBlock]] = {
+class AttentionBlock(Layer):
+    """A layer without an MLP: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return x + self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+
+
+class MLPBlock(Layer):
+    """A layer without attention: x [t, h] -> x [t, h]."""
+
+    def forward(self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return x + self.mlp_out(self.mlp(self.mlp_norm(x), tokens), tokens)
+
+
+BLOCKS: dict[str, type[Layer]] = {
     "sequential": Block, "parallel": ParallelBlock, "parallel_one_norm": OneNormBlock,
 }  # fmt: skip
-"""By model.block."""
+"""By model.block, for layers that have both parts."""
+
+
+def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
+    """The class of a layer, numbered over all stages; every layer has one part at least."""
+    if config.attention_part(layer) == "none":
+        return MLPBlock
+    return AttentionBlock if config.mlp_part(layer) == "none" else BLOCKS[config.block]
 
 
 class Unnormed(nn.Module):

@@ -18,7 +18,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
-from megalith.nn.block import BLOCKS
+from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import Entrance
 from megalith.nn.norm import build_norm
 from megalith.parallel.context import Attend
@@ -53,8 +53,9 @@ class FurtherPrediction(nn.Module):
         )
         project = whole(f"{name}.project", (h, 2 * h), invariant=region.invariant)
         self.project = WholeLinear(Declared(project, Init(config.init_std)), dtype=dtype)
-        self.layer = BLOCKS[config.block](
-            f"{name}.layer", config, mesh, region, dtype=dtype, index=config.num_layers - 1,
+        last = config.num_layers - 1
+        self.layer = block_of_layer(config, last)(
+            f"{name}.layer", config, mesh, region, dtype=dtype, index=last,
             number=config.num_layers + depth, core=core, recompute=recompute, dispatcher=dispatcher,
         )  # fmt: skip
         self.run_layers = LayerRunner(recompute, OffloadConfig(), mesh.tp)

@@ -195,30 +195,57 @@ def whole_layer(setting: Setting, layer: int | None = None) -> list[Row]:
 
 def layer_rows(setting: Setting, again: Sequence[str], layer: int | None = None) -> list[Row]:
     """One layer, numbered over all stages (unset: the first here), of which `again` is computed again in backward."""
-    model, e, own = setting.model, setting.element, setting.own_tokens
     index = setting.first_layer if layer is None else layer
-    before, after = model.norm_placement != "after", model.norm_placement != "before"
-    kept = not (before and "norm" in again)  # inputs of the projections, which are what norms give
-    width = own * model.hidden_size
+    setting = replace(setting, model=setting.model.at(index))
+    model = setting.model
+    rows = _attention_branch(setting, index, again) if model.attention_part(index) != "none" else []
+    return rows + (_mlp_branch(setting, index, again) if model.mlp_part(index) != "none" else [])
+
+
+def _attention_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
+    """Attention, or the matrix in its place, and the norms around."""
+    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    width = setting.own_tokens * model.hidden_size
     rows = _norm_rows(setting, "attention_norm") if before else []
     if kept:
-        rows.append(Row(_first_reader(model), "input", width, width * e))
-    rows += _attention_rows(setting, index, "core_attention" in again)
-    rows += _norm_rows(setting, "attention_out.norm") if after else []
-    if before and model.block == "sequential":
+        rows.append(Row(_first_reader(model, layer), "input", width, width * setting.element))
+    if model.attention_part(layer) == "full":
+        rows += _attention_rows(setting, layer, "core_attention" in again)
+    return rows + (_norm_rows(setting, "attention_out.norm") if after else [])
+
+
+def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
+    """The MLP, or the matrix in its place, and the norms around."""
+    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    width, alone = setting.own_tokens * model.hidden_size, model.attention_part(layer) == "none"
+    rows: list[Row] = []
+    if before and alone:
+        rows += _norm_rows(setting, "mlp_norm")
+    elif before and model.block == "sequential":
         rows += [Row("", f"{row.what} of mlp_norm", row.numel, row.nbytes) for row in _norm_rows(setting, "")]
     elif before and model.block == "parallel":
         rows += _norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
-    up = "mlp.gate_up" if model.gated else "mlp.up"
-    if kept and (model.block == "sequential" or (before and model.block == "parallel")):  # else attention reads it, too
-        rows.append(Row("mlp" if "mlp" in again else up, "input", width, width * e))
-    rows += [] if "mlp" in again else _mlp_rows(setting, "mlp_act" in again)
-    rows += _norm_rows(setting, "mlp_out.norm") if after else []
-    return rows
+    own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
+    full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
+    if kept and own:
+        reader = "mlp" if "mlp" in again else up if full else "mlp.linear"
+        rows.append(Row(reader, "input", width, width * setting.element))
+    if full and "mlp" not in again:
+        rows += _mlp_rows(setting, "mlp_act" in again)
+    return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
 
 
-def _first_reader(model: ModelConfig) -> str:
+def _norms_around(setting: Setting, again: Sequence[str]) -> tuple[bool, bool, bool]:
+    """Whether there are norms before, and after; and whether inputs of projections are kept, which the first give."""
+    placement = setting.model.norm_placement
+    before = placement != "after"
+    return before, placement != "before", not (before and "norm" in again)
+
+
+def _first_reader(model: ModelConfig, layer: int) -> str:
     """The part of attention that reads a layer's input first."""
+    if model.attention_part(layer) == "linear":
+        return "attention.linear"
     if model.mla is None:
         return "attention.qkv"
     return "attention.queries" if model.mla.q_rank is None else "attention.queries.0"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_targets
 from megalith.config.model import ModelConfig
 from megalith.plan.costs import attention_flops, layer_flops, step_flops
-from megalith.plan.parameters import HeldParameter, layer_parameters, tensor_part
+from megalith.plan.parameters import HeldParameter, layer_parameters
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
 """Matrices of attention that read what the layer was given."""
@@ -106,7 +106,7 @@ def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: _See
 def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, core: int) -> int:
     """Gradients of inputs that nobody needs in the first layer with adapters, and of attention, if nobody needs it."""
     needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
-    held = layer_parameters(config, layer, tensor_part(config, tp=1, rank=0))
+    held = layer_parameters(config, layer)
     readers = [one for one in held if one.matrix] + [one for one in _adapters(config, lora, layer) if _is_a(one)]
     spared = sum(2 * tokens * one.numel for one in readers if _word(one) in needless)
     return spared + (core * 2 // 3 if "core" in needless else 0)
@@ -126,7 +126,7 @@ def _wanted(config: ModelConfig, lora: LoraConfig) -> dict[str, bool]:
 
 def _adapters(config: ModelConfig, lora: LoraConfig, layer: int) -> list[HeldParameter]:
     """A and B of a layer, whole."""
-    held = layer_parameters(config, layer, tensor_part(config, tp=1, rank=0))
+    held = layer_parameters(config, layer)
     return trained(with_adapters(held, config, lora))
 
 

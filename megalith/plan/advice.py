@@ -167,7 +167,7 @@ def mlp_share(run: TrainRun) -> float:
     """The MLPs' part of a step's work."""
     c, length = run.model, run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    return c.num_layers * mlp_flops(c, length) / whole
+    return sum(mlp_flops(c, n, length) for n in range(c.num_layers)) / whole
 
 
 def notes(workload: Workload, device: Device) -> list[str]:

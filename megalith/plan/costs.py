@@ -3,11 +3,12 @@
 In the formulas: h hidden_size, L layers, n heads, g key/value heads, d head size, f ffn_hidden_size, v vocabulary.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.plan.parameters import held_parameters, layer_parameters, tensor_part
+from megalith.plan.parameters import distinct_ranks, held_parameters, layer_parameters
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -21,15 +22,24 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
     """Weights on the rank that holds most: matrices are split over tp, norms and output biases are whole on each."""
-    parts = {tensor_part(config, tp=tp, rank=rank): rank for rank in range(tp)}
-    return max(_held(config, tp, rank) for rank in parts.values())
+    return max(_held(config, tp, rank) for rank in distinct_ranks(config, tp=tp))
 
 
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
-    """All layers hold equally many."""
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
-    layer = layer_parameters(config, 0, tensor_part(config, tp=tp, rank=rank))
-    return sum(one.numel for one in ends) + config.num_layers * sum(one.numel for one in layer)
+    numel = sum(one.numel for one in ends)
+    for first, count in _kinds(config).items():
+        numel += count * sum(one.numel for one in layer_parameters(config, first, tp=tp, tp_rank=rank))
+    return numel
+
+
+def _kinds(config: ModelConfig) -> dict[int, int]:
+    """How many layers have the same parameters, by the first of them."""
+    firsts: dict[ModelConfig, int] = {}
+    counts: Counter[int] = Counter()
+    for layer in range(config.num_layers):
+        counts[firsts.setdefault(config.at(layer), layer)] += 1
+    return counts
 
 
 # --- operations
@@ -72,9 +82,9 @@ def attention_flops(
     return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 
-def mlp_flops(config: ModelConfig, tokens: int) -> int:
+def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     """The same of one layer's MLP."""
-    return 6 * tokens * _matrices(config, "mlp.")
+    return 6 * tokens * _matrices(config, layer, "mlp.")
 
 
 def pairs_in_window(length: int, window: int) -> int:
@@ -108,7 +118,7 @@ class _Seen(NamedTuple):
 
 
 def _layer_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
-    return 6 * seen.tokens * _matrices(config) + _core_flops(config, layer, seen)
+    return 6 * seen.tokens * _matrices(config, layer) + _core_flops(config, layer, seen)
 
 
 def _further_flops(config: ModelConfig, seen: _Seen) -> int:
@@ -118,13 +128,15 @@ def _further_flops(config: ModelConfig, seen: _Seen) -> int:
     return config.mtp.depths * (own + _layer_flops(config, last, seen))
 
 
-def _matrices(config: ModelConfig, inside: str = "") -> int:
+def _matrices(config: ModelConfig, layer: int, inside: str = "") -> int:
     """Elements of all matrices of a layer, or of those in one part of it."""
-    held = layer_parameters(config, 0, tensor_part(config, tp=1, rank=0))
-    return sum(one.numel for one in held if one.matrix and one.name.startswith(f"layers.0.{inside}"))
+    held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
+    return sum(one.numel for one in held if one.matrix and one.name.startswith(name))
 
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
+    if config.attention_part(layer) != "full":
+        return 0
     pairs = seen.doubled_pairs(config.attention.window if config.has_window(layer) else None)
     pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())

@@ -3,6 +3,7 @@
 Everything here is data that prints as a table or as JSON; `megalith plan explain` shows it.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -163,8 +164,26 @@ def kind_text(model: ModelConfig) -> str:
     words = [block, f"{norm} {model.norm_placement}", _attention_text(model)]
     words.append({"rope": _rope_text(model), "learned": "learned positions", "none": "no positions"}[model.positions])
     words.append(f"{'gated ' * model.gated}{model.activation}")
+    words += _unlike_text(model)
     words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
+
+
+def _unlike_text(model: ModelConfig) -> Iterator[str]:
+    """How layers differ."""
+    own, layers = model.layers, [model.at(layer) for layer in range(model.num_layers)]
+    for word, pattern in {"attention": own.attention, "MLP": own.mlp}.items():
+        parts = Counter(pattern[layer % len(pattern)] for layer in range(len(layers)) if pattern)
+        told = {"replaced by one matrix": parts["linear"], "left out": parts["none"]}
+        yield from (f"{word} {how} in {count} of {len(layers)} layers" for how, count in told.items() if count)
+    if own.num_kv_heads:
+        yield f"{_span([layer.num_kv_heads for layer in layers])} keys"
+    if own.ffn_hidden_size:
+        yield f"{_span([layer.ffn_hidden_size for layer in layers])} features in the MLP"
+
+
+def _span(counts: Sequence[int]) -> str:
+    return f"{min(counts)} to {max(counts)}"
 
 
 def _attention_text(model: ModelConfig) -> str:

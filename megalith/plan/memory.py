@@ -11,13 +11,14 @@ from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 from megalith.config.context import ContextKind
+from megalith.config.model import ModelConfig
 from megalith.plan.activations import Setting, stage_kept, total
 from megalith.plan.adapters import trained
 from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
-from megalith.plan.parameters import HeldParameter, tensor_part
+from megalith.plan.parameters import HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS, neighbour
@@ -124,10 +125,7 @@ def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
 def distinct_places(workload: Workload) -> list[tuple[int, int]]:
     """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first stands for all."""
     run = workload.run
-    firsts: dict[object, int] = {}
-    for rank in range(run.parallel.tp):
-        firsts.setdefault(tensor_part(run.model, tp=run.parallel.tp, rank=rank), rank)
-    return [(pp, tp) for pp in range(run.parallel.pp) for tp in firsts.values()]
+    return [(pp, tp) for pp in range(run.parallel.pp) for tp in distinct_ranks(run.model, tp=run.parallel.tp)]
 
 
 def place_memory(
@@ -333,11 +331,21 @@ def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
     """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f without a gate); the
     head's own gradient."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
-    part = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank)
-    h, heads = c.hidden_size, part.heads + part.kv_heads
-    layer = 4 * h + heads * (c.key_size() + c.value_size()) + (3 if c.gated else 2) * part.ffn
-    rows = (len(stage.layers) * layer + stage.embedding * h) * t * width.value
-    return rows + stage.loss * part.vocab * h * width.sums
+    features = sum(_features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in stage.layers)
+    rows = (features + stage.embedding * c.hidden_size) * t * width.value
+    vocab = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank).vocab
+    return rows + stage.loss * vocab * c.hidden_size * width.sums
+
+
+def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) -> int:
+    """Of one token: inputs and output gradients of a layer's weights."""
+    own = model.at(layer)
+    part = tensor_part(own, tp=tp, rank=tp_rank)
+    attention = (part.heads + part.kv_heads) * (own.key_size() + own.value_size())
+    mlp = (3 if own.gated else 2) * part.ffn
+    kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
+    inside = sum(features for kind, features in kinds if kind == "full")
+    return inside + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Every rule of a network by itself: numbers out of range, settings that contradict, or that nobody would read."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
 from megalith.plan.grid import divisors
 from megalith.plan.unread import shown, unread_problems
@@ -43,6 +45,12 @@ def count_problems(model: ModelConfig) -> list[str]:
         f"model.{name}={value} must be at least 1. Set model.{name} to 1 or more."
         for name, value in counts.items()
         if value is not None and value < 1
+    ]
+    patterns = {"num_kv_heads": model.layers.num_kv_heads, "ffn_hidden_size": model.layers.ffn_hidden_size}
+    problems += [
+        f"model.layers.{name}={shown(pattern)} must be counts of at least 1. Set each of them to 1 or more."
+        for name, pattern in patterns.items()
+        if min(pattern, default=1) < 1
     ]
     if model.mtp.depths < 0:
         problems.append(
@@ -305,7 +313,10 @@ def sections_are_all_pairs(model: ModelConfig) -> str | None:
 
 def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     """A pattern repeats over the layers, so it has no more places than there are layers."""
-    patterns = {"attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip}
+    patterns: dict[str, Sequence[object]] = {
+        "attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip,
+    }  # fmt: skip
+    patterns |= {f"layers.{one.name}": getattr(model.layers, one.name) for one in fields(LayersConfig)}
     long = [f"model.{name} has {len(pattern)}" for name, pattern in patterns.items() if len(pattern) > model.num_layers]
     if not long:
         return None
@@ -328,6 +339,51 @@ def patterns_choose_a_layer(model: ModelConfig) -> str | None:
     return (
         f"model.attention.window={window} with model.attention.window_layers={shown(layers)}: no layer has the "
         f"window. Remove both, or set model.attention.window_layers to [true, false] for every other layer."
+    )
+
+
+def sizes_of_layers_are_below_the_models(model: ModelConfig) -> str | None:
+    """The model's size is the largest of its layers', so that whoever asks for room asks for enough."""
+    sizes = {"num_kv_heads": model.layers.num_kv_heads, "ffn_hidden_size": model.layers.ffn_hidden_size}
+    for name, pattern in sizes.items():
+        if pattern and max(pattern) != getattr(model, name):
+            return (
+                f"model.{name}={getattr(model, name)} with model.layers.{name}={shown(pattern)} must be the largest of "
+                f"them. Set model.{name} to {max(pattern)}."
+            )
+    return None
+
+
+def layers_share_keys(model: ModelConfig) -> str | None:
+    """In layers with key/value heads of their own, too, whole groups of query heads share one."""
+    heads, keys = model.num_heads, model.layers.num_kv_heads
+    if model.mla is not None and keys:
+        return (
+            f"model.layers.num_kv_heads={shown(keys)} with model.mla: latent attention has as many key/value heads as "
+            f"query heads. Remove model.layers.num_kv_heads."
+        )
+    if all(heads % count == 0 for count in keys):
+        return None
+    return (
+        f"model.layers.num_kv_heads={shown(keys)} does not divide model.num_heads={heads} everywhere: every key/value "
+        f"head serves equally many query heads. Use {divisors(heads)}."
+    )
+
+
+def every_layer_does_something(model: ModelConfig) -> str | None:
+    """A layer without attention and MLP is none; and one norm for both needs both."""
+    parts = [(model.attention_part(layer), model.mlp_part(layer)) for layer in range(model.num_layers)]
+    given = f"model.layers.attention={shown(model.layers.attention)} and model.layers.mlp={shown(model.layers.mlp)}"
+    if ("none", "none") in parts:
+        return (
+            f"{given} leave layer {parts.index(('none', 'none'))} without either. Set one of the two to full or linear "
+            f"there, or leave the layer out of model.num_layers={model.num_layers}."
+        )
+    if model.block != "parallel_one_norm" or not any("none" in pair for pair in parts):
+        return None
+    return (
+        f"{given} with model.block={model.block}: a layer's one norm is for both. Set model.block to sequential or "
+        f"parallel, or use linear in place of none."
     )
 
 
@@ -354,5 +410,6 @@ RULES: tuple[Rule, ...] = (
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
     longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,
-    patterns_fit_the_layers, patterns_choose_a_layer, one_norm_comes_first,
+    patterns_fit_the_layers, patterns_choose_a_layer, sizes_of_layers_are_below_the_models, layers_share_keys,
+    every_layer_does_something, one_norm_comes_first,
 )  # fmt: skip

@@ -73,28 +73,52 @@ def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
     )
 
 
-def layer_parameters(model: ModelConfig, index: int, part: TensorPart) -> list[HeldParameter]:
+def distinct_ranks(model: ModelConfig, *, tp: int) -> list[int]:
+    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every layer."""
+    kinds = dict.fromkeys(model.at(layer) for layer in range(model.num_layers))
+    firsts: dict[tuple[TensorPart, ...], int] = {}
+    for rank in range(tp):
+        firsts.setdefault(tuple(tensor_part(kind, tp=tp, rank=rank) for kind in kinds), rank)
+    return list(firsts.values())
+
+
+def layer_parameters(model: ModelConfig, index: int, *, tp: int = 1, tp_rank: int = 0) -> list[HeldParameter]:
     """The parameters of layer number `index`, counted over all stages."""
-    return _under(f"layers.{index}", _layer(model, part))
+    return _under(f"layers.{index}", _layer(model, index, tp, tp_rank))
 
 
 def _under(prefix: str, parameters: Iterator[HeldParameter]) -> list[HeldParameter]:
     return [replace(one, name=f"{prefix}.{one.name}") for one in parameters]
 
 
-def _layer(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+def _layer(model: ModelConfig, index: int, tp: int, rank: int) -> Iterator[HeldParameter]:
     """A layer's: norms, attention and MLP in the order in which x meets them."""
+    model = model.at(index)
+    part = tensor_part(model, tp=tp, rank=rank)
     before, after = model.norm_placement != "after", model.norm_placement != "before"
-    if before:
-        yield from _norm("attention_norm", model)
-    yield from _latent_attention(model, part) if model.mla is not None else _attention(model, part)
-    if after:
-        yield from _norm("attention_post_norm", model)
-    if before and model.block != "parallel_one_norm":
-        yield from _norm("mlp_norm", model)
-    yield from _mlp(model, part)
-    if after:
-        yield from _norm("mlp_post_norm", model)
+    attends, thinks = model.attention_part(index), model.mlp_part(index)
+    if attends != "none":
+        if before:
+            yield from _norm("attention_norm", model)
+        if attends == "linear":
+            yield from _square("attention", model, bias=model.output_bias)
+        else:
+            yield from _latent_attention(model, part) if model.mla is not None else _attention(model, part)
+        if after:
+            yield from _norm("attention_post_norm", model)
+    if thinks != "none":
+        if before and model.block != "parallel_one_norm":
+            yield from _norm("mlp_norm", model)
+        yield from _square("mlp", model, bias=model.mlp_bias) if thinks == "linear" else _mlp(model, part)
+        if after:
+            yield from _norm("mlp_post_norm", model)
+
+
+def _square(where: str, model: ModelConfig, *, bias: bool) -> Iterator[HeldParameter]:
+    """h·h."""
+    yield HeldParameter(f"{where}.linear", model.hidden_size, model.hidden_size)
+    if bias:
+        yield HeldParameter(f"{where}.linear_bias", model.hidden_size)
 
 
 def _norm(name: str, model: ModelConfig, *, size: int | None = None, summed: Summed = "sp") -> Iterator[HeldParameter]:
@@ -179,7 +203,7 @@ def held_parameters(
     if embedding and model.positions == "learned":
         held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
     for index in layers:
-        held += layer_parameters(model, index, part)
+        held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank)
     if loss:
         held += _norm("norm", model)
         if not model.tied_embeddings:
@@ -187,14 +211,14 @@ def held_parameters(
         if model.shares_table() and not embedding:
             held.append(table)
         for depth in range(model.mtp.depths):
-            held += _under(f"mtp.{depth}", _further(model, part))
+            held += _under(f"mtp.{depth}", _further(model, tp, tp_rank))
     return held
 
 
-def _further(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
+def _further(model: ModelConfig, tp: int, rank: int) -> Iterator[HeldParameter]:
     """One depth of multi-token prediction: a layer, 2·h·h, and three norms."""
     for word in ("embed_norm", "hidden_norm", "norm"):
         yield from _norm(word, model)
     yield HeldParameter("project", model.hidden_size, 2 * model.hidden_size)
-    for one in _layer(model, part):
+    for one in _layer(model, model.num_layers - 1, tp, rank):
         yield replace(one, name=f"layer.{one.name}")

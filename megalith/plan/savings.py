@@ -102,7 +102,7 @@ def _share(setting: Setting, module: str) -> float:
     if again is not None:
         once = sum(again(c, n, tokens=tokens, squared_lengths=squares) for n in range(c.num_layers))
     else:
-        once = c.num_layers * mlp_flops(c, tokens) if module == "mlp" else 0
+        once = sum(mlp_flops(c, n, tokens) for n in range(c.num_layers)) if module == "mlp" else 0
     return once / 3 / step_flops(c, tokens=tokens, squared_lengths=squares)
 
 

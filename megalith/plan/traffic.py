@@ -11,9 +11,11 @@ e bytes per weight or activation, L layers of this rank, M microbatches.
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
+from megalith.config.model import ModelConfig
 from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
@@ -90,8 +92,12 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     one = t * run.model.hidden_size * width.value
     stages = workload.chunks(pp_rank)
     again = [spans_again(workload, stage) for stage in stages]
-    repeated, spans = sum(map(sum, again)), sum(map(len, again))
-    layers, inputs, losses = (sum(part) for part in zip(*((len(s.layers), s.embedding, s.loss) for s in stages)))
+    spans, inputs, losses = sum(map(len, again)), sum(s.embedding for s in stages), sum(s.loss for s in stages)
+    parts = sum(divided_parts(run.model, stage.layers) for stage in stages)
+    entered = left = 0  # once more
+    for stage, counts in zip(stages, again, strict=True):
+        more = divided_parts(run.model, stage.layers[: sum(counts)])
+        entered, left = entered + more, left + more - _sums_at_ends(run.model, stage, counts)
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
@@ -101,18 +107,19 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     behind = "matmuls" if run.parallel.overlap else ""
     ring = "matmuls" if run.parallel.rings else ""
     if run.parallel.sp:
-        inside = layers if "mlp" in modules_again(run.recompute) else 0
+        thinking = sum(run.model.mlp_part(layer) == "full" for stage in stages for layer in stage.layers)
+        inside = thinking if "mlp" in modules_again(run.recompute) else 0
         rows: list[tuple[str, Collective, int, str]] = [
-            ("tokens, gathered", "all_gather", 2 * layers + 2 * repeated + inside + losses, ring),
-            ("gradients, gathered", "all_gather", 2 * layers + inputs, ring),
-            ("tokens, gathered again", "all_gather", 2 * layers, behind),
-            ("sums, scattered", "reduce_scatter", 2 * layers + 2 * repeated - spans + inputs, ring),
-            ("gradients, scattered", "reduce_scatter", 2 * layers + losses, behind),
+            ("tokens, gathered", "all_gather", parts + entered + inside + losses, ring),
+            ("gradients, gathered", "all_gather", parts + inputs, ring),
+            ("tokens, gathered again", "all_gather", parts, behind),
+            ("sums, scattered", "reduce_scatter", parts + left + inputs, ring),
+            ("gradients, scattered", "reduce_scatter", parts + losses, behind),
         ]
     else:
         rows = [
-            ("sums of activations", "all_reduce", 2 * layers + 2 * repeated - spans + inputs, ""),
-            ("sums of gradients", "all_reduce", 2 * layers + losses, behind),
+            ("sums of activations", "all_reduce", parts + left + inputs, ""),
+            ("sums of gradients", "all_reduce", parts + losses, behind),
         ]
     for what, kind, count, hidden in rows:
         calls = count * many
@@ -122,6 +129,18 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         "tp", "statistics of logits", "all_reduce",
         ranks=tp, calls=2 * chunks * losses * many, nbytes=3 * t * width.sums * losses * many,
     )  # fmt: skip
+
+
+def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Attentions and MLPs of some layers, which tensor-parallel ranks divide."""
+    return sum((model.attention_part(n) == "full") + (model.mlp_part(n) == "full") for n in layers)
+
+
+def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
+    """Spans of so many layers, from a stage's first on, whose last act is the sum of a divided part."""
+    lasts = [stage.layers[end - 1] for end in accumulate(counts)]
+    ends = [model.attention_part(n) if model.mlp_part(n) == "none" else model.mlp_part(n) for n in lasts]
+    return ends.count("full")
 
 
 def spans_again(workload: Workload, stage: Stage) -> list[int]:
@@ -159,17 +178,20 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
     run = workload.run
     if run.parallel.cp == 1:
         return
-    layers: Counter[ContextKind] = Counter()
-    again: Counter[ContextKind] = Counter()
+    layers: Counter[tuple[ContextKind, int]] = Counter()  # by the key/value heads of one rank
+    again: Counter[tuple[ContextKind, int]] = Counter()
     for stage in workload.chunks(pp_rank):
-        kinds = [kind_of_layer(run.parallel.context, layer) for layer in stage.layers]
-        layers.update(kinds)
-        again.update(kinds[: sum(spans_again(workload, stage))])
+        repeated = stage.layers[: sum(spans_again(workload, stage))]
+        for layer in (layer for layer in stage.layers if run.model.attention_part(layer) == "full"):
+            heads = tensor_part(run.model.at(layer), tp=run.parallel.tp, rank=tp_rank).kv_heads
+            sort = kind_of_layer(run.parallel.context, layer), heads
+            layers[sort], again[sort] = layers[sort] + 1, again[sort] + (layer in repeated)
     if "core_attention" in modules_again(run.recompute):
         again = layers
-    for kind in sorted(layers):
-        passes = _Passes(layers[kind] * workload.num_microbatches, again[kind] * workload.num_microbatches)
-        yield from _exchange(workload, tp_rank, kind, passes)
+    for kind, heads in sorted(layers):
+        many, once_more = layers[kind, heads], again[kind, heads]
+        passes = _Passes(many * workload.num_microbatches, once_more * workload.num_microbatches)
+        yield from _exchange(workload, tp_rank, kind, heads, passes)
 
 
 class _Passes(NamedTuple):
@@ -180,12 +202,12 @@ class _Passes(NamedTuple):
     """Of them, those whose attention runs forward twice."""
 
 
-def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Passes) -> Iterator[Traffic]:
+def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, kv_heads: int, passes: _Passes) -> Iterator[Traffic]:
     """What layers of one kind send in `passes.all` passes forward and backward, and once more forward in some."""
     run, t = workload.run, workload.tokens
     part, k, v = tensor_part(run.model, tp=run.parallel.tp, rank=tp_rank), run.model.key_size(), run.model.value_size()
     width, ring, near = WIDTHS[run.precision.params], workload.grid.size("cp_ring"), workload.grid.size("cp_a2a")
-    keys, forwards = part.kv_heads * (k + v) * t, passes.all + passes.again
+    keys, forwards = kv_heads * (k + v) * t, passes.all + passes.again
     if kind == "gather":
         cp, whole = run.parallel.cp, run.parallel.cp * keys * width.value
         yield _row("cp", "keys and values", "all_gather", ranks=cp, calls=forwards, nbytes=forwards * whole)
@@ -194,7 +216,7 @@ def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, passes: _Pass
     behind = "attention" if run.parallel.overlap else ""
     if kind in ("a2a", "a2a+ring"):
         ranks = near if kind == "a2a+ring" else run.parallel.cp
-        own_keys = kv_heads_exchanged(part.kv_heads, ranks)
+        own_keys = kv_heads_exchanged(kv_heads, ranks)
         there, back = part.heads * k + ranks * own_keys * (k + v), part.heads * v
         # The way back of the results is not taken again where only attention itself is.
         results = forwards if run.recompute.granularity == "full" else passes.all

@@ -161,12 +161,24 @@ def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
 
 def every_rank_has_features(run: TrainRun, world: int) -> str | None:
     """No tensor-parallel rank is left without a slice."""
-    tp, features, rows = run.parallel.tp, run.model.ffn_hidden_size, run.model.padded_vocab_size()
+    tp, rows, own = run.parallel.tp, run.model.padded_vocab_size(), run.model.layers.ffn_hidden_size
+    name, features = ("layers.ffn_hidden_size", min(own)) if own else ("ffn_hidden_size", run.model.ffn_hidden_size)
     if tp <= min(features, rows):
         return None
     return (
-        f"parallel.tp={tp} is more than model.ffn_hidden_size={features} or the {rows} rows of the vocabulary. "
+        f"parallel.tp={tp} is more than model.{name}={features} or the {rows} rows of the vocabulary. "
         f"Set parallel.tp to at most {min(features, rows)}."
+    )
+
+
+def layers_share_heads_alike(run: TrainRun, world: int) -> str | None:
+    """Ranks share key/value heads in the same way in every layer."""
+    keys, tp = run.model.layers.num_kv_heads, run.parallel.tp
+    if not keys or tp <= min(keys) or min(keys) == max(keys):
+        return None
+    return (
+        f"parallel.tp={tp} with model.layers.num_kv_heads={list(keys)}: ranks would share key/value heads in some "
+        f"layers and not, or otherwise, in others. Set parallel.tp to {min(keys)} or less."
     )
 
 
@@ -337,7 +349,8 @@ def number_problems(run: TrainRun) -> list[str]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    key_value_heads_fit, every_rank_has_features, sp_needs_tp, rings_need_sp, fused_products_need_rings,
+    key_value_heads_fit, layers_share_heads_alike, every_rank_has_features, sp_needs_tp, rings_need_sp,
+    fused_products_need_rings,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,

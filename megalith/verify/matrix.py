@@ -16,7 +16,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, layout_case
-from megalith.verify.variants import FURTHER, LATENT, VARIANTS
+from megalith.verify.variants import FURTHER, HETEROGENEOUS, LATENT, VARIANTS
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
@@ -389,6 +389,7 @@ def _variants() -> Iterator[Layout]:
         "further, pp2 dp2 zb-h1, zero 2": (FURTHER, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
         "further and latent tied, pp2 dp2, zero 3": (both, staged(2, dp=2, zero=3), 2),
         "further and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
+        "heterogeneous, pp2 dp2 zb-h1, zero 2": (HETEROGENEOUS, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
     }  # fmt: skip
     yield from _entries("variants", ends)
     yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
 from math import prod
+from typing import TypeVar
 
 from megalith.config.context import ContextConfig
+from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
@@ -28,6 +30,7 @@ ROWS = 12
 """Of a step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
 
 Axes = tuple[str, ...]
+T = TypeVar("T")
 
 
 def shrink(run: TrainRun, world: int, *, most: int = MOST_RANKS, fault: str | None = None) -> list[LayoutCase]:
@@ -185,6 +188,7 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
         rope_dim=4,
         value_dim=5 if mla.value_dim == mla.nope_dim else 3,
     )
+    model = _shrink_layers(model)
     return replace(
         model, head_dim=None if mla else model.head_dim, num_kv_heads=model.num_heads if mla else model.num_kv_heads,
         mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, 2)),
@@ -210,7 +214,23 @@ def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
     )  # fmt: skip
 
 
-def _shrink_pattern(pattern: Sequence[bool], num_layers: int) -> tuple[bool, ...]:
+def _shrink_layers(model: ModelConfig) -> ModelConfig:
+    """One layer of each kind of parts, in their order, if there is room; and two sizes where there were several."""
+    own, heads, keys, ffn = model.layers, model.num_heads, model.num_kv_heads, model.ffn_hidden_size
+    count = max(len(own.attention), 1) * max(len(own.mlp), 1)
+    parts = _shrink_pattern([(model.attention_part(n), model.mlp_part(n)) for n in range(count)], model.num_layers)
+    two = bool(own.num_kv_heads) and heads == 2 * keys
+    return replace(
+        model, num_kv_heads=heads if two else keys, layers=LayersConfig(
+            attention=tuple(part for part, _ in parts) if own.attention else (),
+            mlp=tuple(part for _, part in parts) if own.mlp else (),
+            num_kv_heads=(heads, keys)[: model.num_layers] if two else (),
+            ffn_hidden_size=(ffn, ffn - 3)[: model.num_layers] if own.ffn_hidden_size else (),
+        ),
+    )  # fmt: skip
+
+
+def _shrink_pattern(pattern: Sequence[T], num_layers: int) -> tuple[T, ...]:
     """One layer of each kind, in their order, if there is room; else the first.
 
     >>> _shrink_pattern([False, False, False, True], 4), _shrink_pattern([True, False], 1), _shrink_pattern([], 3)

@@ -156,7 +156,7 @@ def type_check(
             model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora
         )  # fmt: skip
         names |= place.shards.keys()
-        counts = calls[kind_of(place.model.stage, parallel.context)] = Counter[str]()
+        counts = calls[kind_of(place.model.stage, parallel.context, model)] = Counter[str]()
         for problem in [*_shard_problems(place, model, parallel, lora), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
@@ -192,13 +192,14 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[bool, frozenset[ContextKind], bool]
+Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig]], bool]
 """Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss."""
 
 
-def kind_of(stage: Stage, context: ContextConfig) -> Kind:
-    """Which kind a stage is of; layers differ in how they see the tokens of other ranks."""
-    return stage.embedding, frozenset(kind_of_layer(context, layer) for layer in stage.layers), stage.loss
+def kind_of(stage: Stage, context: ContextConfig, model: ModelConfig) -> Kind:
+    """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their parts and sizes."""
+    layers = frozenset((kind_of_layer(context, layer), model.at(layer)) for layer in stage.layers)
+    return stage.embedding, layers, stage.loss
 
 
 def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tuple[int, int]]:
@@ -207,7 +208,7 @@ def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tupl
     stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
     first_of_kind: dict[Kind, int] = {}
     for number, stage in enumerate(stages):
-        first_of_kind.setdefault(kind_of(stage, parallel.context), number)
+        first_of_kind.setdefault(kind_of(stage, parallel.context, model), number)
     found = []
     for rank in places(grid):
         for number in first_of_kind.values():
@@ -222,7 +223,9 @@ def spots_of(grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Se
     found = []
     for rank in ranks:
         held = stages_of_rank(stages, grid.coordinates(rank)["pp"], parallel.pipeline, pp=parallel.pp)
-        chunk_of_kind = {kind_of(stage, parallel.context): chunk for chunk, stage in reversed(list(enumerate(held)))}
+        chunk_of_kind = {
+            kind_of(stage, parallel.context, model): chunk for chunk, stage in reversed(list(enumerate(held)))
+        }
         found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
     return found
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
+from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
@@ -69,8 +70,17 @@ LATENT = replace(
 FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
 """As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a pipeline need."""
 
+HETEROGENEOUS = replace(
+    PLAIN, num_heads=8, num_kv_heads=8, ffn_hidden_size=22, output_bias=True, mlp_bias=True, layers=LayersConfig(
+        attention=("full", "linear", "full", "none"), mlp=("full", "full", "linear", "full"), num_kv_heads=(4, 8),
+        ffn_hidden_size=(14, 22, 20, 9),
+    ),
+)  # fmt: skip
+"""As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other sizes."""
+
 VARIANTS = {
     "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
     "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
+    "heterogeneous": HETEROGENEOUS,
 }  # fmt: skip

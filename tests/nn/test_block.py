@@ -3,11 +3,12 @@ from types import SimpleNamespace
 import torch
 from torch.nn.functional import rms_norm
 
+from megalith.config.layers import LayersConfig, Part
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
-from megalith.nn.block import Block, RecomputedCore
+from megalith.nn.block import Block, RecomputedCore, block_of_layer
 from megalith.nn.mlp import GatedMLP
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
@@ -47,3 +48,30 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
     assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is Rebuilt
     names = [[declared.shard.name for declared, _, _ in declared_parameters(block)] for block in (plain, all_of_it)]
     assert names[0] == names[1]
+
+
+def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleNamespace) -> None:
+    x = layers.inputs(9)
+    kinds: list[tuple[Part, Part]] = [("full", "none"), ("none", "full"), ("linear", "full"), ("full", "linear")]
+    for attention, mlp in kinds:
+        config = layers.config(layers=LayersConfig(attention=(attention,), mlp=(mlp,)))
+        tokens, block = layers.tokens(config, [5, 4]), layers.build(block_of_layer(config, 0), config)
+        w, expected = layers.weights(block), x
+        for word, part in (("attention", attention), ("mlp", mlp)):
+            assert any(name.startswith(word) for name in w) == (part != "none")
+            if part == "none":
+                continue
+            normed = rms_norm(expected, (18,), w[f"{word}_norm.weight"], config.norm_eps)
+            if part == "linear":
+                expected = expected + normed @ w[f"{word}.linear"].T + w[f"{word}.linear_bias"]
+            else:
+                expected = expected + (block.attention(normed, tokens) if word == "attention" else block.mlp(normed))
+        assert_equals("block", block(x, tokens), expected, FP64)
+
+
+def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
+    config = layers.config(num_layers=2, layers=LayersConfig(num_kv_heads=(3, 1), ffn_hidden_size=(11, 5)))
+    mesh = mesh_of_one()
+    second = Block("layers.1", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, index=1)
+    shapes = {declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)}
+    assert shapes["layers.1.attention.kv"] == (2, 1, 4, 18) and shapes["layers.1.mlp.gate_up"] == (2, 5, 18)

@@ -7,6 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
@@ -29,7 +30,7 @@ from megalith.plan.costs import (
     step_flops,
     tflops_per_device,
 )
-from megalith.plan.parameters import layer_parameters, tensor_part
+from megalith.plan.parameters import layer_parameters
 from megalith.verify.variants import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
@@ -102,10 +103,30 @@ def test_published_models_have_their_published_number_of_parameters(config: Mode
 
 
 def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> None:
-    held = layer_parameters(DEEPSEEK, 0, tensor_part(DEEPSEEK, tp=1, rank=0))
+    held = layer_parameters(DEEPSEEK, 0)
     assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
     further, h = num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK), 7168
     assert further == sum(one.numel for one in held) + 2 * h * h + 3 * h
+
+
+@pytest.mark.parametrize(
+    ("own", "parameters"),
+    [
+        (LayersConfig(), 1_486_901_248),
+        (LayersConfig(attention=("full", "none")), 1_444_954_112),
+        (LayersConfig(mlp=("full", "none")), 1_310_736_384),
+        (LayersConfig(attention=("full", "linear")), 1_461_735_424),
+        (LayersConfig(mlp=("full", "linear")), 1_327_517_696),
+    ],
+    ids=["alike", "no attention", "no mlp", "attention by a matrix", "mlp by a matrix"],
+)
+def test_layers_with_parts_left_out_or_replaced_have_their_known_numbers(own: LayersConfig, parameters: int) -> None:
+    model = replace(llama(4096, 2, 32, 8, 14336, 128256), layers=own)
+    assert num_parameters(model) == parameters
+    gone = 6 * (1_486_901_248 - parameters - sum(4096 for part in (*own.attention, *own.mlp) if part == "none"))
+    scores = 3 * 64 * 32 * (128 + 128) if own.attention else 0
+    plain = step_flops(replace(model, layers=LayersConfig()), tokens=1, squared_lengths=64)
+    assert plain - step_flops(model, tokens=1, squared_lengths=64) == gone + scores
 
 
 def built(config: ModelConfig, *, tp: int, rank: int = 0, sp: bool = False) -> Decoder:
@@ -179,7 +200,7 @@ def test_the_parts_make_up_the_whole() -> None:
         model = replace(kind, mtp=MTPConfig())  # what is predicted further ahead comes on top
         layers = sum(layer_flops(model, one, tokens=20, squared_lengths=400) for one in range(model.num_layers))
         assert layers + head_flops(model, 20) == step_flops(model, tokens=20, squared_lengths=400)
-        assert mlp_flops(model, 20) + attention_flops(model, 0, tokens=20, squared_lengths=400) < layer_flops(
+        assert mlp_flops(model, 0, 20) + attention_flops(model, 0, tokens=20, squared_lengths=400) < layer_flops(
             model, 0, tokens=20, squared_lengths=400
         )
 

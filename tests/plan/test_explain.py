@@ -116,6 +116,11 @@ def test_numbers_in_words() -> None:
         ("one norm", "parallel with one norm, LayerNorm before"),
         ("learned positions", "learned positions, gelu_tanh, dropout"),
         ("sinks", "window of 4 tokens in 2 of 4 layers, sinks, rope yarn, gated quick_gelu"),
+        (
+            "heterogeneous",
+            "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 layers, "
+            "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 keys, 9 to 22 features in the MLP",
+        ),
         ("gated", "queries and keys normed (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )

@@ -35,7 +35,7 @@ from megalith.plan.memory import (
     working_bytes,
     worst,
 )
-from megalith.plan.parameters import layer_parameters, tensor_part
+from megalith.plan.parameters import layer_parameters
 from megalith.plan.stages import whole_model
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
@@ -147,7 +147,7 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
 def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
     sharded = {"parallel.zero": "3", "train.micro_batch_size": "1", "model.num_layers": "16"}
     flat, staged = (plan_workload(tiny_run(sharded | more), 4) for more in ({}, {"parallel.pp": "2"}))
-    layer = sum(one.numel for one in layer_parameters(flat.run.model, 0, tensor_part(flat.run.model, tp=1, rank=0)))
+    layer = sum(one.numel for one in layer_parameters(flat.run.model, 0))
     units = gathered_units(staged, staged.parameters(0, 0))
     assert [unit.root for unit in units] == [False] * 9, "a table and eight layers"
     assert sum(unit.numel for unit in units) == 320 * 24 + 8 * layer

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
@@ -158,6 +159,30 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (
         {"block": "parallel_one_norm", "norm_placement": "after"},
         "model.block=parallel_one_norm with model.norm_placement=after", "or model.block=parallel",
+    ),
+    ({"layers": LayersConfig(ffn_hidden_size=(64, 0))}, "model.layers.ffn_hidden_size=[64, 0] must be counts", "1 or"),
+    (
+        {"layers": LayersConfig(ffn_hidden_size=(8, 96))},
+        "model.ffn_hidden_size=64 with model.layers.ffn_hidden_size=[8, 96] must be the largest",
+        "Set model.ffn_hidden_size to 96",
+    ),
+    ({"layers": LayersConfig(num_kv_heads=(4, 3))}, "model.layers.num_kv_heads=[4, 3] does not divide", "[1, 2, 4, 8"),
+    (
+        latent() | {"layers": LayersConfig(num_kv_heads=(8,))}, "model.layers.num_kv_heads=[8] with model.mla",
+        "Remove model.layers.num_kv_heads",
+    ),
+    (
+        {"layers": LayersConfig(mlp=("full", "none", "full"))}, "model.layers.mlp has 3 places for model.num_layers=2",
+        "Use 2 places or fewer",
+    ),
+    (
+        {"layers": LayersConfig(attention=("full", "none"), mlp=("none",)), "num_layers": 3},
+        "model.layers.attention=[full, none] and model.layers.mlp=[none] leave layer 1 without", "to full or linear",
+    ),
+    (
+        {"layers": LayersConfig(attention=("full", "none")), "block": "parallel_one_norm"},
+        "model.layers.attention=[full, none] and model.layers.mlp=[] with model.block=parallel_one_norm",
+        "to sequential or parallel, or use linear",
     ),
     (
         {"gated": False, "activation_clamp": 7.0, "up_offset": 1.0},

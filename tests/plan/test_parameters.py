@@ -45,7 +45,8 @@ MORE = {
 @pytest.mark.parametrize("tp", [1, 2, 3, 4])
 def test_a_rank_holds_what_the_model_declares_in_its_order(config: ModelConfig, tp: int) -> None:
     if tp == 3:
-        config = replace(config, num_heads=9, num_kv_heads=3 if config.mla is None else 9, head_dim=16)
+        kv_heads, alike = 3 if config.mla is None else 9, replace(config.layers, num_kv_heads=())
+        config = replace(config, num_heads=9, num_kv_heads=kv_heads, head_dim=16, layers=alike)
     grid = model_grid(ParallelConfig(tp=tp), config, tp)
     for rank in range(tp):
         model = Decoder(config, mesh_on_paper(grid, rank=rank))

@@ -82,7 +82,12 @@ def assert_plan_holds(world: int, settings: dict[str, str]) -> None:
             assert abs(nbytes - expected[key][1]) <= calls, (rank, key)  # each call's bytes are rounded
 
 
+UNLIKE = {
+    "model.num_layers": "3", "model.layers.attention": "[full, linear, none]", "model.num_kv_heads": "4",
+    "model.layers.num_kv_heads": "[2, 4]", "model.layers.mlp": "[linear, full, full]",
+}  # fmt: skip
 TENSOR = [
+    (2, UNLIKE | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
     (2, {"parallel.dp": "2"}),
     (3, {"parallel.dp": "3", "train.micro_batch_size": "1"}),
     (2, {"parallel.tp": "2"}),
@@ -124,6 +129,7 @@ CONTEXT = [
         },
     ),
     (2, {"parallel.cp": "2", "recompute.granularity": "full"}),
+    (2, UNLIKE | {"parallel.cp": "2", "recompute.granularity": "full"}),
     (2, {"parallel.cp": "2", "parallel.context.kind": "a2a", "recompute.granularity": "selective"}),
 ]
 IN_A_V = {"parallel.pipeline.schedule": "zb-v"}
@@ -136,7 +142,7 @@ PIPELINE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world, settings", [TENSOR[0], TENSOR[3], ZERO[2], CONTEXT[0], PIPELINE[2]])
+@pytest.mark.parametrize("world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[2]])
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 

@@ -61,6 +61,14 @@ CASES = [
         {"model__mtp__depths": "32"}, 1, "train.seq_len=32 with model.mtp.depths=32", "Set train.seq_len to 33 or more",
     ),
     ({"model__attention__window": "0"}, 1, "model.attention.window=0 must be at least 1", "to 1 or more"),
+    (
+        {"model__num_kv_heads": "8", "model__layers__num_kv_heads": "[8, 2]", "parallel__tp": "4"}, 4,
+        "parallel.tp=4 with model.layers.num_kv_heads=[8, 2]: ranks would share", "Set parallel.tp to 2 or less",
+    ),
+    (
+        {"model__ffn_hidden_size": "9", "model__layers__ffn_hidden_size": "[9, 3]", "parallel__tp": "4"}, 4,
+        "parallel.tp=4 is more than model.layers.ffn_hidden_size=3", "at most 3",
+    ),
     ({"parallel__tp": "6"}, 6, "parallel.tp=6 does not fit model.num_kv_heads=4", "one of [1, 2, 3, 4, 8]"),
     (
         {"model__ffn_hidden_size": "3", "parallel__tp": "4"}, 4, "parallel.tp=4 is more than model.ffn_hidden_size=3",
