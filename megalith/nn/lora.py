@@ -84,17 +84,19 @@ class ColumnLora(nn.Module):
         return found
 
 
+def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
+    """What `AddColumns` computes, in plain operations."""
+    parts, end = [], 0
+    for start, part in zip(starts, added, strict=True):
+        parts += [y[:, end:start], y[:, start : start + part.shape[1]] + part]
+        end = start + part.shape[1]
+    return torch.cat([*parts, y[:, end:]], dim=-1)
+
+
 class AddColumns(Function):
     """y [t, o] with tensors added to its columns from some `starts` on, in place; other columns are not looked at."""
 
-    @staticmethod
-    def reference(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
-        """The same in plain operations."""
-        parts, end = [], 0
-        for start, part in zip(starts, added, strict=True):
-            parts += [y[:, end:start], y[:, start : start + part.shape[1]] + part]
-            end = start + part.shape[1]
-        return torch.cat([*parts, y[:, end:]], dim=-1)
+    reference = staticmethod(reference_add_columns)
 
     @staticmethod
     def forward(ctx: Context, y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
