@@ -61,12 +61,21 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     Raises:
         ConfigError: the model has no form of that kind.
     """
-    if kind_of(source) == to == "megalith":
+    weights = source.weights
+    if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
     family = family_of(source)
+    moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(source.model)]
     if to == "huggingface":
         family.write_config(source.model)  # raises, if anything does
-    return [_tensor_move(rule, source, to, dtype) for rule in family.rules(source.model)]
+        return moves + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)]
+    assert isinstance(weights, HuggingFaceFolder)
+    return moves + [_dropped(rule, weights) for rule in weights.copies]
+
+
+def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
+    stored = folder.stored_as(copy.name)
+    return Move(copy.name, f"nothing: it repeats {copy.parameter}", copy.shape, stored, stored, 0)
 
 
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:

@@ -5,7 +5,6 @@ the last. Their mixtures of experts are refused by name.
 Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2) and arXiv:2412.19437 (V3).
 """
 
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,7 @@ from megalith.errors import raise_all
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import read_rope, write_rope
-from megalith.models.usual import HEAD, NORMS, SIZES, mlp_rules, said
+from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, SIZES, mlp_rules, said
 
 # --- config.json
 
@@ -200,6 +199,14 @@ def rules(config: ModelConfig) -> list[TensorRule]:
     return found
 
 
+def copies(config: ModelConfig) -> list[TensorRule]:
+    """The embedding and the head, once more with every layer that predicts further ahead, as in published files."""
+    size, head = (config.vocab_size, config.hidden_size), "embed.weight" if config.tied_embeddings else "head.weight"
+    names = [f"model.layers.{config.num_layers + depth}" for depth in range(config.mtp.depths)]
+    both = {"embed_tokens": "embed.weight", "shared_head.head": head}
+    return [rule(f"{name}.{theirs}.weight", ours, size, shape=size) for name in names for theirs, ours in both.items()]
+
+
 def _layer_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     h = config.hidden_size
     return [
@@ -237,11 +244,6 @@ def _vector(theirs: str, ours: str, size: int) -> TensorRule:
     return rule(theirs, ours, (size,), shape=(size,))
 
 
-IGNORED = re.compile(
-    r"model\.layers\.\d+\.(self_attn\.rotary_emb\.inv_freq|embed_tokens\.weight|shared_head\.head\.weight)"
-)
-"""Buffers of old files, and the copies of embedding and head that layers which predict further ahead come with."""
-
 DEEPSEEK_V2, DEEPSEEK_V3 = (
     Family(
         architecture=architecture,
@@ -249,7 +251,8 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
         read_config=partial(read_config, kind=kind),
         write_config=partial(write_config, family=kind),
         rules=rules,
-        ignored=IGNORED,
+        ignored=ROTARY_BUFFERS,
+        copies=copies,
         tied=HEAD,
         settle=settle,
     )

@@ -61,7 +61,7 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, GPT_OSS,
+    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
@@ -126,16 +126,20 @@ class HuggingFaceFolder:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
         self._tensors = dequantised(self.raw, _stored(path), path)
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
-        self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
+        names = self._tensors.keys()
+        self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
         self._rules = by_parameter(self.rules)
         self._check_names()
         self._check_shapes()
         self._check_tied()
 
     def dtype(self, parameter: str) -> torch.dtype:
+        self.copies = [rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors]
+        """Tensors of it that repeat others."""
         """As stored; of the widest, where several tensors make one parameter."""
         dtypes = [DTYPES[self._tensors[rule.name].dtype] for rule in self._rules[parameter]]
         return reduce(torch.promote_types, dtypes)
+        self._check_copies()
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Of one tensor, by their name; where that is dequantised, what it is then."""
@@ -215,6 +219,7 @@ class HuggingFaceFolder:
         problems += [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
         if missing == [self.family.tied]:
             problems = [f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves as head)"]
+        ignored |= {rule.name for rule in self.copies}
         if problems:
             raise CheckpointError(
                 f"{self.path}: its tensors are not those that its config.json describes; {'; '.join(problems)}. "
@@ -241,19 +246,10 @@ class HuggingFaceFolder:
 
     def _check_tied(self) -> None:
         """A tied model may store its head as well, as long as it is the embedding."""
-        tied = self._tensors.get(self.family.tied)
-        if tied is None or not self.model_config.tied_embeddings:
+        if self.family.tied not in self._tensors or not self.model_config.tied_embeddings:
             return
         table = self._rules["embed.weight"][0]
-        rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
-        same = tied.shape == table.shape and all(
-            torch.equal(
-                self._read(self.family.tied, (slice(start, start + rows), slice(None))),
-                self._read(table.name, (slice(start, start + rows), slice(None))),
-            )
-            for start in range(0, table.shape[0], rows)
-        )
-        if not same:
+        if not self._same(self.family.tied, table):
             raise CheckpointError(
                 f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from {table.name}. "
                 f"Set tie_word_embeddings to false in config.json if the head is one of its own."

@@ -51,6 +51,11 @@ class TensorRule:
         return [dim for dim in self.dims if dim is not None] == list(range(len(self.view)))
 
 
+def no_copies(config: ModelConfig) -> list[TensorRule]:
+    """Nothing is stored twice."""
+    return []
+
+
 def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
     """A config that holds whatever the tensors are called."""
     return config
@@ -83,6 +88,13 @@ class Family:
 
     prefix: str = ""
     """What begins the names of most tensors, and is missing in some files."""
+
+    copies: Callable[[ModelConfig], list[TensorRule]] = no_copies
+    """Tensors that repeat a whole parameter; a folder may lack them, ours have them."""
+
+    joined: Callable[[ModelConfig], list[TensorRule]] | None = None
+    """The same where a layer's experts share tensors, as in the memory of transformers 5; unset: there are no experts,
+    or no other way."""
 
     settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
     """What the names of a folder's tensors decide, because its config.json may promise what is not there."""
@@ -168,6 +180,13 @@ def by_parameter(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
         if rule.parameter is not None:
             found.setdefault(rule.parameter, []).append(rule)
     return found
+
+
+def rules_of(family: Family, config: ModelConfig, names: Collection[str]) -> list[TensorRule]:
+    """The rules of a folder that has tensors of these names."""
+    if family.joined is not None and any(name.endswith(".experts.gate_up_proj") for name in names):
+        return family.joined(config)
+    return family.rules(config)
 
 
 def as_stored(rules: Sequence[TensorRule], prefix: str, names: Collection[str]) -> list[TensorRule]:

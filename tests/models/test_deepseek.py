@@ -11,9 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from megalith.config.mla import MLAConfig
 from megalith.config.mtp import MTPConfig
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.convert import plan_moves
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf import HuggingFaceFolder, write_folder
+from megalith.models.pretrained import open_pretrained
 from megalith.testing.tolerance import EXACT, assert_close
 from tests.models.published import check_published, check_rules
 
@@ -121,14 +123,48 @@ def test_further_predictions_go_there_and_back_under_the_release_s_names(tmp_pat
     tensors = load_file(file)
     assert torch.equal(tensors["model.layers.3.eh_proj.weight"], weights["mtp.1.project"])
     assert torch.equal(tensors["model.layers.2.shared_head.norm.weight"], weights["mtp.0.norm.weight"])
-    # Published files repeat the embedding and the head with every such layer.
-    copies = {f"model.layers.2.{name}.weight": torch.zeros(37, 12) for name in ("embed_tokens", "shared_head.head")}
-    save_file(tensors | copies, file, metadata={"format": "pt"})
     folder = HuggingFaceFolder(tmp_path / "x")
     assert folder.model_config == config
     back = tiny.blank(config)
     folder.fill(tiny.entries(back))
     assert_close(tiny.tensors(back), weights, EXACT)
+
+
+COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_published_files_repeat_embedding_and_head_with_every_further_prediction(
+    tied: bool, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 2, "tie_word_embeddings": tied})
+    weights = tiny.tensors(tiny.model(config))
+    write_folder(tmp_path / "x", config, tiny.InMemory(weights), family=DEEPSEEK_V3)
+    tensors = load_file(tmp_path / "x" / "model.safetensors")
+    for layer in (2, 3):
+        for copy, first in COPIES.items():
+            found = tensors[f"model.layers.{layer}.{copy}.weight"]
+            assert torch.equal(found, tensors["model.embed_tokens.weight" if tied else first])
+    lines = plan_moves(open_pretrained(tmp_path / "x"), "megalith", None)
+    assert [line.target for line in lines[-2:]] == [
+        "nothing: it repeats embed.weight", f"nothing: it repeats {'embed' if tied else 'head'}.weight",
+    ]  # fmt: skip
+    assert all(line.nbytes for line in lines[:-4]) and not any(line.nbytes for line in lines[-4:])
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_may_be_missing_but_not_be_another_matrix(name: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | {"num_nextn_predict_layers": 1})
+    write_folder(tmp_path / "x", config, tiny.InMemory(tiny.tensors(tiny.model(config))), family=DEEPSEEK_V3)
+    file = tmp_path / "x" / "model.safetensors"
+    tensors, copy = load_file(file), f"model.layers.2.{name}.weight"
+    without = {key: tensor for key, tensor in tensors.items() if key != copy}
+    save_file(without, file, metadata={"format": "pt"})
+    assert HuggingFaceFolder(tmp_path / "x").model_config == config
+    for other in (tensors[copy] + 1, tensors[copy][:-1]):
+        save_file(without | {copy: other.contiguous()}, file, metadata={"format": "pt"})
+        with pytest.raises(CheckpointError, match=rf"{copy} differs from {COPIES[name]}.*Remove {copy} from the fold"):
+            HuggingFaceFolder(tmp_path / "x")
 
 
 def test_a_config_that_promises_further_predictions_may_come_without(tmp_path: Path, tiny: SimpleNamespace) -> None:
