@@ -61,7 +61,7 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS,
+    DEEPSEEK_V3, DEEPSEEK_V2, GPT_OSS,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
@@ -126,20 +126,19 @@ class HuggingFaceFolder:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
         self._tensors = dequantised(self.raw, _stored(path), path)
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
-        names = self._tensors.keys()
-        self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
+        self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
         self._rules = by_parameter(self.rules)
+        self.copies = [rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors]
+        """Tensors of it that repeat others."""
         self._check_names()
         self._check_shapes()
         self._check_tied()
+        self._check_copies()
 
     def dtype(self, parameter: str) -> torch.dtype:
-        self.copies = [rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors]
-        """Tensors of it that repeat others."""
         """As stored; of the widest, where several tensors make one parameter."""
         dtypes = [DTYPES[self._tensors[rule.name].dtype] for rule in self._rules[parameter]]
         return reduce(torch.promote_types, dtypes)
-        self._check_copies()
 
     def tensor_dtype(self, name: str) -> torch.dtype:
         """Of one tensor, by their name; where that is dequantised, what it is then."""
@@ -214,12 +213,12 @@ class HuggingFaceFolder:
         wanted = {rule.name for rule in self.rules}
         missing = sorted(wanted - self._tensors.keys())
         ignored = {name for name in self._tensors if self.family.ignored.fullmatch(name)}
+        ignored |= {rule.name for rule in self.copies}
         surplus = sorted(self._tensors.keys() - wanted - ignored - {self.family.tied})
         problems = [f"missing: {show_names(missing)}"] if missing else []
         problems += [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
         if missing == [self.family.tied]:
             problems = [f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves as head)"]
-        ignored |= {rule.name for rule in self.copies}
         if problems:
             raise CheckpointError(
                 f"{self.path}: its tensors are not those that its config.json describes; {'; '.join(problems)}. "
@@ -254,6 +253,25 @@ class HuggingFaceFolder:
                 f"{self.path}: tie_word_embeddings=true, but {self.family.tied} differs from {table.name}. "
                 f"Set tie_word_embeddings to false in config.json if the head is one of its own."
             )
+
+    def _check_copies(self) -> None:
+        """What repeats a parameter must be it: there is one of each here."""
+        for copy in self.copies:
+            assert copy.parameter is not None
+            (first,) = self._rules[copy.parameter]
+            if not self._same(copy.name, first):
+                raise CheckpointError(
+                    f"{self.path}: {copy.name} differs from {first.name}, and a model here has one {copy.parameter} "
+                    f"for both. Remove {copy.name} from the folder to use {first.name} in its place."
+                )
+
+    def _same(self, name: str, table: TensorRule) -> bool:
+        """Whether a tensor of theirs is equal to another, a matrix, in numbers; read a piece at a time."""
+        rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
+        return self._tensors[name].shape == table.shape and all(
+            torch.equal(*(self._read(one, (slice(start, start + rows), slice(None))) for one in (name, table.name)))
+            for start in range(0, table.shape[0], rows)
+        )
 
 
 def find_family(raw: Mapping[str, Any], path: Path) -> Family:
@@ -411,7 +429,7 @@ def write_folder(
     """
     family = family or family_for(config)
     raw = family.write_config(config) | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
-    rules = family.rules(config)
+    rules = [*family.rules(config), *family.copies(config)]
 
     def dtype_of(parts: Parts) -> torch.dtype:
         sources = [rule.parameter or "embed.weight" for rule in parts]  # zeros are stored like the rest
