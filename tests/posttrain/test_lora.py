@@ -18,9 +18,10 @@ from megalith.models.pretrained import adapters_in, locate, open_pretrained
 from megalith.models.release import release_run, write_release
 from megalith.nn.init import fill
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Box, Shard
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train import build
 from megalith.train.evaluate import run_evaluation
@@ -193,9 +194,13 @@ def test_another_base_is_refused_by_its_values(trained: Path, tmp_path: Path) ->
 def test_a_base_may_move_and_is_asked_for_where_it_is_gone(tmp_path: Path) -> None:
     train(tmp_path / "run", base(tmp_path / "base"), {"train.steps": "1"})
     (tmp_path / "base").rename(tmp_path / "moved")
-    with pytest.raises(CheckpointError, match=r"the weights that they were trained beside are not at .*--base FOLDER"):
+    with pytest.raises(
+        CheckpointError, match=r"the weights that they were trained beside are not at .*set --base to the folder"
+    ):
         open_pretrained(locate(str(tmp_path / "run")))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
+    words = [str(tmp_path / "run"), "a", "--max-new-tokens", "2", "--base", str(tmp_path / "moved")]
+    assert main(["generate", *words]) == 0
     assert adapters_in(locate(str(tmp_path / "run"))).lora.rank == 3, "which are all here"
     train(tmp_path / "next", tmp_path / "moved", {"lora.load": str(tmp_path / "run"), "train.steps": "1"})
     record = open_checkpoint(tmp_path / "run/checkpoints/step_0000001").state[RECORD]
@@ -218,3 +223,39 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
 def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
     with pytest.raises(ConfigError, match="lora.alpha: 32.0 before, 8.0 now"):
         train(trained, trained.parent / "base", {"lora.alpha": "8.0"})
+
+
+SFT: dict[str, Override] = {
+    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
+    "data.sft.overlong": "drop", "lora.dropout": "0.1", "train.global_batch_size": "4", "checkpoint.every": "2",
+    "schedule.style": "constant", "train.eval_steps": "0",
+}  # fmt: skip
+
+
+def _tune(rank: int, world: int, path: Path, load: Path, settings: Mapping[str, Override]) -> Outcome:
+    run = tiny_run({"checkpoint.load": str(load), **LORA, **SFT, **settings})
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    return run_training(run, RunFolder(path), mesh, CPU, show=False)
+
+
+@pytest.mark.parametrize(("axis", "sp"), [("tp", "true"), ("pp", "false")])
+def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
+    axis: str, sp: str, tmp_path: Path
+) -> None:
+    """Conversations, adapters and their dropout together: stopped after two steps of four, on ranks, then merged."""
+    load = base(tmp_path / "base")
+    for steps in ("2", "4"):
+        settings = {f"parallel.{axis}": "2", "parallel.sp": sp, "train.micro_batch_size": "2", "train.steps": steps}
+        run_ranks(_tune, 2, tmp_path / "ranks", load, settings)
+    _tune(0, 1, tmp_path / "alone", load, {"train.steps": "4"})
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    merged = []
+    for name in ("ranks", "alone"):
+        assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name}-merged"), "--to", "megalith"]) == 0
+        merged.append(tensors(locate(str(tmp_path / f"{name}-merged"))))
+    assert merged[0].keys() == merged[1].keys() and not any(".lora_" in key for key in merged[0])
+    first = tensors(locate(str(load)))
+    for key, values in merged[0].items():
+        torch.testing.assert_close(values, merged[1][key], rtol=1e-4, atol=1e-5)
+    changed = {key for key, values in merged[0].items() if not torch.equal(values, first[key])}
+    assert changed == {key for key in first if key.rsplit(".", 1)[1] in ("q", "kv", "o", "gate_up", "down")}
