@@ -1,6 +1,8 @@
 """Documents packed into rows compute what each computes alone, in float64, under every axis; and none sees another."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.data import DataConfig
+from megalith.config.sft import SFTConfig
+from megalith.data.conversations import Conversation, made_up
 from megalith.data.loader import Batch, Masks, StepBatches, build_batch
 from megalith.data.sample import PackedSample
+from megalith.data.sft import ConversationDataset, build_conversations
+from megalith.data.tokenizer import ByteTokenizer
 from megalith.models.decoder import Decoder, allocate, initialise
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, compare
@@ -148,6 +156,103 @@ def test_filler_is_nobodys_work() -> None:
     batch = build_batch([row((0, 1)), row((5,))], Masks(), device=CPU)
     assert batch.num_read == 10 and batch.squared_lengths == 25 + 9 + 4
     assert batch.tokens.lengths == ((5, 5), (3, 3), (16, 16), (2, 2), (22, 22))
+
+
+# --- conversations
+
+
+ROOM = 192
+TALKS = tuple(made_up(9, 0))
+
+
+def told(talk: Conversation) -> PackedSample:
+    """A conversation alone in a row of its own length, byte by byte: answers and their ends are learnt."""
+    tokens, learnt = [], []
+    for message in talk.messages:
+        answer = message["role"] == "assistant"
+        part = [*message["content"].encode(), *([256] if answer else [])]
+        tokens += part
+        learnt += [answer] * len(part)
+    labels = np.where(learnt[1:], tokens[1:], -1)
+    return PackedSample(np.array(tokens[:-1]), labels, (len(labels),), len(labels))
+
+
+def filled() -> list[PackedSample]:
+    """The same conversations in rows, as a run reads them."""
+    sft = SFTConfig(mock_conversations=len(TALKS), template="identity", packing="best_fit")
+    dataset = build_conversations(
+        DataConfig(sft=sft), split="train", seq_len=ROOM, seed=1, num_samples=None, vocab_size=257,
+        tokenizer=ByteTokenizer(), tokenizer_path=None,
+    )  # fmt: skip
+    return [dataset.sample(k) for k in range(len(dataset))]
+
+
+def with_room(sample: PackedSample) -> PackedSample:
+    """In a row as long as the others."""
+    left = ROOM - len(sample.ids)
+    ids, labels = np.pad(sample.ids, (0, left)), np.pad(sample.labels, (0, left), constant_values=-1)
+    return PackedSample(ids, labels, (*sample.lengths, left), sample.num_valid)
+
+
+def step_with(trainer: Trainer, rows: Sequence[PackedSample]) -> StepBatches:
+    """All of these rows, one in each microbatch."""
+    slicing = my_slicing(trainer.run.parallel, trainer.mesh)
+    batches = [build_batch([each], Masks(), device=CPU, slicing=slicing) for each in rows]
+    return StepBatches(batches, sum(batch.num_labels for batch in batches))
+
+
+def _talks_packed_and_apart(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float]:
+    trainer = build({**settings, "train.seq_len": str(ROOM)}, rank, world)
+    loss, norm, expected = gradients(trainer, step_with(trainer, [with_room(told(talk)) for talk in TALKS]))
+    packed, its_norm, found = gradients(trainer, step_with(trainer, filled()))
+    difference = compare(found, expected)
+    assert difference.error <= FP64.relative and not difference.unpaired, difference
+    assert packed == pytest.approx(loss, rel=1e-12) and its_norm == pytest.approx(norm, rel=1e-12)
+    return packed, its_norm
+
+
+def talks_alone() -> tuple[float, float]:
+    """One process, one conversation after the other, without filler."""
+    trainer = build({})
+    return gradients(trainer, step_with(trainer, [told(talk) for talk in TALKS]))[:2]
+
+
+@pytest.mark.parametrize("slicing", ["row", pytest.param("document", marks=pytest.mark.slow)])
+def test_packed_conversations_are_learnt_as_one_by_one_under_tp_and_cp(slicing: str) -> None:
+    settings = {"parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.slicing": slicing}
+    expected = pytest.approx(talks_alone(), rel=1e-9)
+    assert len(filled()) <= len(TALKS) // 2 + 1
+    assert all(found == expected for found in run_ranks(_talks_packed_and_apart, 4, settings))
+
+
+def _one_too_early(self: ConversationDataset, k: int) -> PackedSample:
+    """Which labels count is decided a token too early."""
+    row = RIGHT_ROW(self, k)
+    tokens = np.append(row.ids[1:], 0)
+    return replace(row, labels=np.where(np.append(row.labels[1:], -1) >= 0, tokens, -1))
+
+
+def _not_shifted(self: ConversationDataset, k: int) -> PackedSample:
+    """Each token is to predict itself."""
+    row = RIGHT_ROW(self, k)
+    return replace(row, labels=np.where(row.labels >= 0, row.ids, -1))
+
+
+def _seeing_one_another(self: ConversationDataset, k: int) -> PackedSample:
+    """Conversations of a row are one document."""
+    row = RIGHT_ROW(self, k)
+    return replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :]))
+
+
+RIGHT_ROW = ConversationDataset.sample
+
+
+@pytest.mark.parametrize("fault", [None, _one_too_early, _not_shifted, _seeing_one_another])
+def test_a_planted_fault_in_rows_of_conversations_shows(fault: Callable[..., PackedSample] | None) -> None:
+    with nullcontext() if fault is None else replaced(ConversationDataset, "sample", fault):
+        trainer = build({"train.seq_len": str(ROOM)})
+        found = gradients(trainer, step_with(trainer, filled()))[:2]
+    assert (found == pytest.approx(talks_alone(), rel=1e-9)) is (fault is None)
 
 
 SFT = {
