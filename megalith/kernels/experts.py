@@ -14,7 +14,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from megalith.kernels.grouped_linear import (
-    ALIGNED,
     GroupedSink,
     Groups,
     best_products,
@@ -23,6 +22,9 @@ from megalith.kernels.grouped_linear import (
 )
 from megalith.kernels.linear import Context
 from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
+
+COLUMNS = 8
+"""What weights of rows are repeated to, so that matmuls with them are aligned."""
 
 Inner = Callable[[Tensor, Tensor], Tensor]
 """What lies between the matmuls: of [r, 2 f] with a gate, or [r, f] without, and the rows' weights [r] -> [r, f]."""
@@ -124,6 +126,6 @@ class BiasFunction(Function):
 def _weighted_sums(dy: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
     """Each expert's sum of its rows: dy [r, o], weights [r] -> [e o]; a matmul, so it adds in fp32 and in order."""
     column = dy.new_ones(len(dy)) if weights is None else weights.to(dy.dtype)
-    columns = column.unsqueeze(1).expand(-1, ALIGNED).contiguous()
-    sums = best_products(columns, dy.new_empty(groups.experts * dy.shape[1], ALIGNED), groups)
+    columns = column.unsqueeze(1).expand(-1, COLUMNS).contiguous()
+    sums = best_products(columns, dy.new_empty(groups.experts * dy.shape[1], COLUMNS), groups)
     return sums.weight_grad(dy.contiguous(), columns, groups)[:, 0]

@@ -4,7 +4,7 @@ An expert without rows gets a gradient of zeros, never none: which experts are b
 sum must not.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -28,8 +28,8 @@ from megalith.kernels.linear import (
 from megalith.kernels.rebuilt import Input, value_of
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
-ALIGNED = 8
-"""Features of bf16 in 16 bytes: what torch's grouped matmuls on GPUs want all rows to be a multiple of."""
+ALIGNED = 16
+"""Bytes that torch's grouped matmul wants all rows of features to be a multiple of."""
 WORTH_A_COPY = 1 << 24
 """Multiplications of an fp32 matmul on CPUs, from which oneDNN with a copy of what it gives beats MKL without one.
 
@@ -76,9 +76,8 @@ def groups_of(counts: Sequence[int] | Tensor) -> Groups:
     """Groups of these sizes [e]: numbers, or an int64 tensor, which stays where it is if that is a GPU."""
     if not isinstance(counts, Tensor):
         return Groups(tuple(counts))
-    if counts.device.type == "cpu":
-        return Groups(tuple(counts.tolist()))
-    return Groups(ends=counts.cumsum(0, dtype=torch.int32))
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return Groups(tuple(counts.tolist()) if counts.device.type == "cpu" else None, ends)
 
 
 def equal_groups(experts: int, rows: int) -> Groups:
@@ -112,7 +111,7 @@ def loop_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     counts = groups.on_host()
     weights = by_expert(w, len(counts))
     y = x.new_empty(x.shape[0], weights.shape[1])
-    for part, weight, out in zip(x.split(counts), weights, y.split(counts), strict=True):
+    for part, weight, out in _busy(counts, x.split(counts), weights, y.split(counts)):
         if _worth_a_copy(part, weight):
             out.copy_(forward(part, weight))
         else:
@@ -124,12 +123,17 @@ def loop_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """One matmul after the other, each into its rows of dx."""
     counts = groups.on_host()
     dx = dy.new_empty(dy.shape[0], w.shape[1])
-    for part, weight, out in zip(dy.split(counts), by_expert(w, len(counts)), dx.split(counts), strict=True):
+    for part, weight, out in _busy(counts, dy.split(counts), by_expert(w, len(counts)), dx.split(counts)):
         if _worth_a_copy(part, weight):
             out.copy_(input_grad(part, weight))
         else:
             torch.mm(part, weight, out=out)
     return dx
+
+
+def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """What belongs to each expert that has rows: of hundreds, a single token being generated needs a few."""
+    return (mine for count, mine in zip(counts, zip(*of_experts, strict=True), strict=True) if count)
 
 
 def _worth_a_copy(part: Tensor, weight: Tensor) -> bool:
@@ -152,7 +156,7 @@ def _each(total: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Iterat
 
 
 LOOP = GroupedProducts(loop_forward, loop_input_grad, loop_weight_grad)
-"""For CPUs: matmuls of a few rows already use every core, and torch's `grouped_mm` is this loop there."""
+"""For every device and dtype."""
 
 
 def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
@@ -195,25 +199,31 @@ def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
 
 
 def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
-    """torch's grouped matmul; it need not write what has no rows, which becomes zeros here."""
+    """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them itself."""
     ends = groups.on_device(dy.device)
     dw = torch.nn.functional.grouped_mm(dy.t(), x, offs=ends)
-    empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-    return dw.masked_fill_(empty.view(-1, 1, 1), 0.0).flatten(0, 1)
+    if dy.device.type != "cpu":
+        empty = ends.diff(prepend=ends.new_zeros(1)) == 0
+        dw = dw.masked_fill_(empty.view(-1, 1, 1), 0.0)
+    return dw.flatten(0, 1)
 
 
 FUSED = GroupedProducts(fused_forward, fused_input_grad, fused_weight_grad)
-"""For GPUs: one kernel, which reads the sizes of the groups where they are."""
+"""On GPUs one kernel, which reads the sizes of groups where they are; on CPUs a loop as `LOOP`, but not in Python."""
 
 
 def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
     """The fastest way for these: x [r, i], w [e o, i]."""
     if groups.equal:
         return BATCHED
-    aligned = w.shape[1] % ALIGNED == 0 and w.shape[0] % (ALIGNED * groups.experts) == 0
-    if x.is_cuda and x.dtype == torch.bfloat16 and aligned and HAS_GROUPED_MM:
-        return FUSED
-    return LOOP
+    outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
+    aligned = all(features * x.element_size() % ALIGNED == 0 for features in (outputs, inputs))
+    if not (HAS_GROUPED_MM and aligned):
+        return LOOP
+    if x.device.type == "cpu":
+        large = x.shape[0] * outputs * inputs >= WORTH_A_COPY * groups.experts and HAS_ONEDNN
+        return FUSED if x.dtype == torch.bfloat16 or (x.dtype == torch.float32 and not large) else LOOP
+    return FUSED if x.is_cuda and x.dtype == torch.bfloat16 else LOOP
 
 
 # --- where gradients go
@@ -233,7 +243,8 @@ def put_grouped_product_(
 
     What most sinks do with a product. On CPUs an expert's product is added while it is still in a cache.
     """
-    products = products or best_products(x, total, groups)
+    if products is None:
+        products = LOOP if total.device.type == "cpu" and not groups.equal else best_products(x, total, groups)
     if products is not LOOP:
         dw = products.weight_grad(dy, x, groups)
         return total.copy_(dw) if fresh else total.add_(dw)
@@ -259,6 +270,7 @@ def grouped_linear(
     its inputs are kept instead of it; if w wants no gradient, neither. `products`: unset, the fastest for x.
     """
     value = value_of(x)
+    assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
     products = products or best_products(value, w, groups)
     y: Tensor = GroupedLinearFunction.apply(value, kept_of(x, [w]), groups, sink, products, w)  # type: ignore[no-untyped-call]  # torch's own
     return y

@@ -85,13 +85,25 @@ def test_result_and_gradients_equal_the_reference(dtype: torch.dtype, counts: li
 
 @pytest.mark.skipif(not HAS_GROUPED_MM, reason="this torch has no grouped_mm")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_torchs_grouped_matmul_gives_what_the_loop_gives(dtype: torch.dtype) -> None:
-    x, w, dy = seeded(R, I, dtype=dtype), seeded(E * O, I, seed=1, dtype=dtype), seeded(R, O, seed=2, dtype=dtype)
-    on_device = Groups(ends=torch.tensor(UNEVEN).cumsum(0, dtype=torch.int32))
-    for mine, theirs in zip(each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(UNEVEN), LOOP)):
+@pytest.mark.parametrize("counts", [UNEVEN, [0, 0, 9, 0, 0], [0] * 5], ids=str)
+def test_torchs_grouped_matmul_gives_what_the_loop_gives(dtype: torch.dtype, counts: list[int]) -> None:
+    r = sum(counts)
+    x, w, dy = seeded(r, I, dtype=dtype), seeded(E * O, I, seed=1, dtype=dtype), seeded(r, O, seed=2, dtype=dtype)
+    on_device = Groups(ends=torch.tensor(counts).cumsum(0, dtype=torch.int32))
+    for mine, theirs in zip(each_way(x, w, dy, on_device, FUSED), each_way(x, w, dy, groups_of(counts), LOOP)):
         torch.testing.assert_close(mine, theirs)
     dw = each_way(x, w, dy, on_device, FUSED)[2].view(E, O, I)
     assert (dw[[1, 4]] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 4096])
+def test_the_way_is_chosen_by_what_is_multiplied(dtype: torch.dtype, rows: int) -> None:
+    x, w = torch.empty(2 * rows, 64, dtype=dtype), torch.empty(2 * 128, 64, dtype=dtype)
+    small = dtype != torch.float64 and (dtype == torch.bfloat16 or rows < 1024)
+    assert best_products(x, w, groups_of([0, 2 * rows])) is (FUSED if small and HAS_GROUPED_MM else LOOP)
+    assert best_products(x[:, :63], w[:, :63], groups_of([0, 2 * rows])) is LOOP
+    assert best_products(x, w, equal_groups(2, rows)) is BATCHED
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -200,7 +212,7 @@ def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int
 
 
 def test_rows_that_the_groups_do_not_name_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="split_with_sizes"):
+    with pytest.raises(AssertionError, match="counts=\\(3, 0, 5, 1, 0\\)"):
         grouped_linear(seeded(10, I), seeded(E * O, I), groups_of(UNEVEN))
 
 
