@@ -1,8 +1,9 @@
 """Attention of each token to others of its document: the plain definition, and the fastest way to compute it.
 
-Three ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel, kernels/sdpa.py; and
-intervals of the keys for windows, caps, sinks and dropped weights, kernels/span_attention.py. Masks and biases of
-single pairs go to torch's kernel, too, document by document.
+Several ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel, kernels/sdpa.py;
+intervals of the keys for windows, caps, sinks and dropped weights, kernels/span_attention.py; and on GPUs torch's
+kernels for documents of many lengths, kernels/varlen_attention.py, and for scores of many kinds,
+kernels/flex_attention.py. Masks and biases of single pairs go to torch's kernel, too, document by document.
 """
 
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
 from megalith.kernels.tokens import Tokens
 from megalith.plan.context import spans_of_lengths
 
-Way = Literal["tiles", "torch", "spans"]
+Way = Literal["tiles", "torch", "spans", "varlen", "flex"]
 
 Masks = Sequence[Tensor | None]
 """Of each document, bool [queries, keys]: which keys each query may see at most; None: no more is hidden."""
@@ -52,6 +53,8 @@ def attention(
         # Planned on the host for the lengths at hand: a compiler would trace that, and once more for all other lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
         return run(q, k, v, lengths, scores, sinks, dropped_between(tokens, scores))
+    if way in ("varlen", "flex"):
+        return _on_gpu(way, q, k, _alone_in_memory(v, q, k), lengths, scores, sinks)
     if way == "tiles":
         return tiled_attention(q, k, v, row_of(lengths), scale=scores.factor(q.shape[2]), causal=scores.causal)
     return sdpa_attention(q, k, _alone_in_memory(v, q, k), lengths, scale=scores.scale, causal=scores.causal)
@@ -119,22 +122,50 @@ def _spans(
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
     """The fastest way that knows these scores; a window that reaches over whole documents is none.
 
-    - spans: windows, caps, sinks and dropped weights, on every device: torch's kernel knows no caps, no sinks and no
-      masks by the hash of a pair, and windows only as a mask over all pairs; its flex_attention, which knows all of
-      these on GPUs, has not been measured here. On CPUs also long documents whose values have another width than keys,
-      since torch has no fused kernel for those and keeps all scores.
+    - spans: windows, caps, sinks and dropped weights, which torch's kernel does not know, or, windows, only as a mask
+      over all pairs. On CPUs also long documents whose values have another width than keys, since torch has no fused
+      kernel for those and keeps all scores.
     - tiles: on CPUs, documents without a cache that are neither very short nor very long.
-    - torch: everything else, and every document without the above on other devices.
+    - varlen: on GPUs, documents of several lengths, and windows, in 16 bits.
+    - flex: on GPUs, caps and sinks, and windows that varlen does not take.
+    - torch: everything else.
+
+    On GPUs the choice is by what each way does, not by measurements: none was at hand.
     """
+    if q.device.type != "cpu":
+        return _way_on_gpu(q, v, lengths, scores, sinks)
     if not known_to_torch(scores, sinks):
         return "spans"
-    if q.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return "torch"
     whole = all(queries == keys for queries, keys in lengths)
     if whole and _tiles_pay(q.dtype, row_of(lengths)):
         return "tiles"
     unfused = v.shape[2] != q.shape[2] and any(keys >= TILED_LENGTHS.stop and queries > 1 for queries, keys in lengths)
     return "spans" if unfused else "torch"
+
+
+def _way_on_gpu(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
+    """On devices other than CPUs, by what their torch has."""
+    from megalith.kernels import flex_attention, varlen_attention  # here: they load parts of torch that CPUs never need
+
+    known, alike = known_to_torch(scores, sinks), len(set(lengths)) == 1
+    if not (known and alike) and varlen_attention.takes(q, v, scores, sinks):
+        return "varlen"
+    if not known:
+        return "flex" if flex_attention.takes(q, scores) else "spans"
+    return "torch"
+
+
+def _on_gpu(
+    way: Way, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    from megalith.kernels.flex_attention import flexible_attention
+    from megalith.kernels.varlen_attention import varlen_attention
+
+    if way == "varlen":
+        return varlen_attention(q, k, v, lengths, scores)
+    return flexible_attention(q, k, v, lengths, scores, sinks)
 
 
 def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:

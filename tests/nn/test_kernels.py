@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -73,7 +73,7 @@ def one_step(run: Any) -> float:  # a TrainRun
 
 @pytest.mark.parametrize(("dtype", "tolerance", "drift"), [("fp32", 2e-6, 1e-5), ("bf16", 2e-2, 2e-3)])
 def test_training_by_any_kernel_comes_out_the_same(
-    dtype: str, tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
+    dtype: Literal["fp32", "bf16"], tolerance: float, drift: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megalith.kernels.cpu.WORTH_A_LOOP", 1)  # so that loops take part in so small a model
     changes = {"precision": replace(tiny_run().precision, params=dtype)}

@@ -1,0 +1,118 @@
+"""flex_attention: what it is told about documents, windows, caps and sinks gives the plain definition's attention."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.flex_attention import block_mask, flexible_attention, intervals, plan_blocks, takes
+from megalith.kernels.scores import Scores, WeightDropout
+from megalith.kernels.sdpa import Lengths
+from megalith.kernels.tokens import tokens_of_queries
+from megalith.testing.tolerance import relative_error
+
+LENGTHS: tuple[Lengths, ...] = (((150, 150), (3, 3), (40, 90), (1, 130)), ((7, 7),), ((128, 128), (256, 256)))
+SCORES = [
+    Scores(), Scores(window=33), Scores(softcap=1.5, window=70), Scores(off_by_one=True, scale=0.3),
+    Scores(causal=False, window=20), Scores(causal=False),
+]  # fmt: skip
+
+
+def inputs_of(lengths: Lengths, dtype: torch.dtype, device: str = "cpu", size: int = 16) -> list[Tensor]:
+    """q, k, v, sinks of 4 heads that share 2, values of another width."""
+    draw = torch.Generator().manual_seed(0)
+    queries, keys = (sum(count) for count in zip(*lengths, strict=True))
+    shapes = [(queries, 4, size), (keys, 2, size), (keys, 2, size + 8), (4,)]
+    return [torch.randn(shape, generator=draw).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    ("scores", "sinks"),
+    [(each, sinks) for each in SCORES for sinks in (False, True) if not (sinks and each.off_by_one)],
+)
+def test_values_and_gradients_are_those_of_the_definition(
+    scores: Scores, sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch refuses gradients on CPUs before it looks whether it must compile; what it would then do serves here.
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
+    inputs = [q, k, v, sink][: 4 if sinks else 3]
+    mine = flexible_attention(q, k, v, LENGTHS[0], scores, sink if sinks else None, compiled=False)
+    tokens = tokens_of_queries(list(LENGTHS[0]))
+    theirs = reference_attention(q, k, v, tokens, scores, sink if sinks else None)
+    dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
+    assert relative_error(mine, theirs) <= 1e-5
+    for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("window", [None, 1, 40, 200])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("block", [16, 128])
+def test_blocks_leave_out_no_pair_and_whole_ones_hide_none(
+    lengths: Lengths, window: int | None, causal: bool, block: int
+) -> None:
+    seen, num_keys = intervals(lengths, window, causal), sum(keys for _, keys in lengths)
+    plan = plan_blocks(seen, num_keys, block)
+    key = np.arange(num_keys)
+    visible = (key >= seen[:, :1]) & (key < seen[:, 1:])
+    for row in range(len(plan.mixed)):
+        rows = slice(row * block, (row + 1) * block)
+        mixed, whole = (set(keys[row, :count].tolist()) for count, keys in zip(
+            (plan.mixed[row], plan.whole[row]), (plan.mixed_keys, plan.whole_keys), strict=True
+        ))  # fmt: skip
+        assert not mixed & whole
+        for place in range(-(-num_keys // block)):
+            pairs = visible[rows, place * block : (place + 1) * block]
+            assert place in mixed | whole or not pairs.any(), "a visible pair is in no block"
+            assert place not in whole or (pairs.all() and pairs.shape == (block, block))
+        assert sorted(plan.mixed_keys[row].tolist()) == list(range(-(-num_keys // block)))
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_intervals_are_the_definitions_mask(scores: Scores) -> None:
+    from megalith.kernels.scores import keys_seen
+
+    for lengths in LENGTHS:
+        seen, row, start = intervals(lengths, scores.window, scores.causal), 0, 0
+        for queries, keys in lengths:
+            mask = keys_seen(queries, keys, scores, device=torch.device("cpu"))
+            key = np.arange(keys) + start
+            mine = (key >= seen[row : row + queries, :1]) & (key < seen[row : row + queries, 1:])
+            assert (mine == (True if mask is None else mask.numpy())).all()
+            row, start = row + queries, start + keys
+
+
+def test_one_mask_serves_all_layers() -> None:
+    device = torch.device("cpu")
+    assert block_mask(LENGTHS[0], 5, True, device) is block_mask(LENGTHS[0], 5, True, device)
+
+
+def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.empty(3, 2, 16)
+    assert not takes(q, Scores(softcap=2.0))
+    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
+    there = torch.empty(3, 2, 16, device="meta")
+    assert not takes(there, Scores(softcap=2.0))
+    assert not takes(q, Scores(dropout=WeightDropout(0.1, 1, 0)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_the_compiled_kernel_gives_what_the_definition_gives(scores: Scores, dtype: torch.dtype) -> None:
+    q, k, v, sink = inputs_of(LENGTHS[0], dtype, "cuda", size=64)
+    sinks = None if scores.off_by_one else sink
+    inputs = [q, k, v] if sinks is None else [q, k, v, sink]
+    tokens = tokens_of_queries(list(LENGTHS[0]), device="cuda")
+    mine = attention(q, k, v, tokens, scores, sinks)
+    theirs = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)
+    allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4
+    assert relative_error(mine, theirs) <= allowed
+    dy = torch.randn_like(mine)
+    for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy.double())):
+        assert relative_error(a, b) <= 2 * allowed

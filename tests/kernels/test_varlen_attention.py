@@ -1,0 +1,115 @@
+"""torch's kernel for documents of many lengths: asked for what it knows, and told where documents start."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels import varlen_attention as varlen
+from megalith.kernels.attention import attention, reference_attention, way_of
+from megalith.kernels.scores import PLAIN, Scores
+from megalith.kernels.tokens import tokens_of_queries
+from megalith.kernels.varlen_attention import has_varlen, starts, takes, varlen_attention, window_of
+from megalith.testing.tolerance import relative_error
+
+LENGTHS = ((150, 150), (3, 3), (40, 90), (1, 130))
+
+
+def test_documents_start_where_the_others_end() -> None:
+    queries, keys = starts(LENGTHS, torch.device("cpu"))
+    assert queries.tolist() == [0, 150, 153, 193, 194] and keys.tolist() == [0, 150, 153, 243, 373]
+    assert queries.dtype == keys.dtype == torch.int32 and queries.is_contiguous() and keys.is_contiguous()
+
+
+def test_windows_are_counted_without_the_token_itself() -> None:
+    assert window_of(PLAIN) == (-1, 0)
+    assert window_of(Scores(window=1)) == (0, 0)
+    assert window_of(Scores(window=4, causal=False)) == (3, 3)
+    assert window_of(Scores(causal=False)) == (-1, -1)
+
+
+@pytest.mark.skipif(not has_varlen(), reason="this torch has no varlen_attn with windows")
+@pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
+def test_the_kernel_is_told_what_the_definition_computes(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in that reads the arguments as torch's documentation has them."""
+    import torch.nn.attention.varlen as theirs
+
+    def stand_in(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_kv: Tensor, max_q: int, max_kv: int, *, scale: float,
+        window_size: tuple[int, int], enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        assert enable_gqa and (max_q, max_kv) == (150, 150)
+        left, right = (10**6 if side < 0 else side for side in window_size)
+        outs = []
+        for i in range(len(cu_q) - 1):
+            rows, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_kv[i], cu_kv[i + 1])
+            n, m = int(cu_q[i + 1] - cu_q[i]), int(cu_kv[i + 1] - cu_kv[i])
+            place, key = torch.arange(m - n, m).unsqueeze(1), torch.arange(m)
+            hidden = (key < place - left) | (key > place + right)
+            seen, values = (x.repeat_interleave(2, 1).transpose(0, 1) for x in (k[keys], v[keys]))
+            outs.append(
+                torch.nn.functional.scaled_dot_product_attention(
+                    q[rows].transpose(0, 1), seen, values, attn_mask=~hidden, scale=scale
+                ).transpose(0, 1)
+            )
+        return torch.cat(outs)
+
+    monkeypatch.setattr(theirs, "varlen_attn", stand_in)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=draw) for shape in [(194, 4, 16), (373, 2, 16), (373, 2, 16)])
+    expected = reference_attention(q, k, v, tokens_of_queries(list(LENGTHS)), scores)
+    assert relative_error(varlen_attention(q, k, v, LENGTHS, scores), expected) <= 1e-5
+
+
+class OnGPU:
+    """What the choice of a way asks of tensors, as on a GPU."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, torch.device("cuda:0")
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def test_ways_on_gpus_follow_what_each_kernel_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(varlen, "has_varlen", lambda: True)
+    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
+    q: Any = OnGPU(8, 2, 64)
+    wide: Any = OnGPU(8, 2, 64, dtype=torch.float32)
+    odd: Any = OnGPU(8, 2, 20)
+    sinks = torch.zeros(2)
+    rows, packed = ((4, 4), (4, 4)), ((5, 5), (3, 3))
+    assert way_of(q, q, rows, PLAIN, None) == "torch"
+    assert way_of(q, q, packed, PLAIN, None) == way_of(q, q, rows, Scores(window=2), None) == "varlen"
+    assert way_of(wide, wide, packed, PLAIN, None) == way_of(q, odd, packed, PLAIN, None) == "torch"
+    assert way_of(wide, wide, rows, Scores(window=2), None) == "flex"
+    assert way_of(q, q, rows, PLAIN, sinks) == way_of(q, q, packed, Scores(softcap=2.0), None) == "flex"
+    monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: False)
+    assert way_of(q, q, rows, PLAIN, sinks) == "spans"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert way_of(q, q, packed, PLAIN, None) == "torch"
+
+
+def test_nothing_on_a_cpu_is_taken() -> None:
+    q = torch.empty(3, 2, 16, dtype=torch.bfloat16)
+    assert not takes(q, q, PLAIN, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
+def test_on_a_gpu_it_gives_what_the_definition_gives(scores: Scores) -> None:
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(194, 4, 64), (373, 2, 64), (373, 2, 64)]
+    q, k, v = (torch.randn(shape, generator=draw).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes)
+    tokens = tokens_of_queries(list(LENGTHS), device="cuda")
+    mine, theirs = (
+        attention(q, k, v, tokens, scores),
+        reference_attention(q.double(), k.double(), v.double(), tokens, scores),
+    )
+    assert relative_error(mine, theirs) <= 2e-2
+    dy = torch.randn_like(mine)
+    for a, b in zip(torch.autograd.grad(mine, (q, k, v), dy), torch.autograd.grad(theirs, (q, k, v), dy.double())):
+        assert relative_error(a, b) <= 4e-2
