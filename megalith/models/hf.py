@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith import storage
-from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, lengths, numel, pieces
+from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, laid_out, lengths, numel, pieces
 from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
     DTYPES,
@@ -45,6 +45,7 @@ from megalith.models.names import (
     by_tensor,
     extent,
     in_our_order,
+    in_their_order,
     region_of,
 )
 from megalith.models.neox import NEOX
@@ -526,6 +527,8 @@ def _read_tensors(
         if first.parameter is not None and first.whole and first.in_order:
             for box in divide(first.box, PIECE_NBYTES // planned.dtype.itemsize):
                 yield weights.read(first.parameter, box, planned.dtype)
+        elif first.parameter is not None and first.whole:
+            yield in_their_order(first, weights.read(first.parameter, first.box, planned.dtype))
         else:
             yield _joined(parts, planned, weights)
         wrote(planned.nbytes)
@@ -537,7 +540,7 @@ def _joined(parts: Parts, planned: Planned, weights: Weights) -> Tensor:
     for rule in parts:
         if rule.parameter is not None:
             place = values.view(rule.view)[tuple(slice(start, stop) for start, stop in rule.at)]
-            in_our_order(rule, place).copy_(weights.read(rule.parameter, rule.box, planned.dtype))
+            place.copy_(laid_out(in_their_order(rule, weights.read(rule.parameter, rule.box, planned.dtype))))
     return values
 
 

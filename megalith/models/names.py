@@ -165,6 +165,16 @@ def in_our_order(rule: TensorRule, values: Tensor) -> Tensor:
     return values
 
 
+def in_their_order(rule: TensorRule, values: Tensor) -> Tensor:
+    """A part of our parameter, dim by dim, with the dims of the rule's view: a view of it."""
+    kept = [dim for dim in rule.dims if dim is not None]
+    squeezed = values.squeeze([dim for dim, theirs in enumerate(rule.dims) if theirs is None])
+    found = squeezed.permute(sorted(range(len(kept)), key=kept.__getitem__))
+    for dim in sorted(set(range(len(rule.view))) - set(kept)):
+        found = found.unsqueeze(dim)
+    return found
+
+
 def by_tensor(rules: Sequence[TensorRule]) -> dict[str, list[TensorRule]]:
     """The rules of each tensor of theirs."""
     found: dict[str, list[TensorRule]] = {}

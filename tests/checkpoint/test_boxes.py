@@ -8,7 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.checkpoint.boxes import Entry, Piece, inner_view, numel, pieces, show_box, tiling_problem
+from megalith.checkpoint.boxes import (
+    Entry,
+    Piece,
+    as_bytes,
+    inner_view,
+    laid_out,
+    numel,
+    pieces,
+    show_box,
+    tiling_problem,
+)
 from megalith.plan.shards import Shard, cut_dim, whole
 
 SHAPES = [(), (1,), (8,), (5, 4), (3, 1, 4), (3, 2, 4), (2, 1, 3, 2)]
@@ -106,3 +116,15 @@ def test_boxes_read_as_one_would_index() -> None:
 def test_a_tensor_that_is_not_the_shard_is_our_own_bug(tensor: torch.Tensor) -> None:
     with pytest.raises(AssertionError, match="model.w"):
         pieces(Entry(Shard("w", (3, 2), ((0, 3), (0, 2))), "param", tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])
+def test_values_in_any_order_of_memory_are_laid_out_row_by_row(dtype: torch.dtype) -> None:
+    whole = (torch.arange(2 * 70 * 80).view(2, 70, 80) % 251).to(dtype)
+    views = [whole.permute(order) for order in itertools.permutations(range(3))]
+    views += [whole[:, 3:, 5:].permute(1, 2, 0), whole[1].t(), whole[0, 0, 0], whole[:0].permute(2, 0, 1)]
+    for values in views:
+        found = laid_out(values)
+        assert found.is_contiguous() and torch.equal(found, values)
+        assert torch.equal(torch.tensor(list(as_bytes(values)), dtype=torch.uint8), found.view(-1).view(torch.uint8))
+    assert laid_out(whole) is whole

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import lengths
-from megalith.models.names import TensorRule, by_tensor, extent, in_our_order, piece, region_of, rule
+from megalith.models.names import TensorRule, by_tensor, extent, in_our_order, in_their_order, piece, region_of, rule
 
 HEADS = rule("q", "q", (3, 2, 4), shape=(6, 4))
 COLUMNS = rule("o", "o", (4, 3, 2), shape=(4, 6))
@@ -31,6 +31,8 @@ def test_every_part_is_found_in_their_tensor(rule: TensorRule) -> None:
     theirs = torch.arange(torch.Size(rule.shape).numel()).view(rule.shape)
     ours = in_our_order(rule, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
     assert ours.shape == lengths(rule.box)
+    back = in_their_order(rule, ours)
+    assert torch.equal(back, theirs.view(rule.view)[tuple(slice(a, b) for a, b in rule.at)])
     spans = [[(a, b) for a in range(n) for b in range(a + 1, n + 1)] for n in ours.shape]
     for part in itertools.product(*spans):
         moved = tuple((a + o, b + o) for (a, b), (o, _) in zip(part, rule.box, strict=True))
