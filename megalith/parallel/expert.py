@@ -59,12 +59,15 @@ class Dispatcher(Protocol):
         """My tokens x [t, d] and their choices [t, k] -> what my experts work on, and the way back. Collective."""
 
 
-def build_dispatcher(name: DispatcherName, mesh: Mesh, num_experts: int) -> Dispatcher:
-    """The dispatcher of that name; where one rank holds all experts whole, tokens stay."""
+def build_dispatcher(name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False) -> Dispatcher:
+    """The dispatcher of that name; where one rank holds all experts whole, tokens stay. `refusing`: experts may refuse
+    choices, so that how many rows there are is known only once they are made."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
-        return Stay(num_experts)
-    return Exchange(num_experts, ep, etp, both) if name == "exchange" else Gather(num_experts, ep, both)
+        return Stay(num_experts, refusing)
+    if name == "exchange":
+        return Exchange(num_experts, refusing, ep, etp, both)
+    return Gather(num_experts, ep, both)
 
 
 # --- nobody else
@@ -75,10 +78,11 @@ class Stay:
     """All experts are here."""
 
     num_experts: int
+    refusing: bool
 
     def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
         """No message."""
-        order = order_choices(choice.experts, self.num_experts)
+        order = order_of(choice, self.num_experts, self.refusing)
         rows = permute(x, order)
         return Sent(rows, weights_of_rows(choice.weights, order), groups_here(order)), Stayed(order)
 
@@ -102,6 +106,7 @@ class Exchange:
     """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share what they received."""
 
     num_experts: int
+    refusing: bool
     ep: Group
     etp: Group
 
@@ -110,7 +115,7 @@ class Exchange:
 
     def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
         """Two messages each way and one with the counts; along etp, two gathers there and a sum back."""
-        order = order_choices(choice.experts, self.num_experts)
+        order = order_of(choice, self.num_experts, self.refusing)
         table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
         way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
         rows = way.there(permute(x, order))
@@ -168,7 +173,8 @@ class Gather:
         """Three gathers: tokens, choices and weights."""
         each = self.num_experts // self.ep.size
         chosen = gathered_again(choice.experts, self.both) - self.ep.rank * each
-        order = order_choices(torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE), each)
+        here = torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE)
+        order = order_choices(here, each, num_rows=len(here) if here.is_meta else None)
         weights = weights_of_rows(gather(choice.weights, self.both), order)
         return Sent(permute(gather(x, self.both), order), weights, groups_here(order)), Gathered(self, order)
 
@@ -186,6 +192,12 @@ class Gathered:
 
 
 # --- how many rows
+
+
+def order_of(choice: Choice, num_experts: int, refusing: bool) -> Order:
+    """The order of all rows; if none may be refused, their number is known and no device is waited for."""
+    known = None if refusing and not choice.experts.is_meta else choice.experts.numel()
+    return order_choices(choice.experts, num_experts, num_rows=known)
 
 
 def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group) -> Table:

@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -37,17 +37,20 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.rebuilt import Input
+from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
 from megalith.nn.lora import attach_adapters
+from megalith.nn.moe.experts import Experts
+from megalith.parallel import expert
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
-from megalith.plan.shards import DATA_AXES, DENSE_AXES, PARTS, Shard
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, PARTS, Shard
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank
 from megalith.testing.inject import replaced
 from megalith.train.loss import share_of_means
@@ -192,13 +195,15 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig]], bool]
+Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig, bool]], bool]
 """Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss."""
 
 
 def kind_of(stage: Stage, context: ContextConfig, model: ModelConfig) -> Kind:
     """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their parts and sizes."""
-    layers = frozenset((kind_of_layer(context, layer), model.at(layer)) for layer in stage.layers)
+    layers = frozenset(
+        (kind_of_layer(context, layer), model.at(layer), model.has_experts(layer)) for layer in stage.layers
+    )
     return stage.embedding, layers, stage.loss
 
 
@@ -341,22 +346,73 @@ def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, furthe
     return Batch(ids, labels, replace(tokens, dropout=dropout, context=context), pairs)
 
 
-def mesh_axes(grid: Grid) -> dict[str, MeshAxis]:
+def mesh_axes(grid: Grid, names: Sequence[str] = DENSE_AXES) -> dict[str, MeshAxis]:
     """The axes of the grid as the checker knows them: (size, stride). It ignores those of one rank."""
-    return {axis: MeshAxis.of(*grid.strides(axis)) for axis in DENSE_AXES}
+    return {axis: MeshAxis.of(*grid.strides(axis)) for axis in names}
+
+
+@contextmanager
+def experts_on_their_grid(grid: Grid) -> Iterator[None]:
+    """Let what lies between a dispatcher's two ends be typed along the axes that experts are divided over.
+
+    A rank's own tokens, V on every axis, are V on every axis of the other grid as well; those that ranks share are
+    refused there.
+    """
+    if grid.experts is None:
+        yield
+        return
+    axes, dense = mesh_axes(grid, EXPERT_AXES), mesh_axes(grid)
+    with ExitStack() as undo:
+        for kind, method in EXPERT_WORK:
+            undo.enter_context(replaced(kind, method, _within(axes, getattr(kind, method), back=dense)))
+        yield
+
+
+EXPERT_WORK: tuple[tuple[type, str], ...] = (
+    (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
+    (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
+)  # fmt: skip
+"""What happens on the experts' grid."""
+
+
+def _within(
+    axes: dict[str, MeshAxis], function: Callable[..., Any], *, back: dict[str, MeshAxis]
+) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        with checker.set_current_mesh(axes):
+            given = [_read_in(axes, one) for one in arguments]
+            found = function(*given)
+        return _read_in(back, found) if function.__name__ == "back" else found
+
+    return run
+
+
+def _read_in(axes: dict[str, MeshAxis], value: Any) -> Any:
+    """A tensor, or several, as another factorisation of the ranks sees them."""
+    if isinstance(value, Choice):
+        return Choice(*(_read_in(axes, one) for one in value))
+    if not isinstance(value, Tensor):
+        return value
+    with checker.set_current_mesh(axes):
+        mesh = checker.current_mesh()
+        types = checker.get_local_type(value)
+        return value if mesh is None or types.keys() <= mesh else checker.reinterpret_mesh(value, mesh)
 
 
 # --- what everything starts as
 
 
-def declare(model: nn.Module) -> None:
+def declare(model: nn.Module, grid: Grid) -> None:
     """Type the parameters, read off their `Shard`s: V where the box is cut; where it is whole, I if declared, else R.
 
     So V is never a layer's own word: a whole weight called V would type-check, and its gradient would never be summed.
     Other tensors that modules keep are constants that every rank computes alike: R.
     """
     for declared, module, name in declared_parameters(model):
-        checker.assert_type(getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard)))
+        of_expert = declared.shard.grid == "expert"
+        with checker.set_current_mesh(mesh_axes(grid, EXPERT_AXES)) if of_expert else nullcontext():
+            checker.assert_type(getattr(module, name), _by_axis(functools.partial(_parameter_type, declared.shard)))
     for module in model.modules():
         for value in (*module.__dict__.values(), *module.buffers(recurse=False)):
             if isinstance(value, Tensor):
@@ -406,11 +462,14 @@ def _shard_problems(
     """
     grid, rank = place.mesh.grid, place.mesh.rank
     here = grid.coordinates(rank)
-    for axis in (axis for axis in DENSE_AXES if grid.size(axis) > 1):
+    every = DENSE_AXES if grid.experts is None else DENSE_AXES + EXPERT_AXES
+    for axis in (axis for axis in every if grid.size(axis) > 1):
         step = (here[axis] + 1) % grid.size(axis) - here[axis]
         neighbour = rank + step * grid.strides(axis)[1]
         theirs = _shards_of(_chunks(model, mesh_on_paper(grid, rank=neighbour), parallel, KEEP_ALL, lora)[place.chunk])
         for name, mine in place.shards.items():
+            if axis not in (EXPERT_AXES if mine.grid == "expert" else DENSE_AXES):
+                continue
             same, cut = mine.box == theirs[name].box, axis in mine.cut
             if same == cut and mine.numel > 0:
                 what = (
@@ -511,11 +570,12 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         with (
             installed_rules(counts),
             second_passes_typed(watch),
+            experts_on_their_grid(place.mesh.grid),
             checker.traceback_filtering("off"),  # else messages end with advice about the library's own settings
             typecheck(),
             checker.set_current_mesh(axes),
         ):
-            declare(place.chunks)
+            declare(place.chunks, place.mesh.grid)
             declare_inputs(place.batch)
             for x in (place.received, place.gradient):
                 if x is not None:

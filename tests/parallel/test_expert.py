@@ -48,7 +48,7 @@ def there_and_back(
     x, choice = made(rank, kind)
     x.requires_grad_()
     choice = Choice(choice.experts, choice.weights.requires_grad_())
-    sent, way = build_dispatcher(name, mesh, 4)(x, choice)
+    sent, way = build_dispatcher(name, mesh, 4, refusing=True)(x, choice)
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.back(answer(sent.rows, sent.weights, expert, 1 / etp))

@@ -33,7 +33,9 @@ class MoE(nn.Module):
         those of the others are never kept."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
-        self.dispatch = build_dispatcher(dispatcher, mesh, moe.experts)
+        self.dispatch = build_dispatcher(
+            dispatcher, mesh, moe.experts, refusing=moe.capacity.factor is not None
+        )  # fmt: skip
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
         self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
         shared = moe.shared_ffn_hidden_size is not None
