@@ -66,6 +66,9 @@ class ChatOptions:
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
 
+    base: str | None = None
+    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
+
     nproc: int = 1
     """Processes on this machine that share the model (tensor parallel); under torchrun leave it out."""
 
@@ -82,7 +85,7 @@ def main(argv: list[str]) -> int:
 
     if in_worker(os.environ) or options.nproc == 1:
         return talk(options)
-    open_source(options.source, options.nproc)  # what is wrong with it is better told once
+    open_source(options.source, options.nproc, base=options.base)  # what is wrong with it is better told once
     if options.input is not None:
         return run_workers(["chat", *worker_words(options)], options.nproc)
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:  # workers are cut off from the terminal's input
@@ -135,7 +138,7 @@ def talk(options: ChatOptions) -> int:
     from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 
     worker = Worker.from_environment(os.environ)
-    source = open_source(options.source, worker.world)
+    source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
     everyone = connect(worker, timeout_seconds=PATIENCE_SECONDS)
     try:
@@ -184,7 +187,11 @@ class Turns:
             try:
                 line = self._line()
             except EOFError:
+                print_now("\n")  # what comes next is not said on the line of the prompt
                 return None
+            except KeyboardInterrupt:
+                print_now("\n")
+                raise
             except UnicodeDecodeError as error:
                 raise DataError(f"turns: byte {error.start} is not UTF-8. Pass text, a line for each turn.") from None
             if not line:

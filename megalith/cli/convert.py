@@ -66,17 +66,16 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.adapters import AdaptedWeights
     from megalith.models.convert import convert, kind_of, plan_moves
     from megalith.models.hf import check_absent
-    from megalith.models.pretrained import locate, open_pretrained
+    from megalith.models.pretrained import locate, open_pretrained, require_adapters
     from megalith.posttrain.export import plan_peft, write_peft
 
     target = Path(options.target)
     check_absent(target)
     source = open_pretrained(locate(options.source), base=options.base)
-    if options.base is not None and not isinstance(source.weights, AdaptedWeights):
-        raise ConfigError(f"--base={options.base}: {source.path} holds a model and no adapters. Remove --base.")
+    if options.base is not None:
+        require_adapters(source, options.base)
     to = options.to or ("huggingface" if kind_of(source) == "megalith" else "megalith")
     if options.vocab_multiple is not None:
         if kind_of(source) == "megalith" or to == "huggingface":
@@ -102,7 +101,8 @@ def main(argv: list[str]) -> int:
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
     report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
-    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json)
+    verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
+    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json, verb=verb)
     return 0
 
 
@@ -142,8 +142,8 @@ def show_peft(source: str, target: str, modules: list[str], nbytes: int, options
     print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
 
 
-def show(report: dict[str, Any], *, json: bool) -> None:  # Any: JSON
-    """Print what was done, or would be: for a program, the table of a dry run, or a line."""
+def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
+    """Print what was done, or would be: for a program, the table of a dry run, or a line; `verb`: what to try next."""
     if json:
         print_json(report)
         return
@@ -156,7 +156,7 @@ def show(report: dict[str, Any], *, json: bool) -> None:  # Any: JSON
                 "text into ids themselves"
             )
         else:
-            print(f"try: megalith generate {report['target']}")
+            print(f"try: megalith {verb} {report['target']}")
         return
     for move in tensors:
         dtype = move["source_dtype"]

@@ -68,6 +68,9 @@ class GenerateOptions:
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
 
+    base: str | None = None
+    """For a source that holds adapters: the model they belong to; left out: where they say it is."""
+
     nproc: int = 1
     """Processes on this machine that share the model (tensor parallel); under torchrun leave it out."""
 
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
 
     if in_worker(os.environ) or options.nproc == 1:
         return write(options, prompts)
-    path = open_source(options.source, options.nproc).path
+    path = open_source(options.source, options.nproc, base=options.base).path
     with tempfile.TemporaryDirectory(prefix="megalith-") as folder:  # standard input cannot be read by each worker
         file = Path(folder) / "prompts.jsonl"
         file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts), encoding="utf-8")
@@ -120,7 +123,7 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     from megalith.parallel.worker import Worker, agree, connect, disconnect, set_threads
 
     worker = Worker.from_environment(os.environ)
-    source = open_source(options.source, worker.world)
+    source = open_source(options.source, worker.world, base=options.base)
     set_threads(worker, None)
     everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:

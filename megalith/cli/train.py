@@ -101,12 +101,13 @@ def _train(run: TrainRun, name: str | None) -> int:
         outcome = run_training(run, folder, job.mesh, job.device)
         first = job.first
     if first:
-        print(_closing_words(outcome, str(folder.path), plots=run.observe.plots), flush=True)
+        print(_closing_words(outcome, str(folder.path), run), flush=True)
     return 0 if outcome.kind == "done" else STOPPED
 
 
-def _closing_words(outcome: "Outcome", folder: str, *, plots: bool) -> str:
+def _closing_words(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped":
         return f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same command again to go on"
-    found = "metrics.jsonl, plots/ and checkpoints/" if plots else "metrics.jsonl and checkpoints/"
-    return f"done at step {outcome.step}: {folder} has {found}\ntry: megalith generate {folder}"
+    found = "metrics.jsonl, plots/ and checkpoints/" if run.observe.plots else "metrics.jsonl and checkpoints/"
+    verb = "chat" if run.data.sft.used() else "generate"
+    return f"done at step {outcome.step}: {folder} has {found}\ntry: megalith {verb} {folder}"

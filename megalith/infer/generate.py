@@ -76,6 +76,8 @@ def generate(
     elif before is not None:
         active[0].num_read = before.resume(prompts[0], sequence=0)
     kept = before or remember(model.config)
+    if any(_turns_by_length(model.config, len(ids)) for ids in prompts):  # a part of such a text turns otherwise
+        step_tokens = max(step_tokens, sum(map(len, prompts)))
     while active:
         counts = divide_room([len(s.ids) - s.num_read for s in active], step_tokens)
         reading = [(s, count) for s, count in zip(active, counts, strict=True) if count]

@@ -13,7 +13,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
-from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained
+from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
 from megalith.models.release import release_run
 from megalith.parallel.mesh import Mesh
 from megalith.train.rules import model_problems
@@ -32,14 +32,17 @@ class Writer:
     """Tokens that end a text."""
 
 
-def open_source(source: str, tp: int) -> Pretrained:
-    """The model that a person means, which must be one that `tp` ranks can share.
+def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
+    """The model that a person means, which must be one that `tp` ranks can share; `base`: of adapters that moved away
+    from theirs.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        ConfigError: the ranks are too many, or do not fit its heads.
+        ConfigError: the ranks are too many, or do not fit its heads; or there is a base and no adapters.
     """
-    opened = open_pretrained(locate(source))
+    opened = open_pretrained(locate(source), base=base)
+    if base is not None:
+        require_adapters(opened, base)
     run = release_run("generate", opened.model, opened.tokenizer, opened.path)
     raise_all(model_problems(replace(run, parallel=ParallelConfig(tp=tp))) + writing_problems(opened.model))
     return opened

@@ -48,7 +48,10 @@ def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | Non
     named = str(beside) if beside.is_file() else source.tuning().get("template")
     if not isinstance(named, str):
         return None
-    return find_template(named, tokenizer, source.tokenizer.path, setting="data.sft.template")
+    try:
+        return find_template(named, tokenizer, source.tokenizer.path, setting="data.sft.template")
+    except DataError as error:
+        raise DataError(f"{error} A run that is over reads {beside} first: put the template there.") from error
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[frozenset[int], str]:

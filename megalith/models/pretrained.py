@@ -348,6 +348,16 @@ def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
     )
 
 
+def require_adapters(source: Pretrained, base: str) -> None:
+    """Refuse a base for a model that has no use for one.
+
+    Raises:
+        ConfigError: it holds no adapters.
+    """
+    if not isinstance(source.weights, AdaptedWeights):
+        raise ConfigError(f"--base={base}: {source.path} holds a model and no adapters. Remove --base, or use a run's.")
+
+
 def base_of_adapters(path: Path) -> dict[str, str] | None:
     """`base_record` of the weights that adapters in a folder belong to; None: PEFT's, which name none that is here."""
     if (path / MANIFEST).exists():
@@ -384,7 +394,7 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     if where is None and not Path(base_path).is_dir():
         raise CheckpointError(
             f"{checkpoint.path} holds adapters, and the weights that they were trained beside are not at {base_path}. "
-            f"Put them there, or run `megalith convert {checkpoint.path} TARGET --base FOLDER`, which merges both."
+            f"Put them there, or set --base to the folder where they are now (checkpoint.load for a run)."
         )
     base = open_pretrained(locate(base_path))
     compare_models(base, model)
@@ -416,8 +426,8 @@ def _peft_base(path: Path, where: str | None) -> Pretrained:
     named = where or read_peft_config(path / ADAPTER_CONFIG).base
     if not isinstance(named, str) or (where is None and not Path(named).is_dir()):
         raise CheckpointError(
-            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it to the folder of "
-            f"the model that the adapters were trained with, or run `megalith convert {path} TARGET --base FOLDER`."
+            f"{path / ADAPTER_CONFIG}: base_model_name_or_path={named!r} is no folder here. Set it, or --base, to "
+            f"the folder of the model that the adapters were trained with."
         )
     return open_pretrained(locate(named))
 

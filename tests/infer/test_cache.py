@@ -105,7 +105,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(variant: str, ke
     draw = torch.Generator().manual_seed(0)
     texts = [[torch.randn(length, *shape, generator=draw, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2, 5))]
              for length in (90, 81)]  # fmt: skip
-    whole = [attention(*text, tokens_of_rows(1, len(text[0])), scores, sinks) for text in texts]
+    whole = [attention(q, k, v, tokens_of_rows(1, len(q)), scores, sinks) for q, k, v in texts]
     cache, read = KeyValueCache(1, [scores.window]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
         (layer,) = cache.layers([0, 1])

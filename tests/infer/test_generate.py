@@ -138,6 +138,13 @@ def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> Non
     assert windows_of_layers(tiny.config()) == [None, None]
 
 
+def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) -> None:
+    rope = RopeConfig(scaling="dynamic", factor=4.0, original_max_position=6)
+    model = tiny.model(tiny.config(rope=rope, head_dim=4), dtype=torch.float64)
+    expected = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert texts(list(generate(model, PROMPTS, GREEDY, step_tokens=4))) == expected
+
+
 @pytest.mark.parametrize("room", [1, 4, 7])
 @pytest.mark.parametrize("sample", [GREEDY, SampleConfig(max_new_tokens=20, top_k=9, seed=3)])
 def test_how_prompts_are_cut_and_who_is_beside_them_changes_nothing(

@@ -66,6 +66,12 @@ def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
     assert text(path) == expected
 
 
+def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
+    with pytest.raises(ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"):
+        open_source(str(path), 1, base="x")
+
+
 def test_it_computes_in_the_dtype_it_is_told(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     for dtype in (torch.bfloat16, torch.float64):

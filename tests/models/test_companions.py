@@ -71,11 +71,12 @@ def opened(path: Path) -> Pretrained:
 
 @pytest.mark.parametrize("settings", [ADAPTERS, {}])
 def test_what_was_tuned_leaves_with_the_template_it_was_tuned_with(
-    settings: dict[str, str], tmp_path: Path, tiny: SimpleNamespace
+    settings: dict[str, str], tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     run = tune(tmp_path / "run", base(tmp_path / "base", tiny), settings | {"data.sft.template": "chatml"})
     assert main(["convert", str(run), str(tmp_path / "out")]) == 0
+    assert f"try: megalith chat {tmp_path / 'out'}" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     source = opened(run)
     template = own_template(source, build_tokenizer(source.tokenizer))
@@ -106,9 +107,15 @@ def test_a_release_has_the_template_beside_its_weights_and_so_has_what_follows(
     assert template is not None and template.render(TALK) == "[What is 3 plus 4?<|im_end|>][7<|im_end|>]"
     convert(release, tmp_path / "theirs", "huggingface")
     assert (tmp_path / "theirs/chat_template.jinja").read_text() == template.source
-    with pytest.raises(DataError, match=r"data.sft.template=.*mine.jinja: No such file.* Set it to one of chatml"):
+    with pytest.raises(
+        DataError,
+        match=r"data.sft.template=.*mine.jinja: No such file.* Set it to one of.* put the template there",
+    ):
         convert(opened(run), tmp_path / "none", "huggingface")
     assert not (tmp_path / "none").exists()
+    (opened(run).path / "chat_template.jinja").write_text(template.source)  # as the text says
+    convert(opened(run), tmp_path / "some", "huggingface")
+    assert (tmp_path / "some/chat_template.jinja").read_text() == template.source
 
 
 def test_the_tokenizers_own_template_stays_as_it_is_and_its_end_ends_texts(
