@@ -9,6 +9,7 @@ from megalith.config.layers import ALIKE, LayersConfig, Part
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 
 T = TypeVar("T")
@@ -70,11 +71,15 @@ class ModelConfig:
     block: Literal["sequential", "parallel", "parallel_one_norm"] = "sequential"
     """parallel: attention and MLP read the same x and are added together, each with a norm of its own or with one."""
 
-    positions: Literal["rope", "learned", "none"] = "rope"
-    """How tokens know their place: turned features, a learnt vector for each place, or only by what they may see."""
+    positions: Literal["rope", "learned", "relative", "none"] = "rope"
+    """How tokens know their place: turned features, a learnt vector for each place, scores that grow or shrink by the
+    distance, or only by what they may see."""
 
     rope: RopeConfig = field(default_factory=RopeConfig)
     """Rotary positions."""
+
+    relative: RelativeConfig = field(default_factory=RelativeConfig)
+    """Biases by distance."""
 
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     """How queries and keys become weights of values."""
@@ -185,6 +190,10 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, has a mixture of experts in place of its MLP."""
         return self.moe is not None and (not self.moe.layers or self.moe.layers[layer % len(self.moe.layers)])
+
+    def needs_biases(self, *, layers: int, loss: bool) -> bool:
+        """Whether a stage of so many layers, with the loss or without, reads the table of biases by distance."""
+        return self.positions == "relative" and (layers > 0 or (loss and self.mtp.depths > 0))
 
     def turns(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.dropout import DroppedWeights, weight_factors
+from megalith.kernels.relative_bias import distance_biases
 from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
 from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
@@ -41,8 +42,8 @@ def attention(
     else the plain definition.
     """
     lengths = tokens.lengths
-    if visible is not None:
-        return _with_masks(q, k, v, tokens, scores, sinks, visible, kernel)
+    if visible is not None or scores.relative is not None:
+        return _pair_by_pair(q, k, v, tokens, scores, sinks, visible, kernel)
     if scores.window is not None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
@@ -76,12 +77,21 @@ def _document_by_document(
     numbers = None if tokens.dropout is None else tokens.dropout.numbers.split(counts)
     outs = []
     for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
-        mask, factors = _mask(len(queries), len(keys), scores, None if visible is None else visible[n], q.device), None
+        mask, factors = _mask(*lengths[n], scores, None if visible is None else visible[n], q.device), None
         if scores.dropout is not None and numbers is not None:
             first = scores.dropout.first_head
             factors = weight_factors(scores.dropout, numbers[n], numbers[n], range(first, first + q.shape[1]), q.dtype)
-        outs.append(masked_attention(queries, keys, values, mask, scores, sinks, factors=factors))
+        bias = _bias(tokens, *lengths[n], scores)
+        outs.append(masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)
+
+
+def _bias(tokens: Tokens, queries: int, keys: int, scores: Scores) -> Tensor | None:
+    """What the scores of a document gain: [n, queries, keys]; None: nothing."""
+    if scores.relative is None:
+        return None
+    assert tokens.biases is not None, "the model gives its table of biases to the tokens"
+    return distance_biases(tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal)
 
 
 def _mask(queries: int, keys: int, scores: Scores, mask: Tensor | None, device: torch.device) -> Tensor | None:
@@ -97,18 +107,25 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
     return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers)
 
 
-def _with_masks(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None, visible: Masks,
+def _pair_by_pair(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None, visible: Masks | None,
     kernel: Kernel,
 ) -> Tensor:  # fmt: skip
-    """Attention with a mask for each document: by torch's kernel, unless it does not know the rest."""
-    known = known_to_torch(replace(scores, window=None), sinks)
+    """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the rest."""
+    lengths = tokens.lengths
+    known = known_to_torch(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not known:
-        return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks, visible)
-    counts, every = zip(*tokens.lengths, strict=True)
-    parts = zip(q.split(counts), k.split(every), v.split(every), visible, strict=True)
-    masked = ((*part, _mask(len(part[0]), len(part[1]), scores, mask, q.device)) for *part, mask in parts)
-    return torch.cat([sdpa_masked(*each, scale=scores.scale) for each in masked])
+        return _document_by_document(q, k, v, lengths, tokens, scores, sinks, visible)
+    v = v.contiguous()  # as a part of the projection it would keep all of it for backward; of the rest copies are kept
+    masks: Masks = [None] * len(lengths) if visible is None else visible
+    rows = len(lengths) if visible is None and len(set(lengths)) == 1 else 1  # alike: one call, and one bias for all
+    lengths = lengths[:1] if rows > 1 else lengths
+    counts, every = [queries * rows for queries, _ in lengths], [keys * rows for _, keys in lengths]
+    outs = []
+    for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
+        seen, bias = _mask(*lengths[n], scores, masks[n], q.device), _bias(tokens, *lengths[n], scores)
+        outs.append(sdpa_masked(queries, keys, values, seen, bias, rows=rows, scale=scores.scale))
+    return torch.cat(outs)
 
 
 def _spans(
@@ -170,7 +187,7 @@ def _on_gpu(
 
 def known_to_torch(scores: Scores, sinks: Tensor | None) -> bool:
     """Whether torch's kernel computes these scores without a mask over all pairs."""
-    strange = scores.off_by_one or scores.dropout is not None or sinks is not None
+    strange = scores.off_by_one or scores.dropout is not None or scores.relative is not None or sinks is not None
     return scores.window is None and scores.softcap is None and not strange
 
 

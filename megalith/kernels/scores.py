@@ -40,6 +40,10 @@ class Scores:
     """A score of 0 takes part in softmax and stands for no key: weights are exp(s) / (1 + sum of exp(s)).
     Source: Miller 2023, "Attention is off by one"."""
 
+    relative: int | None = None
+    """Scores gain a bias by the distance of query and key, from the table that comes with the tokens; distances of this
+    many tokens and more are alike. None: none."""
+
     dropout: WeightDropout | None = None
     """Weights dropped after softmax; None: none."""
 

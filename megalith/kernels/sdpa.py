@@ -1,8 +1,10 @@
 """Attention by torch's own kernel: documents of one length in one call, else one call for each document.
 
-It knows causal masks, none and given ones, another scale than 1 / sqrt(d) and values of another width than keys (on
-CPUs these by an unfused way that keeps all scores of a document). Caps and sinks it does not know.
+It knows causal masks, none and given ones, biases of pairs, another scale than 1 / sqrt(d) and values of another width
+than keys (on CPUs these by an unfused way that keeps all scores of a document). Caps and sinks it does not know.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -49,19 +51,31 @@ def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
 
 
-def sdpa_masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float | None = None) -> Tensor:
-    """One document in which query i sees key j where mask[i, j], bool [q, kv]; None: all see all. Queries that see
-    nothing give 0."""
-    if mask is None:
+def sdpa_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None, *, rows: int = 1,
+    scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Documents of one length in which query i sees key j where mask[i, j], bool [q, kv]; None: all see all.
+
+    `bias` [n, q, kv] is added to the scores. Queries that see nothing give 0.
+    """
+    if mask is None and bias is None and rows == 1:
         return _sdpa_document(q, k, v, scale, False)
-    if not mask.numel():
+    if not q.numel() or not k.numel():
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+    if mask is None:
+        return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
     blind = ~mask.any(-1, keepdim=True)  # torch's kernels do not agree on what such a query gives, nor on its gradient
-    return _call(q, k, v, mask | blind, causal=False, scale=scale).masked_fill(blind.unsqueeze(-1), 0)
+    seen = mask | blind
+    given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
+    out = _call(q, k, v, given, causal=False, scale=scale, rows=rows)
+    return out.masked_fill(blind.repeat(rows, 1).unsqueeze(-1), 0)
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None) -> Tensor:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, causal: bool, scale: float | None, rows: int = 1
+) -> Tensor:
+    q, k, v = (x.unflatten(0, (rows, -1)).transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
     out = scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=gqa, scale=scale)
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2).flatten(0, 1)

@@ -1,6 +1,6 @@
 """The decoder-only transformer: tokens in, loss or scores out."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,6 +19,7 @@ from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
 from megalith.nn.mtp import FurtherPredictions, accepted
 from megalith.nn.norm import Norm, build_norm
+from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
 from megalith.parallel.mesh import Mesh
@@ -35,7 +36,7 @@ from megalith.parallel.tensor import (
     WholeTokens,
 )
 from megalith.plan.shards import cut_dim, split_evenly, whole
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks, whole_model
+from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks, whole_model
 
 RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
 
@@ -65,12 +66,14 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
+        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
         dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
-        which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding."""
+        which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding; `biased` and
+        `biases` say the same of the table of relative positions."""
         super().__init__()
         region: Region = (
             SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
@@ -83,6 +86,8 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             self.entrance = Entrance(config, region, dtype=dtype)
             tied = self.embed.weight
+        needed = config.needs_biases(layers=len(self.stage.layers), loss=self.stage.loss)
+        self.relative = RelativeBias(config, mesh, dtype=dtype, shared=biases) if needed else NoBias()
         self.layers = nn.ModuleList(
             block_of_layer(config, index)(
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
@@ -104,7 +109,9 @@ class Decoder(nn.Module):
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap), dispatcher=dispatcher,
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
-        _note_stages(self, (mesh.pp.rank,), tuple(table or (mesh.pp.rank,)) if config.shares_table() else None)
+        alone = (mesh.pp.rank,)
+        shared = {"embed.weight": tuple(table or alone)} if config.shares_table() else {}
+        _note_stages(self, alone, shared | {"relative.weight": tuple(biased or alone)})
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
@@ -114,7 +121,7 @@ class Decoder(nn.Module):
         A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
         own layers.
         """
-        tokens = self.rotations.given_to(tokens)
+        tokens = self.relative.given_to(self.rotations.given_to(tokens))
         if self.stage.embedding:
             x = self.entrance(self.embed(ids), tokens)
         assert x is not None, f"stage {self.stage} begins with hidden states"
@@ -136,7 +143,7 @@ class Decoder(nn.Module):
         """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there."""
         tokens = self.rotations.given_to(tokens)
         x = self(ids, tokens, x=x)
-        return self.head.loss(x, labels), *self.further.losses(x, further, tokens)
+        return self.head.loss(x, labels), *self.further.losses(x, further, self.relative.given_to(tokens))
 
     def judged(
         self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None,
@@ -146,7 +153,7 @@ class Decoder(nn.Module):
         tokens = self.rotations.given_to(tokens)
         x = self(ids, tokens, x=x)
         own = self.head.loss(x, labels)
-        losses, right = self.further.judged(x, further, tokens)
+        losses, right = self.further.judged(x, further, self.relative.given_to(tokens))
         measured = torch.stack([own, *losses]).double()
         return torch.cat([measured, accepted(right, [labels for _, labels in further])]) if right else measured
 
@@ -169,13 +176,15 @@ def build_chunks(
     """
     pp, pipeline = mesh.pp.size, parallel.pipeline
     stages = plan_stages(pipeline, pp=pp, num_layers=config.num_layers)
-    table = table_ranks(stages, pipeline, pp=pp)
+    table, biased = table_ranks(stages, pipeline, pp=pp), bias_ranks(config, stages, pipeline, pp=pp)
     chunks: list[Decoder] = []
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
+        biases = next((c.relative.weight for c in chunks if isinstance(c.relative, RelativeBias)), None)
         chunks.append(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
+                biased=biased, biases=biases,
                 context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
                 rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
             )
@@ -224,8 +233,8 @@ def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
     return Declared(shard, Init(config.init_std, rows=config.vocab_size))
 
 
-def _note_stages(model: Decoder, here: tuple[int, ...], table: tuple[int, ...] | None) -> None:
-    """Write into every parameter's shard which pipeline ranks hold it: `table` the tied one, `here` all others."""
+def _note_stages(model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]) -> None:
+    """Write into every parameter's shard which pipeline ranks hold it: those of `shared`, by name, or `here`."""
     for declared, module, name in list(declared_parameters(model)):
-        stages = table if table is not None and declared.shard.name == "embed.weight" else here
+        stages = shared.get(declared.shard.name, here)
         module.__dict__["declared"][name] = replace(declared, shard=replace(declared.shard, stages=stages))

@@ -85,7 +85,10 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     """What becomes of the scores in a layer, numbered over all stages."""
     kind = config.attention
     window = kind.window if config.has_window(layer) else None
-    return Scores(kind.scale, window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one)
+    relative = config.relative.max_distance if config.positions == "relative" else None
+    return Scores(
+        kind.scale, window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one, relative=relative
+    )  # fmt: skip
 
 
 class Sinks(nn.Module):

@@ -102,7 +102,7 @@ def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
         message = all_reduce_(torch.cat([gradient.flatten() for gradient in shared]), group)
         for gradient, part in zip(shared, message.split([g.numel() for g in shared]), strict=True):
             gradient.copy_(part.view_as(gradient))
-    for one in owned:
+    for one in sorted(owned, key=lambda one: one.shard.name):  # stages have their tables in other orders
         sum_over_members_(one.gradient, mesh.pp, _stages(one.shard))
 
 

@@ -20,7 +20,7 @@ Other kinds of layers keep other rows: a LayerNorm also means, w·t; norms after
 parallel layer one input less, and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and
 sinks what torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below say.
 Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of documents too short for tiles,
-whose values have another width than keys.
+whose values have another width than keys, and biases by distance together with caps, sinks or dropped weights.
 
 Source of the method: Korthikanti et al. 2022, arXiv:2205.05198, section 4.
 """
@@ -448,6 +448,8 @@ def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, sepa
     model, e, t = setting.model, setting.element, sum(setting.lengths)
     rows, d, way = _inputs(setting, heads, kv_heads, tokens=t), model.value_size(), way_of(setting, layer)
     found = "output of some heads" if separate else "output"
+    if way == "biased":
+        return _biased_rows(setting, layer, heads)
     if way == "tiles":
         kept = max(setting.lengths) <= KEPT_LENGTH
         numels = _tile_numels(setting.lengths, heads, kv_heads, model.attention.causal) if kept else ()
@@ -469,15 +471,33 @@ def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, sepa
     return rows
 
 
+def _biased_rows(setting: Setting, layer: int, heads: int) -> list[Row]:
+    """Attention with biases by distance: torch's unfused kernel, which copies what it reads for every query head."""
+    model, w, t = setting.model, setting.wide, sum(setting.lengths)
+    runs, pairs = kernel_lengths(setting.lengths), heads * sum(length**2 for length in setting.lengths)
+    copies, distances = heads * (2 * model.key_size() + model.value_size()) * t, sum(2 * n - 1 for n in runs)
+    rows = [
+        Row("attention", "queries, keys, values by head", copies, copies * w),
+        Row("attention", "weights", pairs, pairs * w),
+        Row("attention", "buckets of distances", distances, 8 * distances),
+    ]
+    hidden = model.attention.causal or (model.has_window(layer) and (model.attention.window or 0) < max(runs))
+    seen = sum(n**2 for n in runs)
+    masks = [Row("attention", "mask", seen, seen), Row("attention", "queries that see nothing", t, t)]
+    return rows + masks if hidden else rows
+
+
 def _read_as_kept(setting: Setting, heads: int) -> bool:
     """Whether the projection reads the output as it is kept for several rows, and not a copy ordered by token."""
     return len(setting.lengths) > len(kernel_lengths(setting.lengths)) or heads == 1
 
 
-def way_of(setting: Setting, layer: int) -> Literal["spans", "tiles", "torch", "plain"]:
+def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", "torch", "plain"]:
     """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and keeps all scores."""
     model, longest = setting.model, max(setting.lengths)
     kind = model.attention
+    if model.positions == "relative":
+        return "biased"
     windowed = kind.window is not None and model.has_window(layer) and kind.window < longest
     if windowed or kind.softcap is not None or kind.sinks or kind.off_by_one or model.dropout.attention > 0:
         return "spans"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.plan.parameters import distinct_ranks, held_parameters, layer_parameters
+from megalith.plan.parameters import bias_table, distinct_ranks, held_parameters, layer_parameters
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -28,6 +28,8 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
     numel = sum(one.numel for one in ends)
+    if config.positions == "relative" and not config.mtp.depths:  # else it is among the ends
+        numel += bias_table(config, tp=tp, tp_rank=rank).numel
     for first, count in _kinds(config).items():
         numel += count * sum(one.numel for one in layer_parameters(config, first, tp=tp, tp_rank=rank))
     return numel

@@ -162,7 +162,8 @@ def kind_text(model: ModelConfig) -> str:
     norm = {"rms": "RMSNorm", "layer": "LayerNorm"}[model.norm]
     block = model.block.replace("_one_norm", " with one norm")
     words = [block, f"{norm} {model.norm_placement}", _attention_text(model)]
-    words.append({"rope": _rope_text(model), "learned": "learned positions", "none": "no positions"}[model.positions])
+    positions = {"rope": _rope_text(model), "none": "no positions"}
+    words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
     words += _unlike_text(model)
     words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []

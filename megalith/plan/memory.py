@@ -163,12 +163,12 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
             stacks[-1].append(number)
         else:
             stacks.append([number])
-    shared = run.model.shares_table() and divided and len(workload.table_holders) > 1
+    shared = workload.shared_tables() if divided else {}
     return plan_buckets(
         [one.numel for one in parameters],
         bucket_numel=run.parallel.bucket_numel,
         end_align=64 * workload.shards,
-        alone=[number for number, one in enumerate(parameters) if shared and one.name == "embed.weight"],
+        alone=[number for number, one in enumerate(parameters) if one.name in shared],
         together=[stack for stack in stacks if len(stack) > 1],
         kinds=kinds,
     )

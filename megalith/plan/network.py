@@ -7,6 +7,7 @@ from dataclasses import fields
 from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
+from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
 from megalith.plan.unread import shown, unread_problems
 
@@ -21,7 +22,8 @@ def network_problems(model: ModelConfig) -> list[str]:
 
 def relation_problems(model: ModelConfig) -> list[str]:
     """Settings that do not go together, where all counts are positive."""
-    return unread_problems(model) + [text for rule in RULES if (text := rule(model)) is not None]
+    broken = [text for rule in RULES if (text := rule(model)) is not None]
+    return unread_problems(model) + broken + moe_problems(model)
 
 
 # --- numbers, one by one
@@ -165,11 +167,32 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
 
 def latent_positions_turn(model: ModelConfig) -> str | None:
     """Latent attention keeps features for rotary positions."""
-    if model.mla is None or model.positions != "learned":
+    if model.mla is None or model.positions not in ("learned", "relative"):
         return None
     return (
         f"model.positions={model.positions} with model.mla: latent attention has features that turn with the position. "
         f"Set model.positions to rope or none, or remove model.mla."
+    )
+
+
+def distances_have_buckets(model: ModelConfig) -> str | None:
+    """Near distances have a bucket each, as many as further ones share; where tokens look both ways, to each side."""
+    buckets, furthest, causal = model.relative.buckets, model.relative.max_distance, model.attention.causal
+    if model.positions != "relative":
+        return None
+    least = 2 if causal else 4
+    if buckets < least or buckets % least:
+        why = "half of them are for near distances" if causal else "half of them are for later tokens, and half of each"
+        why += "" if causal else " for near distances"
+        return (
+            f"model.relative.buckets={buckets} must be a multiple of {least}, because {why}. "
+            f"Set model.relative.buckets to {max(buckets // least, 1) * least} or 32."
+        )
+    if furthest > buckets // least:
+        return None
+    return (
+        f"model.relative.max_distance={furthest} must be more than the {buckets // least} distances that have a bucket "
+        f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to {4 * buckets} or so."
     )
 
 
@@ -317,6 +340,7 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
         "attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip,
     }  # fmt: skip
     patterns |= {f"layers.{one.name}": getattr(model.layers, one.name) for one in fields(LayersConfig)}
+    patterns |= {} if model.moe is None else {"moe.layers": model.moe.layers}
     long = [f"model.{name} has {len(pattern)}" for name, pattern in patterns.items() if len(pattern) > model.num_layers]
     if not long:
         return None
@@ -407,6 +431,7 @@ def _fraction(features: int, head: int) -> float:
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, whole_norms_are_rms, one_score_stands_for_no_token,
     latent_attention_has_no_options, latent_positions_turn,
+    distances_have_buckets,
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
     longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,

@@ -195,13 +195,15 @@ def held_parameters(
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
     A tied head, and the table that further predictions read, are the embedding's parameter; on a stage without the
-    embedding it is a second copy of it.
+    embedding it is a second copy of it. Every stage with layers has a copy of the table of relative positions.
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
     held = [table] if embedding else []
     if embedding and model.positions == "learned":
         held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
+    if model.needs_biases(layers=len(layers), loss=loss):
+        held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
         held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank)
     if loss:
@@ -213,6 +215,12 @@ def held_parameters(
         for depth in range(model.mtp.depths):
             held += _under(f"mtp.{depth}", _further(model, tp, tp_rank))
     return held
+
+
+def bias_table(model: ModelConfig, *, tp: int, tp_rank: int) -> HeldParameter:
+    """Relative positions: a bias for each bucket of distances and each head, buckets·n."""
+    heads = tensor_part(model, tp=tp, rank=tp_rank).heads
+    return HeldParameter("relative.weight", model.relative.buckets, heads, cut=True)
 
 
 def _further(model: ModelConfig, tp: int, rank: int) -> Iterator[HeldParameter]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from megalith.config.model import ModelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
@@ -69,6 +70,13 @@ def table_ranks(stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int) -
     """
     placement = placement_of(schedule_name(pipeline))
     used = [number for number, stage in enumerate(stages) if stage.embedding or stage.loss]
+    return tuple(sorted({place_of(number, num_ranks=pp, placement=placement)[0] for number in used}))
+
+
+def bias_ranks(model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int) -> tuple[int, ...]:
+    """Pipeline ranks whose layers read the table of relative positions, ascending; each holds a copy."""
+    placement = placement_of(schedule_name(pipeline))
+    used = [n for n, stage in enumerate(stages) if model.needs_biases(layers=len(stage.layers), loss=stage.loss)]
     return tuple(sorted({place_of(number, num_ranks=pp, placement=placement)[0] for number in used}))
 
 

@@ -86,18 +86,23 @@ def _row(axis: str, what: str, kind: Collective, *, ranks: int, calls: int, nbyt
 
 
 def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """t · h in and out of every attention and every MLP, forward and backward; and the head's few numbers per token."""
+    """t · h in and out of every attention and every MLP, forward and backward; and the head's few numbers per token.
+
+    What enters a latent attention is shorter: see `entered_features`.
+    """
     run, t, many = workload.run, workload.tokens, workload.num_microbatches
-    tp, width = run.parallel.tp, WIDTHS[run.precision.params]
-    one = t * run.model.hidden_size * width.value
-    stages = workload.chunks(pp_rank)
+    tp, width, h = run.parallel.tp, WIDTHS[run.precision.params], run.model.hidden_size
+    one = t * h * width.value
+    stages = runs_of_layers(workload, pp_rank)
     again = [spans_again(workload, stage) for stage in stages]
     spans, inputs, losses = sum(map(len, again)), sum(s.embedding for s in stages), sum(s.loss for s in stages)
     parts = sum(divided_parts(run.model, stage.layers) for stage in stages)
-    entered = left = 0  # once more
+    entered = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer)]
+    more, left = list[int](), 0  # once more
     for stage, counts in zip(stages, again, strict=True):
-        more = divided_parts(run.model, stage.layers[: sum(counts)])
-        entered, left = entered + more, left + more - _sums_at_ends(run.model, stage, counts)
+        repeated = stage.layers[: sum(counts)]
+        more += [x for layer in repeated for x in entered_features(run.model, layer)]
+        left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
@@ -109,26 +114,43 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     if run.parallel.sp:
         thinking = sum(run.model.mlp_part(layer) == "full" for stage in stages for layer in stage.layers)
         inside = thinking if "mlp" in modules_again(run.recompute) else 0
-        rows: list[tuple[str, Collective, int, str]] = [
-            ("tokens, gathered", "all_gather", parts + entered + inside + losses, ring),
-            ("gradients, gathered", "all_gather", parts + inputs, ring),
-            ("tokens, gathered again", "all_gather", parts, behind),
-            ("sums, scattered", "reduce_scatter", parts + left + inputs, ring),
-            ("gradients, scattered", "reduce_scatter", parts + losses, behind),
+        read = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer, read=True)]
+        rows: list[tuple[str, Collective, list[int], str]] = [
+            ("tokens, gathered", "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
+            ("gradients, gathered", "all_gather", [h] * (parts + inputs), ring),
+            ("tokens, gathered again", "all_gather", read, behind),
+            ("sums, scattered", "reduce_scatter", [h] * (parts + left + inputs), ring),
+            ("gradients, scattered", "reduce_scatter", [*entered, *[h] * losses], behind),
         ]
     else:
         rows = [
-            ("sums of activations", "all_reduce", parts + left + inputs, ""),
-            ("sums of gradients", "all_reduce", parts + losses, behind),
+            ("sums of activations", "all_reduce", [h] * (parts + left + inputs), ""),
+            ("sums of gradients", "all_reduce", [*entered, *[h] * losses], behind),
         ]
-    for what, kind, count, hidden in rows:
-        calls = count * many
-        yield _row("tp", what, kind, ranks=tp, calls=calls, nbytes=calls * one, behind=hidden)
+    for what, kind, features, hidden in rows:
+        nbytes = sum(features) * many * t * width.value
+        yield _row("tp", what, kind, ranks=tp, calls=len(features) * many, nbytes=nbytes, behind=hidden)
     chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
     yield _row(
         "tp", "statistics of logits", "all_reduce",
         ranks=tp, calls=2 * chunks * losses * many, nbytes=3 * t * width.sums * losses * many,
     )  # fmt: skip
+
+
+def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
+    """A rank's chunks; and each depth that predicts further ahead, which is made of a layer like the last one between an
+    embedding and a loss of its own."""
+    chunks, last = workload.chunks(pp_rank), workload.run.model.num_layers - 1
+    depth = Stage(range(last, last + 1), embedding=True, loss=True)
+    return [*chunks, *[depth] * (workload.run.model.mtp.depths if any(chunk.loss for chunk in chunks) else 0)]
+
+
+def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
+    """Features of everything that goes from whole to divided work in a layer: h for each part; into latent attention
+    short vectors, and the key that all heads share, which no weight reads (`read`: without it)."""
+    mla, h = model.mla, model.hidden_size
+    attention = [h] if mla is None else [mla.q_rank or h, mla.kv_rank, *([] if read else [mla.rope_dim])]
+    return attention * (model.attention_part(layer) == "full") + [h] * (model.mlp_part(layer) == "full")
 
 
 def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
@@ -180,7 +202,7 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
         return
     layers: Counter[tuple[ContextKind, int]] = Counter()  # by the key/value heads of one rank
     again: Counter[tuple[ContextKind, int]] = Counter()
-    for stage in workload.chunks(pp_rank):
+    for stage in runs_of_layers(workload, pp_rank):
         repeated = stage.layers[: sum(spans_again(workload, stage))]
         for layer in (layer for layer in stage.layers if run.model.attention_part(layer) == "full"):
             heads = tensor_part(run.model.at(layer), tp=run.parallel.tp, rank=tp_rank).kv_heads
@@ -249,6 +271,7 @@ def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         nbytes = calls * boundary_bytes(workload)
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
     yield from _tied_table(workload, pp_rank)
+    yield from _biases(workload, pp_rank)
 
 
 def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
@@ -260,6 +283,17 @@ def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     others = len(holders) - 1
     nbytes = rows * run.model.hidden_size * WIDTHS[run.precision.params].sums // workload.shards
     yield _row("pp", "gradient of the tied table", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
+
+
+def _biases(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """The gradient of the table of relative positions, to each other stage with layers."""
+    run, holders = workload.run, workload.bias_holders
+    if pp_rank not in holders:
+        return
+    numel = run.model.relative.buckets * tensor_part(run.model, tp=run.parallel.tp, rank=0).heads
+    others = len(holders) - 1
+    nbytes = numel * WIDTHS[run.precision.params].sums // workload.shards
+    yield _row("pp", "gradient of the biases", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
 
 
 # --- dp

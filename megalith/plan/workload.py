@@ -8,7 +8,7 @@ from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.parameters import HeldParameter, held_parameters
 from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_ranks
+from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,16 @@ class Workload:
     def table_holders(self) -> tuple[int, ...]:
         """Pipeline ranks that use the embedding or the head; a tied table is held by all of them."""
         return table_ranks(self.stages, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+
+    @property
+    def bias_holders(self) -> tuple[int, ...]:
+        """Pipeline ranks that hold the table of relative positions."""
+        return bias_ranks(self.run.model, self.stages, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+
+    def shared_tables(self) -> dict[str, tuple[int, ...]]:
+        """Parameters that several pipeline ranks hold, and those ranks."""
+        held = {"embed.weight": self.table_holders} if self.run.model.shares_table() else {}
+        return {name: ranks for name, ranks in (held | {"relative.weight": self.bias_holders}).items() if ranks[1:]}
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of one pipeline rank, by chunk number."""

@@ -17,6 +17,7 @@ from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
+from megalith.plan.experts import expert_layout_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.network import count_problems, relation_problems
@@ -74,6 +75,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
             )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + relation_problems(run.model)
+        problems += expert_layout_problems(run.model, p, world, trains=True)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
@@ -256,6 +258,16 @@ def compile_needs_whole_layers(run: TrainRun, world: int) -> str | None:
     )
 
 
+def compiled_layers_have_no_experts(run: TrainRun, world: int) -> str | None:
+    """How many rows an expert has is known while it runs, and a graph would be traced for each number."""
+    if not run.train.compile or run.model.moe is None:
+        return None
+    return (
+        f"train.compile=true with model.moe of {run.model.moe.experts} experts: how many tokens an expert gets differs "
+        f"from step to step, which a compiled layer cannot. Set train.compile=false."
+    )
+
+
 def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
     """A compiled layer gives its weights' gradients together with its input's."""
     pipeline = run.parallel.pipeline
@@ -273,8 +285,15 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
     """Fully sharded weights are cut chunk by chunk, and without a pipeline the first and the last lie on one rank."""
     p = run.parallel
     alone = world // p.tp <= 1
-    if p.zero != 3 or p.pp > 1 or p.pipeline.vpp == 1 or alone or not run.model.shares_table():
+    biased = run.model.positions == "relative"
+    if p.zero != 3 or p.pipeline.vpp == 1 or alone or not (biased or (p.pp == 1 and run.model.shares_table())):
         return None
+    if biased:
+        return (
+            f"parallel.zero={p.zero} with parallel.pipeline.vpp={p.pipeline.vpp} and model.positions=relative: the "
+            f"chunks of a rank share one table of biases, and each chunk is cut by itself. "
+            f"Set parallel.pipeline.vpp=1, or parallel.zero=2."
+        )
     cause = "tied_embeddings=true" if run.model.tied_embeddings else f"mtp.depths={run.model.mtp.depths}"
     return (
         f"parallel.zero={p.zero} with parallel.pp={p.pp}, parallel.pipeline.vpp={p.pipeline.vpp} and "
@@ -354,6 +373,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
-    compile_needs_whole_layers, compiled_backward_is_whole, sharded_chunks_share_no_table, evaluation_has_steps,
+    compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole,
+    sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, samples_can_be_counted, conversations_need_text,
 )  # fmt: skip

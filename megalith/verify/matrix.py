@@ -16,7 +16,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, layout_case
-from megalith.verify.variants import FURTHER, HETEROGENEOUS, LATENT, VARIANTS
+from megalith.verify.variants import FURTHER, HETEROGENEOUS, LATENT, RELATIVE, VARIANTS
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
@@ -380,7 +380,12 @@ def _variants() -> Iterator[Layout]:
             "tp2 pp2": staged(2, tp=2),
             f"cp2 {kind}": ParallelConfig(cp=2, context=ContextConfig(kind=kind)),
             "tp2 cp2 dp2 sp, zero 2": ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2),
-        }
+        } if model is not RELATIVE else {
+            "tp3 sp": ParallelConfig(tp=3, sp=True),
+            "tp2 pp2": staged(2, tp=2),
+            "pp2 vpp2 dp2, zero 2": staged(2, vpp=2, dp=2, zero=2),
+            "tp2 pp2 dp2, zero 3": staged(2, tp=2, dp=2, zero=3),
+        }  # fmt: skip
         entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
         yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
     both = replace(LATENT, mtp=FURTHER.mtp, tied_embeddings=True)

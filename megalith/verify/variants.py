@@ -8,6 +8,7 @@ from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 
 PLAIN = ModelConfig(
@@ -60,6 +61,12 @@ BOTH_WAYS = replace(
 )  # fmt: skip
 """As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights are dropped."""
 
+RELATIVE = replace(
+    PLAIN, num_kv_heads=6, positions="relative", relative=RelativeConfig(buckets=8, max_distance=7),
+    gated=False, activation="relu", attention=AttentionConfig(scale=1.0), tied_embeddings=True,
+)  # fmt: skip
+"""As a T5 decoder: biases by distance, from one table for all layers, and scores that are not scaled."""
+
 LATENT = replace(
     PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(
         kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3, yarn_mscale=0.7,
@@ -83,4 +90,5 @@ VARIANTS = {
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
     "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
     "heterogeneous": HETEROGENEOUS,
+    "relative": RELATIVE,
 }  # fmt: skip

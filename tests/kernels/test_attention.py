@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megalith.config.kernels import Kernel
 from megalith.kernels import attention as ways
 from megalith.kernels.attention import Way, attention, reference_attention, way_of, within_reach
-from megalith.config.kernels import Kernel
 from megalith.kernels.dropout import dropped_weights
-from megalith.kernels.scores import PLAIN, Scores, WeightDropout
+from megalith.kernels.relative_bias import reference_biases
+from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
 
 LAYOUTS = {
@@ -208,6 +209,27 @@ def test_dropped_weights_are_those_of_the_definition(layout: str, variant: str) 
     for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
     assert bool(dropped_weights(0.4, 99, numbers[:5], numbers[:5], range(2, 6)).any())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("variant", ["scale", "window", "everything", "both ways", "both ways, everything"])
+def test_biases_by_distance_are_added_to_the_scores(variant: str, layout: str, kernel: Kernel) -> None:
+    scores, has_sinks = VARIANTS[variant]
+    table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
+    tokens, biased = replace(LAYOUTS[layout], biases=table), replace(scores, relative=20)
+    inputs, sinks = [*qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), table], sinks_of(4) if has_sinks else None
+    y = attention(*inputs[:3], tokens, biased, sinks, kernel=kernel)
+    outs, counts, every = [], *zip(*tokens.lengths)
+    for q, k, v in zip(inputs[0].split(counts), inputs[1].split(every), inputs[2].split(every)):
+        bias = reference_biases(table, len(q), len(k), max_distance=20, causal=scores.causal) if len(k) else None
+        seen = keys_seen(len(q), len(k), scores, device=q.device)
+        outs.append(masked_attention(q, k, v, seen, scores, sinks, bias=bias))
+    expected = torch.cat(outs)
+    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+    for mine, theirs in zip(torch.autograd.grad(y, inputs, dy), torch.autograd.grad(expected, inputs, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 def test_queries_may_be_other_tokens_than_keys_and_more() -> None:

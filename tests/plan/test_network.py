@@ -11,6 +11,7 @@ from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.network import network_problems
 from megalith.verify.variants import VARIANTS
@@ -29,6 +30,10 @@ def attention(**changed: Any) -> dict[str, Any]:  # Any: values of settings
     return {"attention": AttentionConfig(**changed)}
 
 
+def relative(**changed: Any) -> dict[str, Any]:  # Any: values of settings
+    return {"positions": "relative", "relative": RelativeConfig(**changed)}
+
+
 def latent(**changed: Any) -> dict[str, Any]:  # Any: values of settings
     return {"mla": replace(MLA, **changed), "num_kv_heads": 8}
 
@@ -43,6 +48,22 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     ({"mtp": MTPConfig(depths=1, loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number", "Use 0"),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),
     (attention(softcap=-1.0), "model.attention.softcap=-1.0 must be a finite number above 0", "Use 50.0"),
+    (
+        relative(buckets=7), "model.relative.buckets=7 must be a multiple of 2",
+        "Set model.relative.buckets to 6 or 32",
+    ),
+    (
+        {**relative(buckets=10), **attention(causal=False)}, "model.relative.buckets=10 must be a multiple of 4",
+        "Set model.relative.buckets to 8 or 32",
+    ),
+    (
+        relative(max_distance=16), "model.relative.max_distance=16 must be more than the 16 distances",
+        "Set model.relative.max_distance to 128 or so",
+    ),
+    (
+        {**latent(), "positions": "relative"}, "model.positions=relative with model.mla",
+        "Set model.positions to rope or none",
+    ),
     (
         attention(sinks=True, off_by_one=True), "model.attention.sinks=true with model.attention.off_by_one=true",
         "Set one of them to false",

@@ -89,9 +89,12 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         last = held_parameters(config, tp=1, tp_rank=0, layers=rest, embedding=False, loss=True)
         table = config.padded_vocab_size() * config.hidden_size
         total = sum(one.numel for one in first + last)
-        assert total == num_parameters(config) + config.shares_table() * table
+        relative = config.positions == "relative"
+        biases = config.relative.buckets * config.num_heads
+        assert total == num_parameters(config) + config.shares_table() * table + relative * biases
         shared = {one.name for one in first} & {one.name for one in last}
-        assert shared == ({"embed.weight"} if config.shares_table() else set())
+        twice = {"embed.weight": config.shares_table(), "relative.weight": relative}
+        assert shared == {name for name, is_shared in twice.items() if is_shared}
         stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True))
         assert [one.name for one in last] == [one.shard.name for one, _, _ in declared_parameters(stage)]
 

@@ -2,13 +2,16 @@
 
 import random
 import re
+from dataclasses import replace
 
 import pytest
 
+from megalith.config.mtp import MTPConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.stages import (
     Stage,
+    bias_ranks,
     layout_of,
     plan_stages,
     proposed_layout,
@@ -18,6 +21,7 @@ from megalith.plan.stages import (
     table_ranks,
     whole_model,
 )
+from megalith.verify.variants import RELATIVE
 
 
 def counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
@@ -176,3 +180,14 @@ def test_a_wrong_layout_is_told_everything_at_once(layout: str, texts: list[str]
 
 def test_counts_below_one_are_another_rule() -> None:
     assert stages_problems(PipelineConfig(vpp=0, layout="x"), pp=2, num_layers=3) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "mtp", "ranks"), [("E|tt|ttL", 0, (1, 2)), ("Ett|tt|L", 0, (0, 1)), ("Ett|tt|L", 1, (0, 1, 2))]
+)
+def test_stages_whose_layers_read_biases_by_distance_hold_them(layout: str, mtp: int, ranks: tuple[int, ...]) -> None:
+    model = replace(RELATIVE, mtp=MTPConfig(depths=mtp))
+    pipeline = PipelineConfig(layout=layout)
+    stages = plan_stages(pipeline, pp=3, num_layers=4)
+    assert bias_ranks(model, stages, pipeline, pp=3) == ranks
+    assert bias_ranks(replace(model, positions="rope"), stages, pipeline, pp=3) == ()

@@ -47,6 +47,15 @@ CASES = [
         "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.mtp.depths=1",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
+    (
+        {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__positions": "relative"}, 2,
+        "parallel.zero=3 with parallel.pipeline.vpp=2 and model.positions=relative",
+        "Set parallel.pipeline.vpp=1, or parallel.zero=2",
+    ),
+    (
+        {"parallel__cp": "2", "model__positions": "relative"}, 2,
+        "parallel.cp=2 with model.positions=relative", "Set parallel.cp=1 and divide",
+    ),
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
     ({"model__dropout__residual": "1.0"}, 1, "model.dropout.residual=1.0 must be a probability", "Use 0.1"),

@@ -56,7 +56,8 @@ MODEL = (
     Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
     Row(
         name="--softmax-type", takes="choice", fields=("model.attention.sinks", "model.attention.off_by_one"),
-        default="vanilla", choices=("vanilla", "learnable", "off-by-one"), how="learnable: sinks; off-by-one: off_by_one",
+        default="vanilla", choices=("vanilla", "learnable", "off-by-one"),
+        how="learnable: sinks; off-by-one: off_by_one",
     ),
     Row(
         name="--window-size", takes="text", fields=("model.attention.window",),

@@ -1,0 +1,121 @@
+"""One table of biases by distance for all layers, cut by heads; with it our layers are the encoder of T5."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.relative import RelativeConfig
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries
+from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
+from megalith.nn.relative_bias import NoBias, RelativeBias
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
+from megalith.verify.variants import RELATIVE
+
+
+def of_t5(name: str, parameters: dict[str, Tensor], config: ModelConfig) -> Tensor:
+    """The value of a parameter of ours, in the encoder of transformers."""
+    n, d, h = config.num_heads, config.head_size(), config.hidden_size
+    ends = {"embed.weight": "shared", "norm.weight": "encoder.final_layer_norm",
+            "relative.weight": "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"}  # fmt: skip
+    if name in ends:
+        return parameters[f"{ends[name]}.weight"]
+    _, number, part = name.split(".", 2)
+    theirs = f"encoder.block.{number}.layer"
+
+    def attention(word: str) -> Tensor:
+        return parameters[f"{theirs}.0.SelfAttention.{word}.weight"]
+
+    match part:
+        case "attention.kv":
+            return torch.stack([attention(word).view(n, d, h) for word in "kv"])
+        case "attention.q" | "attention.o":
+            return attention(part[-1])
+    words = {"attention_norm.weight": "0.layer_norm", "mlp_norm.weight": "1.layer_norm",
+             "mlp.up": "1.DenseReluDense.wi", "mlp.down": "1.DenseReluDense.wo"}  # fmt: skip
+    return parameters[f"{theirs}.{words[part]}.weight"]
+
+
+def test_with_it_layers_that_look_both_ways_are_the_encoder_of_t5() -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 61, "d_model": 24, "d_kv": 5, "num_heads": 3, "d_ff": 17, "num_layers": 3,
+                "relative_attention_num_buckets": 8, "relative_attention_max_distance": 11}  # fmt: skip
+    theirs = transformers.T5EncoderModel(transformers.T5Config(**settings)).eval().double()
+    config = ModelConfig(
+        vocab_size=61, vocab_multiple=1, hidden_size=24, num_layers=3, num_heads=3, num_kv_heads=3, head_dim=5,
+        ffn_hidden_size=17, gated=False, activation="relu", norm_eps=1e-6, positions="relative", tied_embeddings=True,
+        relative=RelativeConfig(buckets=8, max_distance=11), attention=AttentionConfig(causal=False, scale=1.0),
+    )  # fmt: skip
+    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    allocate(model, torch.device("cpu"))
+    with torch.no_grad():
+        for declared, module, name in declared_parameters(model):
+            parameter = getattr(module, name)
+            parameter.copy_(of_t5(declared.shard.name, theirs.state_dict(), config).reshape(parameter.shape))
+    ids = torch.randint(61, (2, 15), generator=torch.Generator().manual_seed(0))
+    expected = theirs(input_ids=ids).last_hidden_state
+    found = model(ids.flatten(), tokens_of_lengths([15, 15])).view(expected.shape)
+    assert (found - expected).abs().max() < 1e-5  # its norms have fp32 inside
+    packed = model(ids.flatten()[:24], tokens_of_lengths([15, 9]))
+    alone = theirs(input_ids=ids[1:, :9]).last_hidden_state[0]
+    assert (packed - torch.cat([expected[0], alone])).abs().max() < 1e-5
+
+
+def test_a_rank_has_the_columns_of_its_heads() -> None:
+    parts = []
+    for rank in range(4):
+        mesh = mesh_on_paper(model_grid(ParallelConfig(tp=4), RELATIVE, 4), rank=rank)
+        shard = RelativeBias(RELATIVE, mesh, dtype=torch.float32).declared["weight"].shard  # type: ignore[union-attr]
+        parts.append(shard.box)
+        assert shard.name == "relative.weight" and shard.shape == (8, 6) and shard.matrix_shape == shard.box_shape
+    assert parts == [((0, 8), (0, 2)), ((0, 8), (2, 4)), ((0, 8), (4, 5)), ((0, 8), (5, 6))]
+
+
+def chunks(pp: int, rank: int, **pipeline: object) -> list[Decoder]:
+    parallel = ParallelConfig(pp=pp, pipeline=PipelineConfig(**pipeline))  # type: ignore[arg-type]
+    mesh = mesh_on_paper(model_grid(parallel, RELATIVE, pp), rank=rank)
+    return build_chunks(RELATIVE, mesh, parallel)
+
+
+def test_stages_with_layers_have_a_copy_each_and_chunks_of_a_rank_share_one() -> None:
+    first, second = chunks(2, 0, vpp=2)
+    assert isinstance(first.relative, RelativeBias) and isinstance(second.relative, RelativeBias)
+    assert first.relative.weight is second.relative.weight
+    named = [d.shard for chunk in (first, second) for d, _, _ in declared_parameters(chunk)]
+    (shard,) = [shard for shard in named if shard.name == "relative.weight"]
+    assert shard.stages == (0, 1)
+    (empty,) = chunks(3, 0, layout="E|tt|ttL")
+    assert isinstance(empty.relative, NoBias) and not list(empty.relative.parameters())
+    (middle,) = chunks(3, 1, layout="E|tt|ttL")
+    assert middle.relative.declared["weight"].shard.stages == (1, 2)  # type: ignore[union-attr]
+
+
+def test_reading_on_counts_distances_from_the_end(layers: SimpleNamespace) -> None:
+    """A cache holds earlier keys, so the first query of a part is not the first token."""
+    config = replace(RELATIVE, num_layers=1)
+    model = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=3)
+    nn.init.normal_(model.relative.weight)  # type: ignore[arg-type]
+
+    class Remember:
+        def __init__(self) -> None:
+            self.kept: list[tuple[Tensor, Tensor]] = []
+
+        def extend(self, k: Tensor, v: Tensor, tokens: object) -> tuple[Tensor, Tensor]:
+            self.kept.append((k, v))
+            return torch.cat([k for k, _ in self.kept]), torch.cat([v for _, v in self.kept])
+
+    ids, cache = torch.arange(20) * 3, Remember()
+    whole = model(ids, tokens_of_lengths([20]))
+    parts = [
+        model(ids[start:stop], tokens_of_queries([(stop - start, stop)]), [cache])
+        for start, stop in ((0, 7), (7, 8), (8, 20))
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12)
