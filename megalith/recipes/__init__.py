@@ -70,6 +70,11 @@ def resolve(target: str) -> TrainRun:
         return recipes()[target]()
     path = Path(target)
     if path.is_dir():
+        if not (path / "config.yaml").is_file() and (path / "config.json").is_file():
+            raise ConfigError(
+                f"{target} is a Hugging Face folder, which says nothing about a run. Run `megalith convert {target} "
+                f"NAME` and train NAME, or use a recipe of the same model with --checkpoint.load {target}."
+            )
         if not (path / "config.yaml").is_file():
             raise ConfigError(
                 f"{target} has no config.yaml: there is no run in this folder. Use the folder of a run, such as "
