@@ -48,7 +48,9 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run in this folder. Use the folder of a run, such as runs/NAME"):
         resolve(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv"):
+    with pytest.raises(
+        ConfigError, match="is a Hugging Face folder, which says nothing about a run. Run `megalith conv"
+    ):
         resolve(str(tmp_path))
 
 
