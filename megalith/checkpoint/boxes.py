@@ -86,15 +86,19 @@ def laid_out(values: Tensor) -> Tensor:
     Where the order is that of a transposed matrix, whatever dims make its rows and columns, torch copies it in blocks
     if told that it is one: 2.1 GB/s on one core instead of 0.3 (measured, AMD EPYC, bf16).
     """
-    if values.is_contiguous():
-        return values
     for dim in range(1, values.ndim):
         turned = values.permute(*range(dim, values.ndim), *range(dim))
-        if turned.is_contiguous():
+        if _follows_memory(turned) and not _follows_memory(values):
             rows, columns = math.prod(values.shape[:dim]), math.prod(values.shape[dim:])
             matrix = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
             return matrix.copy_(turned.reshape(columns, rows).t()).view(values.shape)
     return values.contiguous()
+
+
+def _follows_memory(values: Tensor) -> bool:
+    """Whether each dim's steps in memory are at least as long as those of the next."""
+    steps = [step for step, size in zip(values.stride(), values.shape, strict=True) if size > 1]
+    return steps == sorted(steps, reverse=True)
 
 
 def as_bytes(values: Tensor) -> memoryview:
