@@ -15,7 +15,7 @@ class SFTConfig:
 
     path: tuple[str, ...] = ()
     """Files, folders or globs of conversations: JSONL (also .gz and .zst) or Parquet, with the columns `messages`,
-    `conversations` (ShareGPT), or `instruction` and `output` (Alpaca)."""
+    `conversations` (ShareGPT), `instruction` and `output` (Alpaca), or `prompt` and `completion` (TRL)."""
     valid_path: tuple[str, ...] = ()
     """The same for the validation split; with `mock_conversations` there is one of its own."""
     mock_conversations: int | None = None

@@ -17,11 +17,12 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "function_response": "tool"}
 ANSWERS_TO = ("user", "tool")
 COLUMNS = (
-    "messages", "conversations", "system", "tools", "instruction", "input", "context", "output", "response",
+    "messages", "conversations", "system", "tools", "instruction", "input", "context", "output", "response", "prompt",
+    "completion",
 )  # fmt: skip
 SCHEMAS = (
-    'messages: [{"role", "content"}], conversations: [{"from", "value"}] (ShareGPT), or instruction, input and output '
-    "(Alpaca)"
+    'messages: [{"role", "content"}], conversations: [{"from", "value"}] (ShareGPT), instruction, input and output '
+    "(Alpaca), or prompt and completion"
 )
 MADE_UP = "made-up conversations"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -132,6 +133,9 @@ def _messages(row: Mapping[str, Any], where: str) -> list[Message]:
         return [_message(entry, where, number) for number, entry in enumerate(system + entries, 1)]
     if "instruction" in row and ("output" in row or "response" in row):
         return [_message(entry, where, number) for number, entry in enumerate(_from_alpaca(row, where), 1)]
+    if "prompt" in row and "completion" in row:
+        turns = [*_said(row["prompt"], "user"), *_said(row["completion"], "assistant")]
+        return [_message(entry, where, number) for number, entry in enumerate(turns, 1)]
     raise DataError(f"{where}: no `messages` among the keys {list(row)[:10]}. Use {SCHEMAS}.")
 
 
@@ -174,6 +178,11 @@ def _from_alpaca(row: Mapping[str, Any], where: str) -> list[Message]:
     question = f"{texts[0]}\n\n{more}" if more else texts[0]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
     return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": texts[2]}]
+
+
+def _said(value: Any, role: str) -> list[Any]:
+    """Messages as they are, or a text as one message."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
 
 
 def _message(entry: Any, where: str, number: int) -> Message:

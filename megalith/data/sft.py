@@ -149,7 +149,10 @@ def tokenise_all(
             said = time.monotonic()
             _log.info("%d conversations are tokens", len(tokens))
     if not tokens:
-        raise DataError(f"data.sft: {len(tokens)} conversations were found. Set data.sft.path to files that have some.")
+        named = ", ".join(paths[:5]) + (" ..." if len(paths) > 5 else "")
+        raise DataError(
+            f"data.sft.path: {len(tokens)} conversations were found in {named}. Set it to files that have some."
+        )
     arrays: Arrays = {
         "tokens": np.concatenate(tokens), "learnt": np.concatenate(learnt),
         "starts": np.cumsum([0, *map(len, tokens)], dtype=np.int64),

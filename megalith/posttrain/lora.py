@@ -35,10 +35,21 @@ def load_base(
     """
     assert rules.load is not None, "a rule asks for it"
     source = rules.load
+    together(lambda: _is_there(source) if world.rank == 0 else None, world)
     notes = load_pretrained(entries, source, world, model=model, rules=rules)
     record = together(lambda: _record(source, saved) if world.rank == 0 else None, world)[0]
     assert record is not None
     return record, notes
+
+
+def _is_there(source: str) -> None:
+    try:
+        locate(source)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"checkpoint.load={source}: {error} Adapters are trained beside weights: train a run of that name first, "
+            f"or set checkpoint.load to others."
+        ) from error
 
 
 def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:

@@ -18,7 +18,7 @@ def of(row: dict[str, Any]) -> list[Conversation]:
     return conversations_of_row(row, "f.jsonl", 7)
 
 
-def test_three_published_shapes_are_the_same_conversation() -> None:
+def test_published_shapes_are_the_same_conversation() -> None:
     system = {"role": "system", "content": "be brief"}
     expected = (system, *HI)
     sharegpt = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]
@@ -27,10 +27,13 @@ def test_three_published_shapes_are_the_same_conversation() -> None:
         {"conversations": [{"from": "system", "value": "be brief"}, *sharegpt]},
         {"conversations": sharegpt, "system": "be brief"},
         {"instruction": "hi", "input": "", "output": "yo", "system": "be brief"},
+        {"prompt": [system, HI[0]], "completion": "yo"},
     ):
         (found,) = of(row)
         assert found.messages == expected
         assert found.where == "f.jsonl:7"
+    (plain,) = of({"prompt": "hi", "completion": "yo"})
+    assert plain.messages == tuple(HI)
     (alpaca,) = of({"instruction": "add", "context": "1 1", "response": "2"})
     assert alpaca.messages[0]["content"] == "add\n\n1 1"
 

@@ -129,7 +129,7 @@ def test_without_anything_to_learn_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"of 2 conversations 0 are too long and 2 have nothing to learn.*a.jsonl:1"):
         build(of_files(path))
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(DataError, match=r"0 conversations were found. Set data.sft.path"):
+    with pytest.raises(DataError, match=r"0 conversations were found in .*empty.jsonl. Set it to files"):
         build(of_files(str(tmp_path / "empty.jsonl")))
 
 

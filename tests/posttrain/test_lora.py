@@ -220,6 +220,15 @@ def test_in_bf16_adapters_have_masters_and_the_base_has_none(tmp_path: Path) -> 
     assert adapters_in(opened.path).read("layers.0.mlp.down.lora_b").dtype == torch.float32
 
 
+def test_a_base_that_is_not_there_or_of_another_shape_is_refused(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint.load=runs/nothing: .*train a run of that name first, or set"
+    ):
+        train(tmp_path / "run", Path("runs/nothing"))
+    with pytest.raises(CheckpointError, match=r"ffn_hidden_size"):
+        train(tmp_path / "other", trained.parent / "base", {"model.ffn_hidden_size": "32"})
+
+
 def test_what_adapters_are_stays_for_the_life_of_a_run(trained: Path) -> None:
     with pytest.raises(ConfigError, match="lora.alpha: 32.0 before, 8.0 now"):
         train(trained, trained.parent / "base", {"lora.alpha": "8.0"})
