@@ -6,12 +6,12 @@
     python benchmarks/gpu.py --device cpu --case tiny-layouts     the same of two ranks
 
 Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on it what its plain
-reference computes in float64 on the CPU, and then, case by case, tokens/s, utilisation of the peak rate and memory of
-our training step beside transformers' Llama, both eager and with compiled layers, small models with CUDA graphs, too.
-Contenders take turns in each round; ratios are by round. Where a device cannot hold all of them, eager and compiled
-ones run one after the other. With two GPUs the case `layouts` compares ways to overlap tensor parallelism's messages
-(plain, behind matmuls, rings of messages, fused products) and a pipeline over NCCL. A case is begun only while there
-is time for it.
+reference computes in float64 on the CPU, how long each way of each kernel takes, and then, case by case, tokens/s,
+utilisation of the peak rate and memory of our training step beside transformers' Llama, both eager and with compiled
+layers, small models with CUDA graphs, too. Contenders take turns in each round; ratios are by round. Where a device
+cannot hold all of them, eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways
+to overlap tensor parallelism's messages (plain, behind matmuls, rings of messages, fused products) and a pipeline over
+NCCL. A case is begun only while there is time for it.
 
 Written without a GPU at hand: the rehearsal is tested, the rest of it has not run on hardware yet.
 """
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from contenders.kernels import LARGE, SMALL, contests
 from contenders.layouts import RANKS, race_layouts
 from contenders.one_device import alike, build, extra_memory_gib, groups, until_done
 from contenders.ours import random_step, with_precision
@@ -117,6 +118,19 @@ def parity(device: torch.device) -> bool:
         print(f"  {'holds ' if error.holds else 'MISSED'} {error.kernel:24} {error.dtype:9} {error.relative:.1e}")
         holds = holds and error.holds
     return holds
+
+
+def race_kernels(device: torch.device, *, rounds: int) -> None:
+    """Print what each kernel takes, forward and backward in bf16, and how many times as fast as other ways that is."""
+    sizes = SMALL if device.type == "cpu" else LARGE
+    print(f"kernels on {device}, bf16, forward and backward of {sizes.tokens} tokens, {rounds} rounds", flush=True)
+    for name, ways in contests(device, torch.bfloat16, sizes):
+        turns = take_turns({way: until_done(run, device) for way, run in ways.items()}, rounds=rounds, warmup=2)
+        ours = turns.seconds["auto"]
+        others = "; ".join(
+            f"{way} {times_as_fast(ours, taken)}" for way, taken in turns.seconds.items() if way != "auto"
+        )
+        print(f"  {name:22} {1e3 * statistics.median(ours):8.2f} ms, times as fast as: {others}", flush=True)
 
 
 def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) -> None:
@@ -213,6 +227,7 @@ def main() -> int:
     if device.type == "cuda":
         doctor()
     holds = parity(device)
+    race_kernels(device, rounds=options.rounds)
     for name in options.case or ORDER:
         began = time.monotonic()
         if began - started + longest > 60 * options.minutes:

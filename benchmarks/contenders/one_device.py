@@ -118,7 +118,7 @@ def extra_memory_gib(step: Callable[[], float], device: torch.device) -> float:
     return (torch.cuda.max_memory_allocated(device) - before) / 2**30
 
 
-def until_done(step: Callable[[], float], device: torch.device) -> Callable[[], None]:
+def until_done(step: Callable[[], object], device: torch.device) -> Callable[[], None]:
     """The step with a wait for the device at its end: an optimizer update may still be running when it returns."""
 
     def whole() -> None:

@@ -7,20 +7,32 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megalith.kernels.activation import Gate, gated, reference_gated
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy, token_losses
 from megalith.kernels.embedding import embedding, reference_embedding
 from megalith.kernels.linear import linear, reference_linear
-from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
+from megalith.kernels.norm import (
+    add_layer_norm,
+    add_rms_norm,
+    reference_add_layer_norm,
+    reference_add_rms_norm,
+    reference_rms_norm,
+    rms_norm,
+)
 from megalith.kernels.rope import apply_rope, reference_rope
+from megalith.kernels.scores import Scores
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows
+from megalith.kernels.weighted import reference_weighted_gated, weighted_gated
 from megalith.parallel.group import alone
 from megalith.testing.tolerance import BF16, FP32_DEEP, relative_error
 
 TOLERANCES = {torch.float32: FP32_DEEP.relative, torch.bfloat16: BF16.relative}
 EPS, T, H, V = 1e-5, 384, 96, 1000
 """Odd enough that no block of a kernel fits evenly."""
+
+CLAMPED = Gate("quick_gelu", clamp=7.0, up_offset=1.0)
 
 LOGIT_SCALE = 0.3
 """Of the head's inputs: logits have then a deviation of about 1. bf16 rounds large ones to eighths, for any library."""
@@ -100,6 +112,24 @@ def kernels(device: torch.device) -> list[Kernel]:
         ),
         Kernel("rope", our_rope, their_rope, [(T, 3, 32)]),
         Kernel("swiglu", swiglu, reference_swiglu, [(T, 2 * H)]),
+        Kernel(
+            "clamped gate", partial(gated, gate=CLAMPED), partial(reference_gated, gate=CLAMPED), [(T, 2 * H)]
+        ),
+        Kernel(
+            "weighted gate", partial(weighted_gated, gate=CLAMPED), partial(reference_weighted_gated, gate=CLAMPED),
+            [(T, 2 * H), (T,)],
+        ),
+        Kernel(
+            "add_layer_norm", partial(add_layer_norm, eps=EPS), partial(reference_add_layer_norm, eps=EPS),
+            [hidden, hidden, (H,), (H,)],
+        ),
+        *[
+            Kernel(
+                f"attention, {name}", partial(attention, tokens=packed_there, scores=scores),
+                partial(reference_attention, tokens=packed, scores=scores), attended,
+            )
+            for name, scores in (("window", Scores(window=50)), ("cap", Scores(softcap=2.0, off_by_one=True)))
+        ],
         Kernel(
             "attention of equal rows", partial(attention, tokens=rows_there), partial(reference_attention, tokens=rows),
             attended,

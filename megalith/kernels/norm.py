@@ -344,8 +344,16 @@ def _layer_gradients(ctx: Context, dy: Tensor, dtotal: Tensor | None) -> tuple[T
 def _layer_backward(
     dy: Tensor, x: Tensor, factor: Tensor, scale: Tensor, mean: Tensor, dtotal: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    wide = mean.dtype  # of 16 bits, torch would add up dweight and dbias in 16 bits on CPUs: wrong by 3 % for 384 rows
     dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        _taken(dy), _taken(x), [x.shape[-1]], mean, scale, factor, torch.zeros_like(factor), [True, True, True]
+        dy.to(wide).contiguous(),
+        x.to(wide).contiguous(),
+        [x.shape[-1]],
+        mean,
+        scale,
+        factor,
+        torch.zeros_like(factor),
+        [True, True, True],
     )
     dx = dx.to(x.dtype)
     return dx if dtotal is None else dx.add_(dtotal), dweight, dbias

@@ -18,8 +18,18 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 def test_every_kernel_computes_what_its_reference_does(beside_benchmarks: None) -> None:
     parity = importlib.import_module("contenders.parity")
     errors = list(parity.compare_kernels(torch.device("cpu")))
-    assert len({error.kernel for error in errors}) == 10
+    assert len({error.kernel for error in errors}) == 15
     assert [error for error in errors if not error.holds] == []
+
+
+def test_every_way_of_every_kernel_runs(beside_benchmarks: None) -> None:
+    kernels = importlib.import_module("contenders.kernels")
+    found = dict(kernels.contests(torch.device("cpu"), torch.bfloat16, kernels.SMALL))
+    assert len(found) == 11
+    for name, ways in found.items():
+        assert {"auto", *ways} == set(ways) and len(ways) > 1, name
+        for run in ways.values():
+            run()
 
 
 @pytest.mark.slow

@@ -260,3 +260,13 @@ def test_layer_norm_of_rows_that_do_not_lie_together_and_of_meta() -> None:
     total, y = add_layer_norm(meta, meta, weight.float().to("meta"), bias.float().to("meta"), EPS)
     y.sum().backward()
     assert total.shape == y.shape == (9, 5)
+
+
+def test_layer_norms_weight_gradients_are_summed_in_fp32() -> None:
+    x, weight, bias = (seeded(*shape).bfloat16().requires_grad_() for shape in ((1000, 40), (40,), (40,)))
+    dy = seeded(1000, 40, seed=1).bfloat16()
+    mine = torch.autograd.grad(layer_norm(x, weight, bias, 1e-5), (weight, bias), dy)
+    x, weight, bias = (each.detach().double().requires_grad_() for each in (x, weight, bias))
+    theirs = torch.autograd.grad(reference_layer_norm(x, weight, bias, 1e-5), (weight, bias), dy.double())
+    for a, b in zip(mine, theirs, strict=True):
+        assert (a - b).abs().max() <= 5e-3 * b.abs().max(), "rounded once, at the end"
