@@ -18,7 +18,15 @@ from megalith.kernels.experts import (
     with_bias,
 )
 from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
-from megalith.kernels.permute import Order, gather_rows, order_choices, permute, unpermute, weights_of_rows
+from megalith.kernels.permute import (
+    Order,
+    gather_rows,
+    order_choices,
+    order_padded,
+    permute,
+    unpermute,
+    weights_of_rows,
+)
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.weighted import weighted_activate, weighted_gated
 
@@ -150,6 +158,23 @@ def test_a_layer_gives_what_asking_expert_by_expert_gives(dropped: float) -> Non
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     dy = seeded(7, H, seed=4)
     for mine, theirs in zip(torch.autograd.grad(y, given, dy), torch.autograd.grad(expected, given, dy)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("biases", [False, True])
+def test_experts_padded_to_their_capacity_give_what_the_others_dropped_choices_give(biases: bool) -> None:
+    chosen = torch.rand(9, E, generator=torch.Generator().manual_seed(2)).argsort(1)[:, :2]
+    padded = order_padded(chosen, E, capacity=4)
+    assert padded.missing is not None
+    assert 0 < padded.missing.sum() < chosen.numel()
+    dropped = order_choices(chosen.flatten().masked_fill(padded.missing, -1).view_as(chosen), E)
+    given = [wants(9, H), wants(9, 2, seed=1), *inputs(9, biases=biases)[2:]]
+    dy, results = seeded(9, H, seed=4), []
+    for order, groups in ((padded, equal_groups(E, 4)), (dropped, groups_of(dropped.counts))):
+        rows, weights = permute(given[0], order), weights_of_rows(given[1], order)
+        y = unpermute(run(experts, groups, SWIGLU, rows, weights, *given[2:]), order)
+        results.append([y, *torch.autograd.grad(y, given, dy)])
+    for mine, theirs in zip(*results):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
