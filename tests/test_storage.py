@@ -67,6 +67,9 @@ def test_parts_of_a_file_are_written_in_any_order(tmp_path: Path) -> None:
     for start, data in ((4, b"efg"), (0, b"abcd")):
         with storage.open_part(tmp_path / "a", start) as file:
             file.write(data)
+            storage.begin_sync(file, start, len(data))
+            assert storage.read_range(tmp_path / "a", start, len(data)) == data
+    storage.sync_written(tmp_path / "a")
     assert storage.read_bytes(tmp_path / "a") == b"abcdefg"
     with pytest.raises(FileExistsError):
         storage.allocate_new(tmp_path / "a", 7)

@@ -142,22 +142,27 @@ def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, st
     storage.allocate_new(file, starts[-1])
     with storage.open_part(file, 0) as out:
         out.write(struct.pack("<Q", len(header)) + header)
-        storage.sync_file(out)
     return starts[:-1]
 
 
 def write_part(file: Path, start: int, values: Iterable[Tensor]) -> None:
-    """Write tensors one after the other into a file that was allocated, from `start` on; then they are on the disk."""
+    """Write tensors one after the other into a file that was allocated, from `start` on.
+
+    They are on the disk after `storage.sync_written`.
+    """
     with storage.open_part(file, start) as out:
         for tensor in values:
-            out.write(as_bytes(tensor))
-        storage.sync_file(out)
+            data = as_bytes(tensor)
+            out.write(data)
+            storage.begin_sync(out, start, len(data))
+            start += len(data)
 
 
 def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:
     """Write a new file of the planned tensors, which `tensors` gives in this order; one is in memory at a time."""
     first = [*allocate_file(file, plan, metadata), 0][0]
     write_part(file, first, _as_planned(plan, tensors))
+    storage.sync_written(file)
 
 
 def _as_planned(plan: Sequence[Planned], tensors: Iterable[Tensor]) -> Iterator[Tensor]:

@@ -152,6 +152,7 @@ class BoxFile:
         """
         stream = _write_values(self._file, box, values)
         stored = StoredBox(box, self.name, self.nbytes, stream.nbytes, stream.hash.hexdigest())
+        storage.begin_sync(self._file, self.nbytes, stream.nbytes)
         self.nbytes += stream.nbytes
         return stored
 

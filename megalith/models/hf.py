@@ -499,6 +499,8 @@ def _write_weights(
             tensors = [item for _, item in batch]
             jobs.append(partial(_write_tensors, staging / name, batch[0][0], tensors, weights, wrote))
     total = sum(done_in_order(jobs, workers))
+    for name in names:
+        storage.sync_written(staging / name)
     if len(files) > 1:
         places = {planned.name: name for name, content in zip(names, files, strict=True) for _, planned in content}
         index = {"metadata": {"total_size": total}, "weight_map": places}

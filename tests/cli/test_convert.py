@@ -5,7 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -252,19 +252,23 @@ def test_a_head_that_is_untied_in_words_and_missing_is_named(theirs: Path, capsy
 def test_a_conversion_that_ends_early_leaves_nothing_behind(
     fault: str, to: str, theirs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, sync, count = sorted(os.listdir(theirs.parent)), storage.sync_file, itertools.count()
+    before, count = sorted(os.listdir(theirs.parent)), itertools.count()
 
-    def broken(file: BinaryIO) -> None:
-        if next(count) == (7 if fault == "full at the end" else 3):
-            if fault == "interrupted":
-                os.kill(os.getpid(), signal.SIGINT)  # from any thread: Ctrl-C is for the process
-                return
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(file)
+    def full(*file: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def broken(*file: object) -> None:
+        if next(count) == 3 and fault == "interrupted":
+            os.kill(os.getpid(), signal.SIGINT)  # from any thread: Ctrl-C is for the process
+        elif next(count) > 3 and fault == "full":
+            full()
 
     monkeypatch.setattr("megalith.models.release.BATCH_NBYTES", 3000)
     monkeypatch.setattr("megalith.models.hf.BATCH_NBYTES", 3000)
-    monkeypatch.setattr(storage, "sync_file", broken)
+    monkeypatch.setattr(storage, "begin_sync", broken)
+    if fault == "full at the end":
+        for name in ("sync_file", "sync_written"):
+            monkeypatch.setattr(storage, name, full)
     if fault == "no room":
         monkeypatch.setattr(storage, "free_nbytes", lambda folder: 12_345)
     wanted = 130 if fault == "interrupted" else 2
