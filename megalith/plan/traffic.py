@@ -138,7 +138,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
-    """A rank's chunks; and each depth that predicts further ahead, which is made of a layer like the last one between an
+    """A rank's chunks; and each depth that predicts further ahead, which is a layer like the last one between an
     embedding and a loss of its own."""
     chunks, last = workload.chunks(pp_rank), workload.run.model.num_layers - 1
     depth = Stage(range(last, last + 1), embedding=True, loss=True)

@@ -33,10 +33,14 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
     rows, length = run.train.micro_batch_size, run.train.seq_len
     ids = np.arange(length + 1) % run.model.vocab_size
     sample = Sample(ids=ids, num_valid=length + 1)
-    batch = build_batch([sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh))
+    batch = build_batch(
+        [sample] * rows, Masks(), device=torch.device("cpu"), slicing=my_slicing(run.parallel, mesh),
+        further=run.model.mtp.depths,
+    )  # fmt: skip
     many = run.train.global_batch_size // (rows * mesh.dp.size)
     with slow_link() as link:
-        train_step(trainer, StepBatches([batch] * many, rows * length * many), lr=1e-3, weight_decay=0.0)
+        step = StepBatches([batch] * many, rows * length * many, tuple(n * many for n in batch.num_further))
+        train_step(trainer, step, lr=1e-3, weight_decay=0.0)
         trainer.data.settle()
     found: Sums = defaultdict(lambda: (0, 0))
     sizes = {"_".join(span): group.size for span, group in mesh.groups.items()}
@@ -142,13 +146,36 @@ PIPELINE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[2]])
+SHORT = {
+    "model.mla.kv_rank": "7", "model.mla.nope_dim": "5", "model.mla.rope_dim": "4", "model.mla.value_dim": "3",
+    "model.num_kv_heads": "8", "model.head_dim": "null", "parallel.tp": "2",
+}  # fmt: skip
+LATENT = [
+    (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9", "model.mtp.depths": "1"}),
+    (2, SHORT | {"model.mla.q_rank": "9"}),
+    (2, SHORT | {"parallel.sp": "true", "recompute.granularity": "full"}),
+]
+DEPTHS = {"model.mtp.depths": "2"}
+FURTHER = [
+    (2, DEPTHS | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
+    (2, DEPTHS | {"parallel.tp": "2"}),
+    (2, DEPTHS | {"parallel.cp": "2"}),
+    (2, DEPTHS | {"parallel.pp": "2"}),
+    (2, DEPTHS | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"} | IN_A_V),
+    (4, {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"}),  # few flags
+    (2, DEPTHS | WIDE),
+]
+
+
+@pytest.mark.parametrize(
+    "world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[2], FURTHER[0], LATENT[0]]
+)
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, settings", TENSOR + ZERO + SHARDED + CONTEXT + PIPELINE)
+@pytest.mark.parametrize("world, settings", TENSOR + ZERO + SHARDED + CONTEXT + PIPELINE + FURTHER + LATENT)
 def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 

@@ -1,8 +1,11 @@
 """Tests of megalith/plan/workload.py."""
 
 import pytest
+from torch import nn
 
 from megalith.errors import PlanError
+from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.parallel.mesh import mesh_on_paper
 from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.workload import plan_workload
 from megalith.testing.tiny import tiny_run
@@ -55,6 +58,20 @@ def test_a_tied_table_is_held_once_by_a_rank_that_has_both_ends() -> None:
     v = plan_workload(tiny_run(tied | {"parallel.pipeline.schedule": "zb-v", "parallel.pipeline.vpp": "2"}), 2)
     assert v.table_holders == (0,)
     assert [one.name for one in v.parameters(0, 0)].count("embed.weight") == 1
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_depths_that_predict_further_share_the_table_as_built_models_do(tied: str, schedule: str) -> None:
+    settings = {"model.mtp.depths": "2", "model.tied_embeddings": tied, "parallel.pp": "2", "model.num_layers": "4"}
+    chunks = {"parallel.pipeline.schedule": schedule, "parallel.pipeline.vpp": "2" if schedule == "zb-v" else "1"}
+    run = tiny_run(settings | chunks)
+    workload = plan_workload(run, 2)
+    for rank in range(2):
+        built = nn.ModuleList(build_chunks(run.model, mesh_on_paper(workload.grid, rank=rank), run.parallel))
+        real = [(d.shard.name, getattr(module, name).numel()) for d, module, name in declared_parameters(built)]
+        assert sorted(real) == sorted((one.name, one.numel) for one in workload.parameters(rank, 0))
+        assert ("embed.weight" in dict(real)) == (rank in workload.table_holders)
 
 
 def test_the_first_rank_at_a_place() -> None:
