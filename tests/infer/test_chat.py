@@ -1,4 +1,6 @@
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,13 +9,18 @@ import torch
 from torch import Tensor
 
 from megalith.config.sample import SampleConfig
+from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
-from megalith.infer.chat import Chat, Until
+from megalith.errors import DataError
+from megalith.infer.chat import Chat, Until, template_of
 from megalith.infer.load import Writer
+from megalith.models.adapters import AdaptedWeights
 from megalith.models.companions import turn_ends
 from megalith.models.decoder import Decoder
+from megalith.models.pretrained import Pretrained
 
+NOTHING: Any = None  # weights that nobody reads
 GREEDY = SampleConfig(temperature=0.0, max_new_tokens=12)
 
 
@@ -78,3 +85,16 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
         assert cost == whole if turn == 0 else cost < whole  # bytes that are no text are written otherwise
     chat.reset()
     assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_template_is_the_one_asked_for_else_that_of_the_run_with_adapters_or_without(
+    adapted: bool, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    weights: Any = AdaptedWeights(tmp_path, tiny.config(), NOTHING, tmp_path / "base", NOTHING) if adapted else NOTHING
+    settings = {"data": {"sft": {"path": ["talks.jsonl"], "template": "llama3"}}}
+    tuned = Pretrained(tmp_path, tiny.config(), TokenizerConfig(), weights, {}, settings)
+    assert template_of(tuned, ByteTokenizer(), None).name == "llama3"
+    assert template_of(tuned, ByteTokenizer(), "identity").name == "identity"
+    with pytest.raises(DataError, match="has no chat template.* set --template to one of chatml"):
+        template_of(replace(tuned, settings={}), ByteTokenizer(), None)
