@@ -258,9 +258,10 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def broken(*file: object) -> None:
-        if next(count) == 3 and fault == "interrupted":
+        done = next(count)
+        if fault == "interrupted" and done == 3:
             os.kill(os.getpid(), signal.SIGINT)  # from any thread: Ctrl-C is for the process
-        elif next(count) > 3 and fault == "full":
+        if fault == "full" and done >= 3:
             full()
 
     monkeypatch.setattr("megalith.models.release.BATCH_NBYTES", 3000)
