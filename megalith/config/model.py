@@ -9,6 +9,7 @@ from megalith.config.layers import ALIKE, LayersConfig, Part
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 
@@ -143,6 +144,19 @@ class ModelConfig:
     """Standard deviation of the initial weights; the projections back into the residual stream get
     init_std / sqrt(2 * num_layers) (Radford et al. 2019, section 2.3)."""
 
+    embedding_init_std: float | None = None
+    """The same of the tables of tokens and of places; unset: init_std."""
+
+    init: Literal["normal", "xavier_uniform"] = "normal"
+    """xavier_uniform: matrices start uniform, with variance 2 / (inputs + outputs) whatever init_std; tables do not."""
+
+    init_overrides: tuple[tuple[str, float], ...] = ()
+    """Patterns of parameter names, such as layers.*.mlp.down, with the standard deviation of their normal first values;
+    the first that fits decides."""
+
+    mup: MuPConfig | None = None
+    """Start and learn as a narrower model does. Unset: the same rates and spreads for every width."""
+
     def at(self, layer: int) -> "ModelConfig":
         """A model whose layers are all as this one's layer of that number, over all stages."""
         own = self.layers
@@ -173,6 +187,17 @@ class ModelConfig:
     def value_size(self) -> int:
         """Features per head of values."""
         return self.head_size() if self.mla is None else self.mla.value_dim
+
+    def width_factor(self) -> float:
+        """m of muP: how many times wider than its base the model is; 1 without muP."""
+        return 1.0 if self.mup is None else self.hidden_size / self.mup.base_hidden_size
+
+    def score_scale(self) -> float | None:
+        """What scores of attention are multiplied by; unset: 1 / sqrt(features of a key)."""
+        if self.attention.scale is not None or self.mup is None:
+            return self.attention.scale
+        size = self.key_size() ** self.mup.attention_scale_power
+        return float((self.mup.base_head_dim or 1) ** 0.5 / size)
 
     def shares_table(self) -> bool:
         """Whether the stage with the loss needs the embedding's table, too."""

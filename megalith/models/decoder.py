@@ -35,6 +35,7 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
+from megalith.plan.initial import start_of
 from megalith.plan.shards import cut_dim, split_evenly, whole
 from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks, whole_model
 
@@ -101,7 +102,7 @@ class Decoder(nn.Module):
             self.head = VocabHead(
                 _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
                 vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
-                readout=Readout(config.logit_scale, config.logit_softcap),
+                readout=Readout(config.logit_scale / config.width_factor(), config.logit_softcap),
             )  # fmt: skip
             self.further = FurtherPredictions(
                 config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
@@ -111,7 +112,7 @@ class Decoder(nn.Module):
         self.rotations = Rotations(config, dtype)
         alone = (mesh.pp.rank,)
         shared = {"embed.weight": tuple(table or alone)} if config.shares_table() else {}
-        _note_stages(self, alone, shared | {"relative.weight": tuple(biased or alone)})
+        _note_places(self, alone, shared | {"relative.weight": tuple(biased or alone)})
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
@@ -233,8 +234,12 @@ def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:
     return Declared(shard, Init(config.init_std, rows=config.vocab_size))
 
 
-def _note_stages(model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]) -> None:
-    """Write into every parameter's shard which pipeline ranks hold it: those of `shared`, by name, or `here`."""
+def _note_places(model: Decoder, here: tuple[int, ...], shared: Mapping[str, tuple[int, ...]]) -> None:
+    """Write into every parameter's declaration which pipeline ranks hold it, those of `shared`, by name, or `here`; and
+    how its first values are spread."""
     for declared, module, name in list(declared_parameters(model)):
-        stages = shared.get(declared.shard.name, here)
-        module.__dict__["declared"][name] = replace(declared, shard=replace(declared.shard, stages=stages))
+        shard, init = declared.shard, declared.init
+        start = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)
+        init = replace(init, std=start.std, uniform=start.uniform)
+        shard = replace(shard, stages=shared.get(shard.name, here))
+        module.__dict__["declared"][name] = replace(declared, shard=shard, init=init)

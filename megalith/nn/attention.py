@@ -87,7 +87,7 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     window = kind.window if config.has_window(layer) else None
     relative = config.relative.max_distance if config.positions == "relative" else None
     return Scores(
-        kind.scale, window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one, relative=relative
+        config.score_scale(), window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one, relative=relative
     )  # fmt: skip
 
 

@@ -38,7 +38,7 @@ def _fill_box(values: Tensor, box: Box, shard: Shard, init: Init, *, seed: int) 
         for tile in _tiles(shard.shape, box):
             mine = intersect(tile, box)
             if mine is not None:
-                drawn = _draw(shard.name, tile, seed).mul_(init.std).add_(init.offset)
+                drawn = _draw(shard.name, tile, seed, uniform=init.uniform).mul_(init.std).add_(init.offset)
                 values[_within(mine, box)] = drawn[_within(mine, tile)].to(values.dtype)
     if init.rows is not None:
         values[max(0, init.rows - box[0][0]) :].zero_()
@@ -65,9 +65,13 @@ def _product(spans: list[list[tuple[int, int]]]) -> Iterator[Box]:
             yield (span, *rest)
 
 
-def _draw(name: str, tile: Box, seed: int) -> Tensor:
+def _draw(name: str, tile: Box, seed: int, *, uniform: bool) -> Tensor:
+    """Of variance 1."""
     generator = torch.Generator().manual_seed(key(seed, "init", name, *(start for start, _ in tile)))
-    return torch.randn([stop - start for start, stop in tile], generator=generator)
+    sizes = [stop - start for start, stop in tile]
+    if uniform:
+        return torch.rand(sizes, generator=generator).mul_(2).sub_(1).mul_(math.sqrt(3))
+    return torch.randn(sizes, generator=generator)
 
 
 def _within(part: Box, whole: Box) -> tuple[slice, ...]:

@@ -147,9 +147,10 @@ def latent_scores(config: ModelConfig, index: int) -> Scores:
     """What becomes of the scores: by default divided by the root of both parts' features, and sharpened under yarn."""
     scores, sizes = scores_of_layer(config, index), config.mla
     assert sizes is not None
-    if scores.scale is not None:
+    if config.attention.scale is not None:
         return scores
+    scale = 1 / math.sqrt(config.key_size()) if scores.scale is None else scores.scale
     sharper = 1.0
     if sizes.yarn_mscale is not None and config.rope.scaling == "yarn" and config.rope.factor > 1:
         sharper = 0.1 * sizes.yarn_mscale * math.log(config.rope.factor) + 1.0
-    return replace(scores, scale=sharper**2 / math.sqrt(sizes.nope_dim + sizes.rope_dim))
+    return replace(scores, scale=sharper**2 * scale)

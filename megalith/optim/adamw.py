@@ -1,12 +1,13 @@
 """AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are shorter."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.slots import Slot, build_slot, by_decay, round_masters
+from megalith.optim.slots import RatesOf, Slot, build_slot, by_decay, round_masters, same_rates
 from megalith.plan.shards import Shard
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
@@ -18,10 +19,12 @@ class AdamW:
     Source: Loshchilov and Hutter 2017, arXiv:1711.05101, algorithm 2; Kingma and Ba 2014, arXiv:1412.6980.
     """
 
-    def __init__(self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> None:
+    def __init__(
+        self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
+    ) -> None:
         self.config = config
         self.updates = 0
-        self.slots = [build_slot(shard, weight, ("exp_avg", "exp_avg_sq")) for shard, weight in weights]
+        self.slots = [build_slot(shard, weight, ("exp_avg", "exp_avg_sq"), rates(shard)) for shard, weight in weights]
         # One count for all, in the form in which the fused kernel wants it.
         self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
 
@@ -30,7 +33,7 @@ class AdamW:
         self.updates += 1
         self._step += 1
         for slots, theirs, decay in by_decay(self.slots, gradients, weight_decay):
-            self._update(slots, theirs, lr, decay, scale)
+            self._update(slots, theirs, lr * slots[0].rates.lr, decay, scale)
         round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:
@@ -41,7 +44,7 @@ class AdamW:
     def _update(
         self, slots: list[Slot], gradients: list[Tensor], lr: float, weight_decay: float, scale: Tensor | None
     ) -> None:
-        c = self.config
+        c = replace(self.config, eps=self.config.eps * slots[0].rates.eps)
         if not HAS_FUSED:
             for slot, gradient in zip(slots, gradients, strict=True):
                 update(slot, gradient, c, updates=self.updates, lr=lr, weight_decay=weight_decay, scale=scale)

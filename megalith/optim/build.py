@@ -7,10 +7,12 @@ from torch import Tensor
 from megalith.config.optim import OptimConfig
 from megalith.optim.adamw import AdamW
 from megalith.optim.sgd import SGD
-from megalith.optim.slots import Optimizer
+from megalith.optim.slots import Optimizer, RatesOf, same_rates
 from megalith.plan.shards import Shard
 
 
-def build_optimizer(weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> Optimizer:
-    """The update rule of `optim.kind`, over these slices."""
-    return SGD(weights, config) if config.kind == "sgd" else AdamW(weights, config)
+def build_optimizer(
+    weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
+) -> Optimizer:
+    """The update rule of `optim.kind`, over these slices, each at its own rates."""
+    return SGD(weights, config, rates) if config.kind == "sgd" else AdamW(weights, config, rates)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.slots import Slot, build_slot, by_decay, round_masters
+from megalith.optim.slots import RatesOf, Slot, build_slot, by_decay, round_masters, same_rates
 from megalith.plan.shards import Shard
 
 
@@ -17,17 +17,19 @@ class SGD:
     Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning", section 2.
     """
 
-    def __init__(self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig) -> None:
+    def __init__(
+        self, weights: Sequence[tuple[Shard, Tensor]], config: OptimConfig, rates: RatesOf = same_rates
+    ) -> None:
         self.config = config
         self.updates = 0
         roles = ("momentum",) if config.momentum else ()
-        self.slots = [build_slot(shard, weight, roles) for shard, weight in weights]
+        self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
 
     def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
         """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
         self.updates += 1
         for slots, theirs, decay in by_decay(self.slots, gradients, weight_decay):
-            self._update(slots, theirs, lr, decay, scale)
+            self._update(slots, theirs, lr * slots[0].rates.lr, decay, scale)
         round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:

@@ -1,13 +1,22 @@
 """What every optimizer holds of one parameter's slice: weights, a wide copy of them, and the rule's own tensors."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.plan.initial import PLAIN, Rates
 from megalith.plan.shards import Shard
+
+RatesOf = Callable[[Shard], Rates]
+"""What the optimizer's settings are multiplied by for a parameter."""
+
+
+def same_rates(shard: Shard) -> Rates:
+    """All parameters learn alike."""
+    return PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +32,9 @@ class Slot:
 
     state: Mapping[str, Tensor]
     """The rule's tensors by role, like the master."""
+
+    rates: Rates = PLAIN
+    """What the optimizer's settings are multiplied by here."""
 
 
 class Optimizer(Protocol):
@@ -40,11 +52,11 @@ class Optimizer(Protocol):
         """Continue as after this many updates; tensors are loaded elsewhere."""
 
 
-def build_slot(shard: Shard, weight: Tensor, roles: Sequence[str]) -> Slot:
+def build_slot(shard: Shard, weight: Tensor, roles: Sequence[str], rates: Rates = PLAIN) -> Slot:
     """A slot whose state is zero."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     master = weight if weight.dtype == wide else weight.to(wide)
-    return Slot(shard, weight, master, {role: torch.zeros_like(master) for role in roles})
+    return Slot(shard, weight, master, {role: torch.zeros_like(master) for role in roles}, rates)
 
 
 def round_masters(slots: Sequence[Slot]) -> None:
@@ -57,10 +69,13 @@ def round_masters(slots: Sequence[Slot]) -> None:
 def by_decay(
     slots: Sequence[Slot], gradients: Sequence[Tensor], weight_decay: float
 ) -> list[tuple[list[Slot], list[Tensor], float]]:
-    """Slots with their gradients and their decay: matrices, then vectors (norms, biases), which do not decay."""
+    """Slots with their gradients and their decay: matrices, then vectors (norms, biases), which do not decay; those of
+    one part have the same rates."""
     parts = []
     for matrices, decay in ((True, weight_decay), (False, 0.0)):
-        numbers = [number for number, slot in enumerate(slots) if (slot.shard.inputs > 0) == matrices]
-        if numbers:
-            parts.append(([slots[i] for i in numbers], [gradients[i] for i in numbers], decay))
+        alike: dict[Rates, list[int]] = {}
+        for number, slot in enumerate(slots):
+            if (slot.shard.inputs > 0) == matrices:
+                alike.setdefault(slot.rates, []).append(number)
+        parts += [([slots[i] for i in part], [gradients[i] for i in part], decay) for part in alike.values()]
     return parts

@@ -32,11 +32,13 @@ from megalith.plan.shards import Shard, split_evenly
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """How a parameter starts: normal with standard deviation `std`, plus `offset`; rows beyond `rows` are zero."""
+    """How a parameter starts: normal or uniform with standard deviation `std`, plus `offset`; rows beyond `rows` are
+    zero."""
 
     std: float
     offset: float = 0.0
     rows: int | None = None
+    uniform: bool = False
 
 
 ZEROS, ONES = Init(std=0.0), Init(std=0.0, offset=1.0)

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from fnmatch import fnmatchcase
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
 from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
+from megalith.plan.parameters import held_parameters
 from megalith.plan.unread import shown, unread_problems
 
 Rule = Callable[[ModelConfig], str | None]
@@ -43,6 +45,8 @@ def count_problems(model: ModelConfig) -> list[str]:
     if model.mla is not None:
         sizes = ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")
         counts |= {f"mla.{name}": getattr(model.mla, name) for name in sizes}
+    if model.mup is not None:
+        counts |= {f"mup.{name}": getattr(model.mup, name) for name in ("base_hidden_size", "base_head_dim")}
     problems = [
         f"model.{name}={value} must be at least 1. Set model.{name} to 1 or more."
         for name, value in counts.items()
@@ -82,11 +86,15 @@ def number_problems(model: ModelConfig) -> list[str]:
         for name, (value, usual) in above.items()
         if value is not None and not 0 < value < math.inf
     ]
-    least = {"init_std": model.init_std, "mtp.loss_weight": model.mtp.loss_weight}
+    least = {
+        "init_std": model.init_std, "mtp.loss_weight": model.mtp.loss_weight,
+        "embedding_init_std": model.embedding_init_std,
+        "mup.attention_scale_power": None if model.mup is None else model.mup.attention_scale_power,
+    } | {f"init_overrides[{number}][1]": std for number, (_, std) in enumerate(model.init_overrides)}  # fmt: skip
     problems += [
         f"model.{name}={value} must be a finite number of at least 0. Use 0 or more."
         for name, value in least.items()
-        if not 0 <= value < math.inf
+        if value is not None and not 0 <= value < math.inf
     ]
     if not math.isfinite(model.up_offset):
         problems.append(f"model.up_offset={model.up_offset} must be a finite number. Use 0.0 or 1.0.")
@@ -432,6 +440,33 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
     )
 
 
+# --- first weights
+
+
+def first_values_have_names(model: ModelConfig) -> str | None:
+    """A pattern that fits no parameter changes nothing."""
+    if not model.init_overrides or model.moe is not None:  # experts' names are not counted here
+        return None
+    held = held_parameters(model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True)
+    idle = [pattern for pattern, _ in model.init_overrides if not any(fnmatchcase(one.name, pattern) for one in held)]
+    if not idle:
+        return None
+    return (
+        f"model.init_overrides={shown(model.init_overrides)}: no parameter is called {' or '.join(idle)}. Use patterns "
+        f"of names such as {held[0].name} or layers.*.{held[-3].name.split('.', 2)[-1]}."
+    )
+
+
+def widths_decide_about_spreads(model: ModelConfig) -> str | None:
+    """muP says how spreads change with the width, and so does xavier_uniform, otherwise."""
+    if model.init == "normal" or model.mup is None:
+        return None
+    return (
+        f"model.init={model.init} with model.mup: both say how wide first values are spread. Set model.init=normal, or "
+        f"remove model.mup."
+    )
+
+
 def _fraction(features: int, head: int) -> float:
     """A short number that makes so many features of a head's."""
     digits = next(n for n in range(1, 17) if int(head * round((features + 0.5) / head, n)) == features)
@@ -448,5 +483,5 @@ RULES: tuple[Rule, ...] = (
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
     longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,
     patterns_fit_the_layers, patterns_choose_a_layer, sizes_of_layers_are_below_the_models, layers_share_keys,
-    every_layer_does_something, one_norm_comes_first,
+    every_layer_does_something, one_norm_comes_first, first_values_have_names, widths_decide_about_spreads,
 )  # fmt: skip

@@ -72,6 +72,10 @@ BELONGS: tuple[Belongs, ...] = (
         "part of the scale where none is given", "model.attention.scale=null",
     ),
     Belongs(
+        ("mup.base_head_dim", "mup.attention_scale_power"), "attention.scale",
+        lambda model: model.attention.scale is None, "for the scale where none is given", "model.attention.scale=null",
+    ),
+    Belongs(
         ("attention.window_layers", "rope.local_theta"), "attention.window",
         lambda model: model.attention.window is not None, "for layers with a window, and no layer has one",
         "model.attention.window to 4096 or so",

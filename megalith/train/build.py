@@ -16,6 +16,7 @@ from megalith.optim.slots import Optimizer
 from megalith.parallel.data import DataParallel
 from megalith.parallel.engine import Engine
 from megalith.parallel.mesh import Mesh
+from megalith.plan.initial import Rates, rates_of
 from megalith.plan.shards import Shard, is_first_holder
 from megalith.train.staged import Staged, build_staged, with_postponed
 
@@ -57,7 +58,10 @@ def build_trainer(
     for chunk in staged.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
-    optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim)
+    def rates(shard: Shard) -> Rates:
+        return rates_of(run.model, run.optim.kind, shard.name, shard.inputs)
+
+    optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim, rates)
     return Trainer(run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision))
 
 

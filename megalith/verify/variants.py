@@ -8,6 +8,7 @@ from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 
@@ -34,8 +35,11 @@ PARALLEL = replace(
 )  # fmt: skip
 """As GPT-NeoX: attention and MLP side by side, LayerNorm, a third of the features turned, biases."""
 
-ONE_NORM = replace(PARALLEL, block="parallel_one_norm", activation="squared_relu", residual_scale=0.5, logit_scale=0.7)
-"""As Falcon, with one norm for both."""
+ONE_NORM = replace(
+    PARALLEL, block="parallel_one_norm", activation="squared_relu", residual_scale=0.5, logit_scale=0.7,
+    mup=MuPConfig(base_hidden_size=8, base_head_dim=3), embedding_init_std=0.1, init_overrides=(("*.mlp.down", 0.3),),
+)  # fmt: skip
+"""As Falcon, with one norm for both; and muP, three times as wide as its base."""
 
 LEARNED = replace(
     PARALLEL, block="sequential", positions="learned", activation="gelu_tanh", tied_embeddings=True, rope=RopeConfig(),
@@ -78,7 +82,8 @@ FURTHER = replace(PLAIN, mtp=MTPConfig(depths=2, loss_weight=0.5))
 """As DeepSeek-V3: layers that predict two tokens further ahead, and a table that both ends of a pipeline need."""
 
 HETEROGENEOUS = replace(
-    PLAIN, num_heads=8, num_kv_heads=8, ffn_hidden_size=22, output_bias=True, mlp_bias=True, layers=LayersConfig(
+    PLAIN, num_heads=8, num_kv_heads=8, ffn_hidden_size=22, init="xavier_uniform", output_bias=True, mlp_bias=True,
+    layers=LayersConfig(
         attention=("full", "linear", "full", "none"), mlp=("full", "full", "linear", "full"), num_kv_heads=(4, 8),
         ffn_hidden_size=(14, 22, 20, 9),
     ),

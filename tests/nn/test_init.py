@@ -117,3 +117,9 @@ def test_the_numbers_of_a_release_never_change() -> None:
     """First weights are keyed by names and tiles, so a rename would change them. Drawn on 2026-11-21 (torch 2.13.0)."""
     found = filled(whole("embed.weight", (4, 3)), Init(1.0), seed=1234).flatten().tolist()
     assert [round(value, 4) for value in found[:4]] == [-0.6128, -0.0955, 1.9148, 0.3456]
+
+
+def test_uniform_values_have_the_same_spread_and_an_end() -> None:
+    values = filled(whole("a.b", (300, 1100)), Init(0.5, uniform=True))
+    assert values.std().item() == pytest.approx(0.5, rel=0.01) and values.mean().abs().item() < 0.01
+    assert 0.99 * 0.5 * 3**0.5 < values.abs().max().item() <= 0.5 * 3**0.5 + 1e-6

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalith.optim.slots import build_slot, by_decay, round_masters
+from megalith.plan.initial import PLAIN, Rates
 from megalith.plan.shards import whole
 
 
@@ -42,3 +43,11 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert (matrices, vectors) == ([slots[1]], [slots[0], slots[2]]) and (decay, none) == (0.1, 0.0)
     assert its[0] is gradients[1] and [id(x) for x in theirs] == [id(gradients[0]), id(gradients[2])]
     assert [part for part, _, _ in by_decay(vectors, theirs, 0.1)] == [vectors], "what is empty is left out"
+
+
+def test_parts_have_the_same_rates() -> None:
+    slow = Rates(lr=0.5)
+    shards = [whole("a", (3, 2)), whole("b", (3, 2)), whole("c", (3, 2))]
+    slots = [build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN) for shard in shards]
+    parts = by_decay(slots, [slot.weight for slot in slots], 0.1)
+    assert [(part, decay) for part, _, decay in parts] == [([slots[0], slots[2]], 0.1), ([slots[1]], 0.1)]

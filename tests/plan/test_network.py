@@ -11,6 +11,7 @@ from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.network import network_problems
@@ -208,6 +209,21 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         {"layers": LayersConfig(attention=("full", "none")), "block": "parallel_one_norm"},
         "model.layers.attention=[full, none] and model.layers.mlp=[] with model.block=parallel_one_norm",
         "to sequential or parallel, or use linear",
+    ),
+    ({"embedding_init_std": -1.0}, "model.embedding_init_std=-1.0 must be a finite number of at least 0", "Use 0 or"),
+    ({"init_overrides": (("*.o", -1.0),)}, "model.init_overrides[0][1]=-1.0 must be a finite number of at", "Use 0 or"),
+    (
+        {"init_overrides": (("*.mlp.*", 0.1), ("*.fc1", 0.2))},
+        "model.init_overrides=[[*.mlp.*, 0.1], [*.fc1, 0.2]]: no parameter is called *.fc1", "as embed.weight or la",
+    ),
+    ({"mup": MuPConfig(base_hidden_size=0)}, "model.mup.base_hidden_size=0 must be at least 1", "to 1 or more"),
+    (
+        {"mup": MuPConfig(base_hidden_size=16), "init": "xavier_uniform"}, "model.init=xavier_uniform with model.mup",
+        "Set model.init=normal, or remove model.mup",
+    ),
+    (
+        {"mup": MuPConfig(base_hidden_size=16, base_head_dim=6)} | attention(scale=0.3),
+        "model.mup.base_head_dim=6 with model.attention.scale=0.3", "Set model.attention.scale=null",
     ),
     (
         {"gated": False, "activation_clamp": 7.0, "up_offset": 1.0},

@@ -139,6 +139,21 @@ MODEL = (
     ),
     Row(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
     Row(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
+    Row(name="--embedding-init-method-std", takes="float", fields=("model.embedding_init_std",)),
+    Row(name="--init-method-xavier-uniform", takes="nothing", fields=("model.init",), how="xavier_uniform"),
+    Row(name="--use-mup", takes="nothing", fields=("model.mup.base_hidden_size",), how="with the six below"),
+    Row(name="--mup-base-hidden-size", takes="int", fields=("model.mup.base_hidden_size",)),
+    Row(
+        name="--mup-width-mult", takes="float", fields=("model.mup.base_hidden_size",), default=1.0,
+        how="the hidden size divided by it, without --mup-base-hidden-size",
+    ),
+    Row(name="--mup-base-head-dim", takes="int", fields=("model.mup.base_head_dim",)),
+    Row(name="--mup-attn-scale-power", takes="float", fields=("model.mup.attention_scale_power",), default=1.0),
+    Row(name="--mup-embedding-mult", takes="float", fields=("model.embedding_scale",), default=1.0),
+    Row(
+        name="--mup-output-mult", takes="float", fields=("model.logit_scale",), default=1.0,
+        how="times the width, by which muP divides here; 1 is 1 / width in Megatron, too",
+    ),
     Row(
         name="--make-vocab-size-divisible-by", takes="int", fields=("model.vocab_multiple",), default=128,
         how="times --tensor-model-parallel-size, as Megatron pads",

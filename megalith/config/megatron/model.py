@@ -2,6 +2,7 @@
 
 from megalith.config.megatron.attention import heads_of_keys, translate_attention
 from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.initial import translate_initial
 from megalith.config.megatron.positions import translate_positions
 
 
@@ -12,7 +13,7 @@ def translate_model(draft: Draft) -> None:
     draft.need("--num-attention-heads", "the number of query heads")
     draft.need("--max-position-embeddings", "the longest context")
     flags = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
-    for flag in (*flags, "--norm-epsilon", "--init-method-std"):
+    for flag in (*flags, "--norm-epsilon"):
         draft.copy(flag)
     _heads(draft)
     _norms(draft)
@@ -22,6 +23,7 @@ def translate_model(draft: Draft) -> None:
     _biases(draft)
     _dropout(draft)
     _further(draft)
+    translate_initial(draft)
     tied = not draft.arguments.value("--untie-embeddings-and-output-weights")
     draft.put("--untie-embeddings-and-output-weights", "model.tied_embeddings", tied)
 

@@ -105,7 +105,6 @@ def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
     [
         ("--num-experts 8", (), "--num-experts 8: not yet: mixture of experts"),
         ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
-        ("--use-mup", (), "--use-mup: not yet: scaling of weights"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],
 )

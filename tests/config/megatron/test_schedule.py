@@ -85,7 +85,7 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
         ("--decoupled-lr 1e-4", "learning rates of their own"),
         ("--fp32-residual-connection", "fp32 residual"),
         ("--fp8-format hybrid --fp8-recipe delayed", "8-bit"),
-        ("--init-method-xavier-uniform", "first weights of another kind"),
+        ("--embedding-weights-in-fp32", "embeddings in fp32 beside bf16"),
         ("--dataloader-type external", "samples come from code that Megatron is given"),
         ("--exp-avg-dtype bf16", "optimizer states of other formats"),
     ],

@@ -1,0 +1,75 @@
+"""How parameters start and how fast they learn, by name: spreads of first weights, and muP's factors; no torch."""
+
+import math
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from megalith.config.model import ModelConfig
+
+EMBEDDINGS = ("embed.weight", "positions.weight")
+"""What tokens begin as."""
+
+TABLES = (*EMBEDDINGS, "relative.weight")
+"""Looked up, not multiplied with."""
+
+STACKED = ("kv", "kv_bias", "gate_up", "gate_up_bias")
+"""Two matrices of the same shape, one after the other."""
+
+
+class Start(NamedTuple):
+    """How the values of a parameter are spread."""
+
+    std: float
+    uniform: bool = False
+    """From -sqrt(3) std to sqrt(3) std; else normal."""
+
+
+class Rates(NamedTuple):
+    """What an optimizer's settings are multiplied by for one parameter."""
+
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+PLAIN = Rates()
+
+
+def start_of(model: ModelConfig, name: str, shape: tuple[int, ...], inputs: int, std: float) -> Start:
+    """How a parameter of this global shape starts, whose layer says `std`; its last `inputs` dims are inputs.
+
+    The first of `init_overrides` that fits the name decides alone. Source of xavier_uniform: Glorot and Bengio 2010,
+    "Understanding the difficulty of training deep feedforward neural networks", equation 16.
+    """
+    given = next((own for pattern, own in model.init_overrides if fnmatchcase(name, pattern)), None)
+    if given is not None:
+        return Start(given)
+    if std == 0 or inputs == 0 or name in TABLES[len(EMBEDDINGS) :]:
+        return Start(std)
+    table = model.init_std if model.embedding_init_std is None else model.embedding_init_std
+    if name in EMBEDDINGS or (name == "head.weight" and model.mup is not None):
+        return Start(table)
+    if model.init == "xavier_uniform":
+        return Start(math.sqrt(2 / sum(_fans(name, shape, inputs))), uniform=True)
+    return Start(std if name == "head.weight" else std / math.sqrt(model.width_factor()))
+
+
+def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
+    """Inputs and outputs of one matrix; several experts, and stacked ones, are several matrices."""
+    outputs = shape[:-inputs]
+    outputs = outputs[1:] if ".experts." in name else outputs
+    outputs = outputs[1:] if name.rsplit(".", 1)[1] in STACKED else outputs
+    return math.prod(shape[-inputs:]), math.prod(outputs)
+
+
+def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Rates:
+    """What muP makes of rate and eps for a parameter with so many dims of inputs; adapters learn at the given rate.
+
+    Source: Yang et al. 2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
+    """
+    m = model.width_factor()
+    if m == 1 or name.rsplit(".", 1)[1] in ("lora_a", "lora_b"):
+        return PLAIN
+    hidden = inputs > 0 and name not in (*TABLES, "head.weight")
+    if optimizer == "sgd":
+        return PLAIN if hidden else Rates(lr=m)
+    return Rates(lr=1 / m, eps=1 / m) if hidden else PLAIN
