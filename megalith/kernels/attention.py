@@ -74,13 +74,16 @@ def _document_by_document(
     visible: Masks | None = None,
 ) -> Tensor:  # fmt: skip
     counts, every = zip(*lengths, strict=True)
-    numbers = None if tokens.dropout is None else tokens.dropout.numbers.split(counts)
+    numbers = None
+    if scores.dropout is not None and tokens.dropout is not None:
+        numbers = list(zip(tokens.dropout.numbers.split(counts), tokens.dropout.numbers_of_keys.split(every)))
     outs = []
     for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
         mask, factors = _mask(*lengths[n], scores, None if visible is None else visible[n], q.device), None
         if scores.dropout is not None and numbers is not None:
             first = scores.dropout.first_head
-            factors = weight_factors(scores.dropout, numbers[n], numbers[n], range(first, first + q.shape[1]), q.dtype)
+            heads = range(first, first + q.shape[1])
+            factors = weight_factors(scores.dropout, *numbers[n], heads, q.dtype)
         bias = _bias(tokens, *lengths[n], scores)
         outs.append(masked_attention(queries, keys, values, mask, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)
@@ -104,7 +107,7 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
     """Which weights of these tokens among themselves are dropped; None: none."""
     if scores.dropout is None or tokens.dropout is None:
         return None
-    return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers)
+    return DroppedWeights(scores.dropout, tokens.dropout.numbers, tokens.dropout.numbers_of_keys)
 
 
 def _pair_by_pair(

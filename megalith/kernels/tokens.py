@@ -102,6 +102,14 @@ class DropoutKey(NamedTuple):
     """int64 [t]: which token of the whole run each is: (row, counted from the run's first) * seq_len + place in it; -1
     for padding. A number comes once in a run, so that it stands for the step, too."""
 
+    keys: Tensor | None = None
+    """The same of the keys, where those are other tokens than the queries."""
+
+    @property
+    def numbers_of_keys(self) -> Tensor:
+        """int64 [t_kv]."""
+        return self.numbers if self.keys is None else self.keys
+
 
 @dataclass(frozen=True, slots=True)
 class Join:

@@ -1,0 +1,96 @@
+"""Cross attention: tokens of one text look at those of another, an encoder's output or a picture's features."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.kernels.attention import attention
+from megalith.kernels.rebuilt import Input
+from megalith.kernels.scores import Scores
+from megalith.kernels.tokens import Tokens
+from megalith.nn.attention import output_linear
+from megalith.parallel.context import Attend
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region
+from megalith.plan.shards import Shard, cut_dim, split_heads, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Keys and values of what is looked at: computed once, however many tokens look at them while a text is written."""
+
+    k: Tensor
+    """[t_kv, g, d], of this rank's heads."""
+
+    v: Tensor
+    tokens: Tokens
+    """Its documents, the n-th for the n-th of those that look; of any lengths, also empty."""
+
+
+class CrossAttention(nn.Module):
+    """Each token looks at a whole document of the memory: x [t, h], memory [t_kv, m] -> [t, h].
+
+    Queries come from x, keys and values from the memory; neither knows positions, and nothing is hidden. Both are as
+    the region has tokens: under sequence parallelism each rank's part of either. Scores are scaled and capped as in the
+    model's other attention; queries and keys are not normed. Source: Vaswani et al. 2017, arXiv:1706.03762, section
+    3.2.3.
+    """
+
+    def __init__(
+        self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
+        memory_size: int | None = None, core: Attend = attention,
+    ) -> None:  # fmt: skip
+        """`memory_size`: features of the memory (m); unset: as many as of x."""
+        super().__init__()
+        assert mesh.cp.size == 1, "a memory is not shared over cp"
+        self.core = core
+        self.scores = Scores(config.attention.scale, softcap=config.attention.softcap, causal=False)
+        heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
+        self.num_heads, self.num_kv_heads = heads.queries[mesh.tp.rank], heads.keys[mesh.over("tp_kv").rank]
+        n, g, d, holders = config.num_heads, config.num_kv_heads, config.head_size(), mesh.over("tp_kv")
+
+        def queries(suffix: str, *inputs: int) -> Shard:
+            shard = whole(f"{name}.q{suffix}", (n, d, *inputs), inputs=len(inputs))
+            return cut_dim(shard, 0, heads.queries, mesh.tp.rank, mesh.tp.axes)
+
+        def keys(suffix: str, *inputs: int) -> Shard:
+            shard = whole(f"{name}.kv{suffix}", (2, g, d, *inputs), inputs=len(inputs))
+            return cut_dim(shard, 1, heads.keys, holders.rank, holders.axes)
+
+        def column(weight: Shard, bias: Shard) -> ColumnLinear:
+            biases = [Declared(bias, ZEROS)] if config.qkv_bias else []
+            return ColumnLinear([Declared(weight, Init(config.init_std))], biases, region, dtype=dtype)
+
+        self.queries = column(queries("", config.hidden_size), queries("_bias"))
+        self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
+        self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
+
+    def forward(self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens) -> Tensor:
+        """x [t, h], memory [t_kv, m] -> [t, h]."""
+        return self.look(x, tokens, self.remember(memory, memory_tokens))
+
+    def remember(self, memory: Input, tokens: Tokens) -> Remembered:
+        """Keys and values of memory [t_kv, m], to look at as often as need be."""
+        k, v = self.keys(memory).chunk(2, dim=-1)
+        g = self.num_kv_heads
+        return Remembered(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
+
+    def look(self, x: Input, tokens: Tokens, memory: Remembered) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        q = self.queries(x).unflatten(-1, (self.num_heads, -1))
+        heads = self.core(q, memory.k, memory.v, across(tokens, memory.tokens), scores=self.scores)
+        return self.out(heads.flatten(1))
+
+
+def across(tokens: Tokens, memory: Tokens) -> Tokens:
+    """Queries of some tokens with keys of others, document by document."""
+    assert len(tokens.lengths) == len(memory.lengths), "one document of the memory for each that looks at it"
+    lengths = tuple((own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True))
+    dropout = None
+    if tokens.dropout is not None and memory.dropout is not None:
+        dropout = tokens.dropout._replace(keys=memory.dropout.numbers)
+    return replace(
+        tokens, lengths=lengths, cu_kv=memory.cu_q, max_kv=memory.max_q, uniform=None, biases=None, dropout=dropout
+    )
