@@ -214,7 +214,8 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, has a mixture of experts in place of its MLP."""
-        return self.moe is not None and (not self.moe.layers or self.moe.layers[layer % len(self.moe.layers)])
+        mixes = self.moe is not None and self.mlp_part(layer) == "full"
+        return mixes and _repeated(self.moe.layers if self.moe else (), layer, True)
 
     def needs_biases(self, *, layers: int, loss: bool) -> bool:
         """Whether a stage of so many layers, with the loss or without, reads the table of biases by distance."""

@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3 as Hugging Face knows them, as far as their layers are dense: config.json and tensors.
+"""DeepSeek-V2 and V3 as Hugging Face knows them: config.json and tensors.
 
-Latent attention, pairs of neighbouring features that turn, and in V3 layers that predict further ahead, numbered after
-the last. Their mixtures of experts are refused by name.
+Latent attention, pairs of neighbouring features that turn, a mixture of experts beside shared ones in all layers but
+the first few, and in V3 layers that predict further ahead, numbered after the last.
 Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2) and arXiv:2412.19437 (V3).
 """
 
@@ -12,9 +12,11 @@ from typing import Any
 
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import raise_all
+from megalith.models.experts import LayerRules, Words, joined_rules, mixture_rules, pattern, read_count
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import read_rope, write_rope
@@ -32,10 +34,13 @@ LATENT_DEFAULTS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_d
 
 OF_EXPERTS = (
     "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "moe_layer_freq", "n_group",
-    "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "aux_loss_alpha", "seq_aux",
-    "router_aux_loss_coef", "output_router_logits", "ep_size", "num_local_experts", "num_experts",
+    "topk_group", "topk_method", "scoring_func", "norm_topk_prob", "routed_scaling_factor", "num_local_experts",
+    "num_experts",
 )  # fmt: skip
 """Fields that a model without experts has no use for."""
+
+OF_TRAINING = ("aux_loss_alpha", "seq_aux", "router_aux_loss_coef", "output_router_logits", "ep_size")
+"""Fields that each run decides for itself."""
 
 FIRST_DENSE = {"deepseek_v2": 0, "deepseek_v3": 3}
 """first_k_dense_replace of a config without it."""
@@ -50,7 +55,7 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
     fields = Fields(raw)
     sizes: dict[str, Any] = {ours: fields.whole(theirs) for theirs, ours in SIZES.items()}
     length = fields.whole("max_position_embeddings", 2048 if kind == "deepseek_v2" else 4096)
-    _refuse_experts(fields, sizes["num_layers"], kind)
+    moe = _read_experts(fields, sizes["num_layers"], kind)
     fields.only("num_key_value_heads", sizes["num_heads"])
     fields.only("attention_bias", False)  # theirs is of the projections down, which have none here
     fields.only("mlp_bias", False)
@@ -71,6 +76,7 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
         mla=MLAConfig(**latent, q_rank=q_rank, yarn_mscale=_mscale(raw) if rope.scaling == "yarn" else None),
         activation=fields.activation(),
         mtp=MTPConfig(depths=depths),
+        moe=moe,
         tied_embeddings=fields.flag("tie_word_embeddings"),
         init_std=fields.number("initializer_range", 0.02, zero=True),
     )
@@ -78,16 +84,83 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
     return found
 
 
-def _refuse_experts(fields: Fields, layers: int, kind: str) -> None:
+def _read_experts(fields: Fields, layers: int, kind: str) -> MoEConfig | None:
+    """The mixture of the layers after the dense ones; None where there are no others."""
     dense = fields.value("first_k_dense_replace")
     dense = FIRST_DENSE[kind] if dense is None else dense
-    fields.ignore(*OF_EXPERTS)
-    if type(dense) is not int or dense < layers:
-        experts = fields.raw.get("n_routed_experts")
+    if type(dense) is not int or dense < 0:
+        fields.problems.append(f"first_k_dense_replace={dense!r}: expected a whole number of at least 0.")
+        return None
+    fields.ignore(*OF_TRAINING)
+    if dense >= layers:
+        fields.ignore(*OF_EXPERTS)
+        return None
+    third = kind == "deepseek_v3"
+    fields.only("moe_layer_freq", 1)
+    fields.only("scoring_func", "sigmoid" if third else "softmax")
+    count = read_count(fields, 256 if third else 64, names=("n_routed_experts", "num_local_experts", "num_experts"))
+    width = fields.whole("moe_intermediate_size", 2048 if third else 1407)
+    chosen = fields.whole("num_experts_per_tok", 8)
+    shared = fields.value("n_shared_experts") if "n_shared_experts" in fields.raw else (1 if third else 2)
+    if type(shared) is not int or shared < 1:
+        fields.problems.append(f"n_shared_experts={shared!r}: transformers builds one at least. Use 1 or more.")
+        shared = 1
+    router = RouterConfig(
+        score="sigmoid" if third else "softmax", balancing_bias=third,
+        renormalise=fields.flag("norm_topk_prob", third),
+        scale=fields.number("routed_scaling_factor", 2.5 if third else 1.0),
+        **_read_groups(fields, chosen, kind),
+    )  # fmt: skip
+    if not third and router.renormalise:
         fields.problems.append(
-            f"first_k_dense_replace={dense!r}, num_hidden_layers={layers} and n_routed_experts={experts!r}: layers "
-            f"with a mixture of experts are not supported yet. first_k_dense_replace must be num_hidden_layers or more."
+            "norm_topk_prob=True is not supported: transformers does not look at it here. Use False."
         )
+    return MoEConfig(
+        experts=count, top_k=chosen, ffn_hidden_size=width, shared_ffn_hidden_size=shared * width, router=router,
+        layers=pattern([layer >= dense for layer in range(layers)]),
+    )  # fmt: skip
+
+
+def _read_groups(fields: Fields, chosen: int, kind: str) -> dict[str, Any]:
+    """Arguments of RouterConfig about groups; choosing from all groups is choosing from all experts."""
+    method = fields.value("topk_method")
+    groups, best = fields.value("n_group"), fields.value("topk_group")
+    if kind == "deepseek_v3":
+        groups, best = 8 if groups is None else groups, 4 if best is None else best
+        known: tuple[Any, ...] = ("noaux_tc", None)
+    else:
+        known = ("greedy", "group_limited_greedy", None)
+        groups, best = (groups, best) if method == "group_limited_greedy" else (1, 1)
+    if method not in known:
+        fields.problems.append(f"topk_method={method!r} is not supported: it must be {known[-2]!r}.")
+    if any(type(value) is not int or value < 1 for value in (groups, best)):
+        fields.problems.append(f"n_group={groups!r}, topk_group={best!r}: expected whole numbers of at least 1.")
+        return {}
+    if best >= groups:
+        return {}
+    if kind == "deepseek_v3" and chosen != 2 * best:
+        fields.problems.append(
+            f"num_experts_per_tok={chosen}, topk_group={best}: transformers judges a group by its best two experts, "
+            f"which must be num_experts_per_tok / topk_group. Use topk_group={max(1, chosen // 2)}."
+        )
+    return {"groups": groups, "top_groups": best, "group_score": "top" if kind == "deepseek_v3" else "max"}
+
+
+def _write_experts(config: ModelConfig, kind: str) -> dict[str, Any]:
+    """The fields of `_read_experts`."""
+    moe = config.moe
+    if moe is None:
+        return {"first_k_dense_replace": config.num_layers}
+    dense = next((layer for layer in range(config.num_layers) if config.has_experts(layer)), config.num_layers)
+    router = moe.router
+    method = "noaux_tc" if kind == "deepseek_v3" else "greedy" if router.groups is None else "group_limited_greedy"
+    return {
+        "first_k_dense_replace": dense, "moe_layer_freq": 1, "n_routed_experts": moe.experts,
+        "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_hidden_size,
+        "n_shared_experts": (moe.shared_ffn_hidden_size or 0) // moe.ffn_hidden_size or 1, "scoring_func": router.score,
+        "topk_method": method, "n_group": router.groups or 1, "topk_group": router.top_groups or 1,
+        "norm_topk_prob": router.renormalise, "routed_scaling_factor": router.scale,
+    }  # fmt: skip
 
 
 def _read_rope(fields: Fields, length: int) -> RopeConfig:
@@ -143,7 +216,7 @@ def write_config(config: ModelConfig, *, family: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_heads,
         **{theirs: getattr(mla, ours) for theirs, ours in LATENT.items()},
         "q_lora_rank": mla.q_rank,
-        "first_k_dense_replace": config.num_layers,
+        **_write_experts(config, family),
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
@@ -178,12 +251,24 @@ def _write_rope(rope: RopeConfig, mla: MLAConfig) -> dict[str, Any]:
 # --- tensors
 
 
+WORDS = Words(shared="shared_experts")
+
+
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of a dense DeepSeek of theirs, in the order of the forward pass."""
+    """Every tensor of a DeepSeek of theirs, in the order of the forward pass."""
+    return _rules(config, mixture_rules(WORDS))
+
+
+def joined(config: ModelConfig) -> list[TensorRule]:
+    """The same with all experts of a layer in two tensors."""
+    return _rules(config, joined_rules(WORDS))
+
+
+def _rules(config: ModelConfig, experts: LayerRules) -> list[TensorRule]:
     v, h = config.vocab_size, config.hidden_size
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
-        found += _layer_rules(config, f"model.layers.{layer}", f"layers.{layer}")
+        found += _layer_rules(config, layer, f"model.layers.{layer}", f"layers.{layer}", experts)
     found.append(_vector("model.norm.weight", "norm.weight", h))
     if not config.tied_embeddings:
         found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
@@ -193,7 +278,7 @@ def rules(config: ModelConfig) -> list[TensorRule]:
             _vector(f"{theirs}.enorm.weight", f"{ours}.embed_norm.weight", h),
             _vector(f"{theirs}.hnorm.weight", f"{ours}.hidden_norm.weight", h),
             rule(f"{theirs}.eh_proj.weight", f"{ours}.project", (h, 2 * h), shape=(h, 2 * h)),
-            *_layer_rules(config, theirs, f"{ours}.layer"),
+            *_layer_rules(config, config.num_layers - 1, theirs, f"{ours}.layer", experts),
             _vector(f"{theirs}.shared_head.norm.weight", f"{ours}.norm.weight", h),
         ]
     return found
@@ -207,13 +292,14 @@ def copies(config: ModelConfig) -> list[TensorRule]:
     return [rule(f"{name}.{theirs}.weight", ours, size, shape=size) for name in names for theirs, ours in both.items()]
 
 
-def _layer_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+def _layer_rules(config: ModelConfig, layer: int, theirs: str, ours: str, experts: LayerRules) -> list[TensorRule]:
     h = config.hidden_size
+    mixed = config.has_experts(layer)
     return [
         _vector(f"{theirs}.{NORMS['attention_norm']}.weight", f"{ours}.attention_norm.weight", h),
         *_attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention"),
         _vector(f"{theirs}.{NORMS['mlp_norm']}.weight", f"{ours}.mlp_norm.weight", h),
-        *mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp"),
+        *(experts(config, theirs, f"{ours}.moe") if mixed else mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")),
     ]
 
 
@@ -251,6 +337,7 @@ DEEPSEEK_V2, DEEPSEEK_V3 = (
         read_config=partial(read_config, kind=kind),
         write_config=partial(write_config, family=kind),
         rules=rules,
+        joined=joined,
         ignored=ROTARY_BUFFERS,
         copies=copies,
         tied=HEAD,

@@ -1,5 +1,5 @@
-"""gpt-oss as Hugging Face knows it, as far as it is dense: attention with sinks, windows in every other layer, biases,
-yarn, and the clamped gate of its experts. The experts themselves are refused by name.
+"""gpt-oss as Hugging Face knows it: attention with sinks, windows in every other layer, biases, yarn, and a mixture of
+experts with clamped gates in every layer.
 
 Source: OpenAI 2025, arXiv:2508.10925.
 """
@@ -9,44 +9,51 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.errors import raise_all
+from megalith.models.experts import OF_TRAINING, experts_of, router_rules
 from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule, rule
+from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, NORMS, ROTARY_BUFFERS, attention_rules, read_usual, read_windows, windowed
-
-OF_EXPERTS = ("num_experts_per_tok", "experts_per_token", "router_aux_loss_coef", "output_router_logits", "num_experts")
-"""Fields about the experts beside their number."""
+from megalith.models.usual import (
+    HEAD,
+    NORMS,
+    ROTARY_BUFFERS,
+    attention_rules,
+    read_usual,
+    read_windows,
+    said,
+    windowed,
+    write_usual,
+    write_windows,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Contents of a config.json -> our config.
 
     Raises:
-        ConfigError: always, since every model of this family has experts; with whatever else is wrong.
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
     """
     fields = Fields(raw)
-    found = read_dense(fields)
-    fields.problems.append(
-        f"num_local_experts={raw.get('num_local_experts', 128)!r}: layers with a mixture of experts are not supported "
-        f"yet. Use a dense model, such as one of Qwen3ForCausalLM."
-    )
-    fields.finish()
-    return found
-
-
-def read_dense(fields: Fields) -> ModelConfig:
-    """Everything but the experts, each of which is an MLP of the kind that is given here."""
-    usual = read_usual(fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=64, switch=False)
+    usual = read_usual(fields, max_seq_len=131_072, norm_eps=1e-5, head_dim=64, kv_heads=8, switch=False)
     layers = usual["num_layers"]
     fields.only("hidden_act", "silu")  # which is not what the experts compute, whatever the config says
     fields.only("swiglu_alpha", 1.702)
     windows = read_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)])
     biases = fields.flag("attention_bias", True)
-    fields.value("num_local_experts")
-    fields.ignore("initial_context_length", *OF_EXPERTS)
-    return ModelConfig(
+    several = [fields.whole(name, 4) for name in ("num_experts_per_tok", "experts_per_token") if name in raw]
+    if len(set(several)) > 1:
+        fields.problems.append(
+            f"num_experts_per_tok={several[0]}, experts_per_token={several[1]}: two numbers of chosen experts. "
+            f"Set both to the same."
+        )
+    moe = MoEConfig(
+        experts=fields.whole("num_local_experts", 128), top_k=next(iter(several), 4), biases=True,
+        ffn_hidden_size=usual["ffn_hidden_size"], router=RouterConfig(bias=True),
+    )  # fmt: skip
+    fields.ignore("initial_context_length", "num_experts", *OF_TRAINING)
+    found = ModelConfig(
         **usual | {"activation": "quick_gelu"},
         rope=_read_rope(fields, usual["max_seq_len"]),
         attention=AttentionConfig(sinks=True, **windowed(fields.whole("sliding_window", 128), windows)),
@@ -54,8 +61,10 @@ def read_dense(fields: Fields) -> ModelConfig:
         up_offset=1.0,
         qkv_bias=biases,
         output_bias=biases,
-        mlp_bias=True,
+        moe=moe,
     )
+    fields.finish()
+    return found
 
 
 def _read_rope(fields: Fields, length: int) -> RopeConfig:
@@ -67,22 +76,23 @@ def _read_rope(fields: Fields, length: int) -> RopeConfig:
 
 
 def write_config(config: ModelConfig) -> dict[str, Any]:
-    """Refuse any model: one without experts is none of this family.
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
 
     Raises:
-        ConfigError: always.
+        ConfigError: the model cannot be a gpt-oss of theirs.
     """
-    raise_all(
-        [
-            f"a model of {config.num_layers} dense layers cannot be a GptOssForCausalLM, all of whose layers have a "
-            f"mixture of experts. Use a Megalith checkpoint for this model."
-        ]
-    )
-    return {}
+    moe = experts_of(config, GPT_OSS.architecture)
+    raw = {
+        **write_usual(config, GPT_OSS), "hidden_act": "silu", "intermediate_size": moe.ffn_hidden_size,
+        "sliding_window": config.attention.window, "layer_types": write_windows(config),
+        "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "experts_per_token": moe.top_k,
+        "swiglu_limit": config.activation_clamp, "attention_bias": config.qkv_bias,
+    }  # fmt: skip
+    return said(raw, config, read_config, GPT_OSS)
 
 
 def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs that is not of a router or of experts, in the order of the forward pass."""
+    """Every tensor of theirs, in the order of the forward pass."""
     v, h, n = config.vocab_size, config.hidden_size, config.num_heads
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
@@ -92,11 +102,31 @@ def rules(config: ModelConfig) -> list[TensorRule]:
             *attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=True),
             rule(f"{theirs}.self_attn.sinks", f"{ours}.attention.sinks", (n,), shape=(n,)),
             rule(f"{theirs}.{NORMS['mlp_norm']}.weight", f"{ours}.mlp_norm.weight", (h,), shape=(h,)),
+            *router_rules(config, f"{theirs}.mlp.router", f"{ours}.moe"),
+            *_expert_rules(config, f"{theirs}.mlp.experts", f"{ours}.moe.experts"),
         ]
     found.append(rule("model.norm.weight", "norm.weight", (h,), shape=(h,)))
     if not config.tied_embeddings:
         found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
     return found
+
+
+def _expert_rules(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+    """Inputs come before outputs, and columns of gate and up take turns."""
+    moe, h = config.moe, config.hidden_size
+    if moe is None:
+        return []
+    e, f = moe.experts, moe.ffn_hidden_size
+    wide, both, back, vector = (
+        tuple((0, n) for n in shape) for shape in ((e, 2, f, h), (e, 2, f), (e, h, f), (e, h))
+    )  # fmt: skip
+    name = f"{theirs}.gate_up_proj"
+    return [
+        piece(name, f"{ours}.gate_up", wide, shape=(e, h, 2 * f), view=(e, h, f, 2), dims=(0, 3, 2, 1)),
+        piece(f"{name}_bias", f"{ours}.gate_up_bias", both, shape=(e, 2 * f), view=(e, f, 2), dims=(0, 2, 1)),
+        piece(f"{theirs}.down_proj", f"{ours}.down", back, shape=(e, f, h), view=(e, f, h), dims=(0, 2, 1)),
+        piece(f"{theirs}.down_proj_bias", f"{ours}.down_bias", vector, shape=(e, h), view=(e, h)),
+    ]
 
 
 GPT_OSS = Family(

@@ -37,6 +37,7 @@ from megalith.models.granite import GRANITE
 from megalith.models.jobs import batches, done_in_order
 from megalith.models.llama import LLAMA
 from megalith.models.mistral import MISTRAL
+from megalith.models.mixtral import MIXTRAL
 from megalith.models.names import (
     Family,
     TensorRule,
@@ -47,14 +48,18 @@ from megalith.models.names import (
     in_our_order,
     in_their_order,
     region_of,
+    rules_of,
 )
 from megalith.models.neox import NEOX
 from megalith.models.olmo2 import OLMO2
+from megalith.models.olmoe import OLMOE
 from megalith.models.phi3 import PHI3
 from megalith.models.quantised import FIELD as QUANTISED
 from megalith.models.quantised import Dequantised, dequantised
 from megalith.models.qwen2 import QWEN2
+from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
+from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import Unsaid
@@ -62,12 +67,9 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, GPT_OSS,
+    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
-
-REFUSED: tuple[Family, ...] = (GPT_OSS,)
-"""Those of which nothing is read but what is wrong with it."""
 
 PADDED = ("embed.weight", "head.weight")
 """Our tables whose rows may be more than their tensors have; the rows added are zero."""
@@ -127,7 +129,8 @@ class HuggingFaceFolder:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
         self._tensors = dequantised(self.raw, _stored(path), path)
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
-        self.rules = as_stored(self.family.rules(self.model_config), self.family.prefix, self._tensors.keys())
+        names = self._tensors.keys()
+        self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
         self._rules = by_parameter(self.rules)
         self.copies = [rule for rule in self.family.copies(self.model_config) if rule.name in self._tensors]
         """Tensors of it that repeat others."""
@@ -287,7 +290,7 @@ def find_family(raw: Mapping[str, Any], path: Path) -> Family:
             _refuse_other_code(raw, family, path)
             return family
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')}"
-    known = ", ".join(family.architecture for family in FAMILIES if family not in REFUSED)
+    known = ", ".join(family.architecture for family in FAMILIES)
     raise CheckpointError(f"{path}: the architecture {found} is not supported. Use one of {known}.")
 
 

@@ -13,6 +13,7 @@ from megalith.config.rope import RopeConfig
 from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
+from megalith.models.experts import LayerRules, canonical_experts
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
@@ -202,6 +203,7 @@ def canonical(config: ModelConfig) -> ModelConfig:
         config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, **rounded), rope=rope,
         logit_scale=float(f"{config.logit_scale:.12g}"), mtp=MTPConfig(depths=config.mtp.depths),
     )  # fmt: skip
+    kept = canonical_experts(kept)
     if config.mla is not None:
         return replace(kept, head_dim=None, num_kv_heads=config.num_heads)
     return replace(kept, head_dim=size)
@@ -238,23 +240,35 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 HEAD = "lm_head.weight"
 
+
+def no_experts(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
+    """Of a family whose configs are read without experts, and that refuses to write any."""
+    return []
+
+
 ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Tensors of old files that hold nothing to keep: conversions of 2023 stored the frequencies."""
 
 
 def usual_rules(
-    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, all_biases: bool = True
+    config: ModelConfig, *, norms: Mapping[str, str] = NORMS, all_biases: bool = True,
+    experts: LayerRules = no_experts,
 ) -> list[TensorRule]:  # fmt: skip
     """Every tensor of theirs, in the order of the forward pass.
 
-    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what ours lacks is zero.
+    `all_biases`: they have one switch for the biases of queries, keys, values and output, so what ours lacks is zero;
+    `experts`: those of a layer with a mixture of experts.
     """
     v, h = config.vocab_size, config.hidden_size
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
         attention = attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases)
-        mlp = mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")
+        mlp = (
+            experts(config, theirs, f"{ours}.moe")
+            if config.has_experts(layer)
+            else mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")
+        )
         for word, rules in (("attention", attention), ("mlp", mlp)):
             around = {
                 part: [rule(f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,))]

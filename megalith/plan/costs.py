@@ -37,10 +37,10 @@ def _held(config: ModelConfig, tp: int, rank: int) -> int:
 
 def _kinds(config: ModelConfig) -> dict[int, int]:
     """How many layers have the same parameters, by the first of them."""
-    firsts: dict[ModelConfig, int] = {}
+    firsts: dict[tuple[ModelConfig, bool], int] = {}
     counts: Counter[int] = Counter()
     for layer in range(config.num_layers):
-        counts[firsts.setdefault(config.at(layer), layer)] += 1
+        counts[firsts.setdefault((config.at(layer), config.has_experts(layer)), layer)] += 1
     return counts
 
 

@@ -109,7 +109,12 @@ def _layer(model: ModelConfig, index: int, tp: int, rank: int) -> Iterator[HeldP
     if thinks != "none":
         if before and model.block != "parallel_one_norm":
             yield from _norm("mlp_norm", model)
-        yield from _square("mlp", model, bias=model.mlp_bias) if thinks == "linear" else _mlp(model, part)
+        if model.has_experts(index):
+            assert model.moe is not None
+            sizes = model.moe.ffn_hidden_size, model.moe.shared_ffn_hidden_size or 0
+            yield from _mixture(model, part, *(split_evenly(size, tp)[rank] for size in sizes))
+        else:
+            yield from _square("mlp", model, bias=model.mlp_bias) if thinks == "linear" else _mlp(model, part)
         if after:
             yield from _norm("mlp_post_norm", model)
 
@@ -187,6 +192,36 @@ def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
     yield HeldParameter("mlp.down", h, f, cut=True)
     if model.mlp_bias:
         yield HeldParameter("mlp.down_bias", h)
+
+
+def _mixture(model: ModelConfig, part: TensorPart, inner: int, shared: int) -> Iterator[HeldParameter]:
+    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, of d = latent_size or h; shared experts as an MLP.
+
+    `inner`, `shared`: this rank's features of an expert, and of the shared ones. The bias that balances is no
+    parameter: nothing trains it.
+    """
+    moe, h = model.moe, model.hidden_size
+    assert moe is not None
+    d, wide = moe.latent_size or h, 2 * inner if model.gated else inner
+    up = "moe.experts.gate_up" if model.gated else "moe.experts.up"
+    yield HeldParameter("moe.router", moe.experts, h)
+    if moe.router.bias:
+        yield HeldParameter("moe.router_bias", moe.experts)
+    yield HeldParameter(up, moe.experts * wide, d, cut=True)
+    if moe.biases:
+        yield HeldParameter(f"{up}_bias", moe.experts * wide, cut=True)
+    yield HeldParameter("moe.experts.down", moe.experts * d, inner, cut=True)
+    if moe.biases:
+        yield HeldParameter("moe.experts.down_bias", moe.experts * d)
+    if moe.latent_size is not None:
+        yield HeldParameter("moe.latent_in", d, h)
+        yield HeldParameter("moe.latent_out", h, d)
+    if moe.shared_ffn_hidden_size is not None:
+        sized = replace(model, ffn_hidden_size=moe.shared_ffn_hidden_size)
+        for one in _mlp(sized, replace(part, ffn=shared)):
+            yield replace(one, name=one.name.replace("mlp.", "moe.shared.", 1))
+        if moe.shared_gate:
+            yield HeldParameter("moe.shared_gate", 1, h)
 
 
 def held_parameters(

@@ -65,6 +65,8 @@ LATENT = {
     "num_attention_heads": 5, "num_key_value_heads": 5, "hidden_size": 25, "n_routed_experts": 4,
 }  # fmt: skip
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 8}  # 16 bytes in bf16, or torch refuses
+
 CASES: dict[str, Case] = {
     "llama": Case("LlamaConfig", {"rope_parameters": LLAMA3}),
     "llama, tied": Case("LlamaConfig", {"tie_word_embeddings": True, "vocab_size": 64}),
@@ -128,6 +130,45 @@ CASES: dict[str, Case] = {
     "deepseek_v3, queries from x": Case(
         "DeepseekV3Config", {"q_lora_rank": None, "rope_interleave": False, "tie_word_embeddings": True, **LATENT}
     ),
+    "mixtral": Case("MixtralConfig", {"num_local_experts": 5, "rope_parameters": FAST, "intermediate_size": 16}),
+    "mixtral, window": Case(
+        "MixtralConfig",
+        {
+            "intermediate_size": 8, "num_local_experts": 3, "num_experts_per_tok": 3, "sliding_window": 4,
+            "head_dim": 6,
+        },
+    ),
+    "qwen3_moe": Case("Qwen3MoeConfig", {**EXPERTS, "head_dim": 10, "norm_topk_prob": True, "mlp_only_layers": [0]}),
+    "qwen3_moe, scores": Case(
+        "Qwen3MoeConfig", {**EXPERTS, "head_dim": 4, "num_hidden_layers": 3, "decoder_sparse_step": 2}
+    ),
+    "qwen2_moe": Case("Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 11, "rope_parameters": FAST}),
+    "qwen2_moe, no biases": Case(
+        "Qwen2MoeConfig", {**EXPERTS, "shared_expert_intermediate_size": 11, "qkv_bias": False, "norm_topk_prob": True}
+    ),
+    "olmoe": Case("OlmoeConfig", {"num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 16}),
+    "gpt_oss": Case(
+        "GptOssConfig",
+        {
+            "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 4, "head_dim": 6, "swiglu_limit": 1.0,
+            "intermediate_size": 16, "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
+    "deepseek_v3, experts": Case(
+        "DeepseekV3Config",
+        {
+            "q_lora_rank": 9, **LATENT, "first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 4,
+            "n_group": 4, "topk_group": 2, "moe_intermediate_size": 8, "hidden_size": 40, "num_mtp_layers": 0,
+        },
+    ),
+    "deepseek_v2, experts": Case(
+        "DeepseekV2Config",
+        {
+            "q_lora_rank": None, **LATENT, "qk_nope_head_dim": 6, "kv_lora_rank": 8, "first_k_dense_replace": 0,
+            "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2, "hidden_size": 40,
+            "topk_method": "group_limited_greedy", "moe_intermediate_size": 8, "routed_scaling_factor": 1.7,
+        },
+    ),
     "deepseek_v2": Case("DeepseekV2Config", {"q_lora_rank": None, **LATENT, "qk_nope_head_dim": 6, "kv_lora_rank": 8}),
 }  # fmt: skip
 
@@ -148,6 +189,9 @@ def their_model(case: Case, *, std: float | None = None) -> Any:  # of a class t
         for parameter in model.parameters():
             start = float(parameter.flatten()[0]) if parameter.ndim == 1 and len(parameter.unique()) == 1 else 0.0
             parameter.normal_(start, case.std if std is None else std, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
     return model
 
 
@@ -176,8 +220,11 @@ def batch(vocab_size: int) -> tuple[Tensor, Tensor]:
 
 def our_gradients(model: Decoder, folder: HuggingFaceFolder) -> dict[str, Tensor]:
     """Gradients under their names, in their shapes."""
-    rules, found = by_parameter(folder.rules), dict[str, Tensor]()
+    every = folder.family.joined(folder.model_config) if folder.family.joined else folder.rules  # as in their memory
+    rules, found = by_parameter(every), dict[str, Tensor]()
     for declared, module, name in declared_parameters(model):
+        if not getattr(module, name).requires_grad:
+            continue  # the balancing bias
         gradient = getattr(module, name).grad.view(declared.shard.shape)
         for rule in rules[declared.shard.name]:
             box = tuple(slice(start, stop) for start, stop in rule.box)

@@ -12,8 +12,9 @@ from megalith.plan.costs import num_parameters
 
 
 def num_declared(config: ModelConfig) -> int:
-    """Weights of the whole model as its layers declare them, without padded rows."""
-    return sum(shard.numel for shard in parameters(replace(config, vocab_multiple=1)))
+    """Weights of the whole model as its layers declare them, without padded rows, and biases that nothing trains."""
+    shards = parameters(replace(config, vocab_multiple=1))
+    return sum(shard.numel for shard in shards if not shard.name.endswith(".balancing_bias"))
 
 
 def check_published(family: Family, raw: Mapping[str, Any], count: int, *, reworded: tuple[str, ...] = ()) -> None:

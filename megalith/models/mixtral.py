@@ -1,0 +1,73 @@
+"""Mixtral as Hugging Face knows it: Mistral with a mixture of experts in every layer.
+
+Source: Jiang et al. 2024, arXiv:2401.04088.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.models.experts import OF_TRAINING, Words, experts_of, joined_rules, mixture_rules
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, windowed, write_usual
+
+WORDS = Words(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8)
+    rope = read_rope(fields, max_position=usual["max_seq_len"], theta=1_000_000.0)
+    window = windowed(fields.whole_or_none("sliding_window"), (True,))
+    moe = MoEConfig(
+        experts=fields.whole("num_local_experts", 8), top_k=fields.whole("num_experts_per_tok", 2),
+        ffn_hidden_size=usual["ffn_hidden_size"],
+    )  # fmt: skip
+    fields.ignore(*OF_TRAINING, "router_jitter_noise")
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**window), moe=moe)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Mixtral of theirs.
+    """
+    moe = experts_of(config, MIXTRAL.architecture)
+    raw = {
+        **write_usual(config, MIXTRAL, switch=False), "intermediate_size": moe.ffn_hidden_size,
+        "sliding_window": config.attention.window, "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k,
+    }  # fmt: skip
+    return said(raw, config, read_config, MIXTRAL)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, all_biases=False, experts=mixture_rules(WORDS))
+
+
+def joined(config: ModelConfig) -> list[TensorRule]:
+    """The same with all experts of a layer in two tensors."""
+    return usual_rules(config, all_biases=False, experts=joined_rules(WORDS))
+
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    joined=joined,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

@@ -1,0 +1,86 @@
+"""Qwen1.5 and Qwen2 with a mixture of experts as Hugging Face knows them: a gated MLP for all tokens beside it.
+
+Source: Yang et al. 2024, arXiv:2407.10671, section 2.2.2.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.models.experts import (
+    OF_TRAINING,
+    Words,
+    experts_of,
+    joined_rules,
+    mixture_rules,
+    pattern,
+    read_count,
+    sparse_layers,
+    write_sparse_layers,
+)
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, switch=False, max_seq_len=32_768)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    biases = fields.flag("qkv_bias", True)
+    fields.only("use_sliding_window", False)
+    moe = MoEConfig(
+        experts=read_count(fields, 60), top_k=fields.whole("num_experts_per_tok", 4),
+        ffn_hidden_size=fields.whole("moe_intermediate_size", 1408),
+        shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632), shared_gate=True,
+        layers=pattern(sparse_layers(fields, usual["num_layers"])),
+        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
+    )  # fmt: skip
+    fields.ignore(*OF_TRAINING, "max_window_layers", "sliding_window", "layer_types")
+    fields.finish()
+    return ModelConfig(**usual, rope=rope, qkv_bias=biases, moe=moe)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Qwen2 with experts of theirs.
+    """
+    moe = experts_of(config, QWEN2_MOE.architecture)
+    raw = {
+        **write_usual(config, QWEN2_MOE, switch=False), "qkv_bias": config.qkv_bias, "use_sliding_window": False,
+        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_hidden_size,
+        "shared_expert_intermediate_size": moe.shared_ffn_hidden_size, "norm_topk_prob": moe.router.renormalise,
+        **write_sparse_layers(config),
+    }  # fmt: skip
+    return said(raw, config, read_config, QWEN2_MOE)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, all_biases=False, experts=mixture_rules(Words()))
+
+
+def joined(config: ModelConfig) -> list[TensorRule]:
+    """The same with all experts of a layer in two tensors."""
+    return usual_rules(config, all_biases=False, experts=joined_rules(Words()))
+
+
+QWEN2_MOE = Family(
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    joined=joined,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)

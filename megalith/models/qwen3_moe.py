@@ -1,0 +1,86 @@
+"""Qwen3 with a mixture of experts as Hugging Face knows it.
+
+Source: Yang et al. 2025, arXiv:2505.09388.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.models.experts import (
+    OF_TRAINING,
+    Words,
+    experts_of,
+    joined_rules,
+    mixture_rules,
+    pattern,
+    read_count,
+    sparse_layers,
+    write_sparse_layers,
+)
+from megalith.models.fields import Fields
+from megalith.models.names import Family, TensorRule
+from megalith.models.rope import read_rope
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, windowed, write_usual
+
+
+def read_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Contents of a config.json -> our config.
+
+    Raises:
+        ConfigError: fields that are missing, of the wrong kind, unknown, or not supported; all of them together.
+    """
+    fields = Fields(raw)
+    usual = read_usual(fields, max_seq_len=32_768, kv_heads=4)
+    rope = read_rope(fields, max_position=usual["max_seq_len"])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
+    window = window if fields.flag("use_sliding_window") else None
+    moe = MoEConfig(
+        experts=read_count(fields, 128), top_k=fields.whole("num_experts_per_tok", 8),
+        ffn_hidden_size=fields.whole("moe_intermediate_size", 768),
+        layers=pattern(sparse_layers(fields, usual["num_layers"])),
+        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
+    )  # fmt: skip
+    fields.ignore(*OF_TRAINING, "max_window_layers")
+    fields.finish()
+    attention = AttentionConfig(qk_norm="head", **windowed(window, (True,)))
+    return ModelConfig(**usual, rope=rope, attention=attention, moe=moe)
+
+
+def write_config(config: ModelConfig) -> dict[str, Any]:
+    """Our config -> contents of a config.json, readable by transformers 4 and 5.
+
+    Raises:
+        ConfigError: the model cannot be a Qwen3 with experts of theirs.
+    """
+    moe, window = experts_of(config, QWEN3_MOE.architecture), config.attention.window
+    raw = {
+        **write_usual(config, QWEN3_MOE), "use_sliding_window": window is not None, "sliding_window": window,
+        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_hidden_size,
+        "norm_topk_prob": moe.router.renormalise, **write_sparse_layers(config),
+    }  # fmt: skip
+    return said(raw, config, read_config, QWEN3_MOE)
+
+
+def rules(config: ModelConfig) -> list[TensorRule]:
+    """Every tensor of theirs, in the order of the forward pass."""
+    return usual_rules(config, experts=mixture_rules(Words()))
+
+
+def joined(config: ModelConfig) -> list[TensorRule]:
+    """The same with all experts of a layer in two tensors."""
+    return usual_rules(config, experts=joined_rules(Words()))
+
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    read_config=read_config,
+    write_config=write_config,
+    rules=rules,
+    joined=joined,
+    ignored=ROTARY_BUFFERS,
+    tied=HEAD,
+)
