@@ -19,20 +19,23 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
+from megalith.kernels.activation import Gate
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.cross_entropy import linear_cross_entropy, reference_cross_entropy
 from megalith.kernels.memory import keep_freed_memory
-from megalith.kernels.norm import add_rms_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
+from megalith.kernels.norm import add_rms_norm, layer_norm, reference_add_rms_norm, reference_rms_norm, rms_norm
 from megalith.kernels.rope import apply_rope, reference_rope, rope_frequencies, rope_tables
 from megalith.kernels.sdpa import sdpa_documents
 from megalith.kernels.swiglu import reference_swiglu, swiglu
 from megalith.kernels.tokens import tokens_of_rows
+from megalith.kernels.weighted import weighted_gated
 from megalith.parallel.group import alone
 from megalith.recipes.small import llama_6m, llama_29m
 
 RECIPES = {"6m": llama_6m, "29m": llama_29m}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 KERNELS: tuple[Kernel, ...] = ("auto", "torch", "reference")
+SILU = Gate("silu")
 Ways = dict[str, Callable[[], object]]
 
 
@@ -109,6 +112,22 @@ def rope_ways(shapes: Shapes, compiled: bool) -> Ways:
     return ways
 
 
+def layer_norm_ways(shapes: Shapes, compiled: bool) -> Ways:
+    """LayerNorm over hidden features."""
+    h = shapes.model.hidden_size
+    inputs = shapes.rows(h), shapes.random(h), shapes.random(h)
+    return {k: back_and_forth(partial(layer_norm, *inputs, 1e-5, kernel=k), inputs) for k in KERNELS}
+
+
+def weighted_ways(shapes: Shapes, compiled: bool) -> Ways:
+    """SwiGLU times a weight of each token, as experts compute it; beside it the two one after the other."""
+    inputs = shapes.rows(2 * shapes.model.ffn_hidden_size), shapes.rows()
+    gate_up, weights = inputs
+    ways: Ways = {k: back_and_forth(partial(weighted_gated, *inputs, SILU, kernel=k), inputs) for k in KERNELS}
+    ways["apart"] = back_and_forth(lambda: swiglu(gate_up) * weights.unsqueeze(-1), inputs)
+    return ways
+
+
 def swiglu_ways(shapes: Shapes, compiled: bool) -> Ways:
     """SwiGLU of the MLP's inner features."""
     x = shapes.rows(2 * shapes.model.ffn_hidden_size)
@@ -157,6 +176,8 @@ CASES: dict[str, Callable[[Shapes, bool], Ways]] = {
     "add_norm": add_norm_ways,
     "rope": rope_ways,
     "swiglu": swiglu_ways,
+    "layer_norm": layer_norm_ways,
+    "weighted": weighted_ways,
     "attention": attention_ways,
     "loss": loss_ways,
 }

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.kernels import cpu, gpu
+from megalith.kernels.varlen_attention import has_varlen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +96,13 @@ def _of_kernels() -> dict[str, Capability]:
         ),
         "Triton": Capability(
             present=gpu.has_triton(),
-            purpose="the same on GPUs",
+            purpose="the same on GPUs, and flex_attention for caps and sinks",
             fix="install torch's CUDA build, or run `pip install triton`",
+        ),
+        "varlen attention": Capability(
+            present=has_varlen(),
+            purpose="documents of many lengths, and windows, in one call on GPUs",
+            fix="use a newer torch, whose varlen_attn takes windows",
         ),
     }
 
