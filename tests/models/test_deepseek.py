@@ -49,12 +49,48 @@ def test_the_dense_layers_of_the_published_model_are_read_and_have_as_many_param
     check_published(DEEPSEEK_V3, DENSE, 2 * 129_280 * 7168 + 7168 + 3 * A_LAYER, reworded=("rope_scaling",))
 
 
-def test_experts_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="first_k_dense_replace=3, num_hidden_layers=61 and n_routed_experts=256"):
-        DEEPSEEK_V3.read_config(RAW)
-    bare = {name: value for name, value in SMALL.items() if name != "first_k_dense_replace"}
-    with pytest.raises(ConfigError, match="first_k_dense_replace=0, num_hidden_layers=2"):
-        DEEPSEEK_V2.read_config(bare)
+def test_the_published_model_is_read_whole() -> None:
+    check_published(DEEPSEEK_V3, RAW | {"num_nextn_predict_layers": 0}, 671_026_404_352, reworded=("rope_scaling",))
+    config = DEEPSEEK_V3.read_config(RAW)
+    assert config.moe is not None and config.mtp.depths == 1
+    assert [config.has_experts(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+    router = config.moe.router
+    assert (router.score, router.balancing_bias, router.scale, router.renormalise) == ("sigmoid", True, 2.5, True)
+    assert (router.groups, router.top_groups, router.group_score) == (8, 4, "top")
+
+
+SPARSE: dict[str, Any] = {
+    "first_k_dense_replace": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 6,
+}  # fmt: skip
+
+
+def test_every_tensor_of_experts_is_told() -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | SPARSE | {"num_nextn_predict_layers": 1})
+    check_rules(DEEPSEEK_V3, config)
+    names = {rule.name for rule in DEEPSEEK_V3.rules(config)}
+    assert "model.layers.1.mlp.gate.e_score_correction_bias" in names
+    assert "model.layers.2.mlp.experts.3.down_proj.weight" in names, "predicts further ahead as the last layer does"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_shared_experts": 0}, "n_shared_experts=0: transformers builds one at least"),
+        ({"topk_method": "greedy"}, "topk_method='greedy' is not supported: it must be 'noaux_tc'"),
+        (
+            {"num_experts_per_tok": 3},
+            "num_experts_per_tok=3, topk_group=1: transformers judges a group by its best two",
+        ),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: it must be 'sigmoid'"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1: expected a whole number of at least 0"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq=2 is not supported: it must be 1"),
+        ({"num_local_experts": 3}, "two numbers of experts"),
+    ],
+)
+def test_what_experts_do_not_compute_is_refused_by_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DEEPSEEK_V3.read_config(SMALL | SPARSE | fields)
 
 
 @pytest.mark.parametrize(
