@@ -39,7 +39,7 @@ class Dropout(nn.Module):
         """x [t, h], of the tokens that I have outside divided work -> [t, h]; x itself where nothing is trained."""
         if tokens.dropout is None:
             return x
-        seed, numbers = tokens.dropout
+        seed, numbers = tokens.dropout.seed, tokens.dropout.numbers
         return self.drop(x, self.p, key_of(seed, "dropout", self.place, self.layer), self.region.mine(numbers))
 
 
