@@ -22,13 +22,13 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
     "exclude_modules": (None, [], ""), "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     "alora_invocation_tokens": (None,), "use_qalora": (False, None), "arrow_config": (None,),
     "use_bdlora": (False, None), "velora_config": (None,), "monteclora_config": (None,), "kasa_config": (None,),
-    "megatron_config": (None,),
+    "megatron_config": (None,), "enable_lora": (None,),
 }  # fmt: skip
 """Fields that change what adapters compute, or the base, and the values with which they are plain LoRA."""
 
 WITHOUT_EFFECT = frozenset((
     "task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "lora_dropout", "megatron_core",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying", "merge_weights",
     "loftq_config", "eva_config", "corda_config", "lora_ga_config",  # of ways to begin, which init_lora_weights names
 ))  # fmt: skip
 """Fields that say nothing about what trained adapters compute, or only in company of others that are refused."""

@@ -1,5 +1,6 @@
 """A run that trains adapters: its base, and where the adapters start."""
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from megalith.models.pretrained import (
     require_base,
 )
 from megalith.parallel.group import Group
+
+_log = logging.getLogger(__name__)
 
 
 def load_base(
@@ -80,7 +83,9 @@ def load_adapters(
 def _same_base(path: Path, record: dict[str, str]) -> None:
     """Refuse adapters that were trained beside other weights, as far as they say beside which."""
     theirs = base_of_adapters(path)
-    if theirs is not None and theirs["fingerprint"] != record["fingerprint"]:
+    if theirs is None:
+        _log.warning("lora.load=%s names no base that is here: its matrices are compared by name and shape alone", path)
+    elif theirs["fingerprint"] != record["fingerprint"]:
         raise CheckpointError(
             f"lora.load={path} holds adapters of another base: they were trained beside {theirs['base']}, and "
             f"checkpoint.load is {record['base']}. Set checkpoint.load to the weights that they were trained with."

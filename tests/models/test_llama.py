@@ -128,7 +128,7 @@ def test_a_theta_inside_either_mapping_counts(key: str) -> None:
         ({"partial_rotary_factor": 0.5}, "with {'partial_rotary_factor': 0.5, 'rope_theta': 10000.0} are not"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope' with {'factor': 2.0, "),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "2"}}, "rope_type must be 'default'"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "or 'llama3' with factor, low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' with factor, low_freq_factor"),
         ({"rope_scaling": LLAMA3 | {"factor": "8"}}, "'factor': '8'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
         ({"rope_parameters": {"rope_theta": "big"}}, "'rope_theta': 'big'"),

@@ -222,7 +222,9 @@ def test_layers_that_the_library_chose_by_an_expression_are_read(trained: Path, 
     torch.testing.assert_close(ours(tmp_path / "theirs"), logits(model.eval()), rtol=0, atol=2e-5)
 
 
-def test_a_base_that_is_named_elsewhere_is_that_of_the_run(trained: Path, tmp_path: Path) -> None:
+def test_a_base_that_is_named_elsewhere_is_that_of_the_run(
+    trained: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "adapters").mkdir()
     save_file(
         load_file(trained / "adapters/adapter_model.safetensors"), tmp_path / "adapters/adapter_model.safetensors"
@@ -233,6 +235,7 @@ def test_a_base_that_is_named_elsewhere_is_that_of_the_run(trained: Path, tmp_pa
     torch.testing.assert_close(
         ours(train(tmp_path / "run", trained / "base", **settings)), ours(trained / "run"), rtol=0, atol=1e-6
     )
+    assert "names no base that is here: its matrices are compared by name and shape alone" in caplog.text
 
 
 FUSED = {
