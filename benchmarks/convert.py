@@ -3,9 +3,10 @@
     python benchmarks/convert.py [--gigabytes 2.0] [--rounds 5]
 
 A Llama of random bf16 weights in a Hugging Face folder becomes a checkpoint, and the checkpoint a folder again; a GPT-2
-goes the same way, whose tensors are transposed. The peer copies the folder's files and waits until they are on disk, as
-both of ours do. The figures: median of the paired ratios of speed (bar: 0.5), and the peak of a process of its own
-beyond what it holds before (bar: 1.3 times the largest tensor plus 1 GiB).
+goes the same way, whose tensors are transposed. The peer copies the folder's files and waits until they are on disk,
+as both of ours do. The figures: median of the paired ratios of speed (bar: 0.5), and the peak of a process of its own
+beyond what it holds before (bar: 1.3 times the largest tensor plus 1 GiB). Loading the folder into a model's weights,
+as training does, is shown beside reading the bytes of its files (no bar).
 """
 
 import argparse
@@ -21,13 +22,15 @@ from pathlib import Path
 import torch
 from paired import take_turns, times_as_fast
 
+from megalith.checkpoint.boxes import Entry
 from megalith.config.model import ModelConfig
 from megalith.models.convert import convert
 from megalith.models.gpt2 import GPT2
-from megalith.models.hf import write_folder
+from megalith.models.hf import HuggingFaceFolder, write_folder
 from megalith.models.llama import LLAMA
 from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
+from megalith.models.release import parameters
 from megalith.plan.shards import Box
 
 SPEED_BAR = 0.5
@@ -81,6 +84,23 @@ def convert_to(kind: str, source: Path, target: Path) -> None:
     convert(open_pretrained(source), target, kind)  # type: ignore[arg-type]  # one of the two kinds
 
 
+def read_files(source: Path) -> None:
+    """The peer of loading: every byte of weights, into memory."""
+    for file in source.glob("*.safetensors"):
+        into = torch.empty(file.stat().st_size, dtype=torch.uint8)
+        with file.open("rb", buffering=0) as opened:
+            view, done = into.numpy().data, 0
+            while count := opened.readinto(view[done:]):
+                done += count
+
+
+def load_weights(source: Path) -> None:
+    """The same bytes as the parameters of a model."""
+    folder = HuggingFaceFolder(source)
+    shards = parameters(folder.model_config)
+    folder.fill([Entry(shard, "param", torch.empty(shard.shape, dtype=torch.bfloat16)) for shard in shards])
+
+
 def peak_bytes(kind: str, source: Path, target: Path) -> int:
     """What a process needs at most for the conversion, beyond what it holds before."""
     shutil.rmtree(target, ignore_errors=True)
@@ -115,6 +135,8 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
         "copy": partial(copy_files, theirs, folder / "copy"),
         "megalith": partial(convert_to, "megalith", theirs, folder / "there"),
         "huggingface": partial(convert_to, "huggingface", ours, again),
+        "read": partial(read_files, theirs),
+        "load": partial(load_weights, theirs),
     }
     seconds = take_turns(contenders, rounds=rounds, warmup=1).seconds
     met = True
@@ -128,6 +150,8 @@ def measure(family: Family, folder: Path, gigabytes: float, rounds: int) -> bool
             flush=True,
         )
         met &= ratio.median >= SPEED_BAR and peak <= allowed
+    ratio, rate = times_as_fast(seconds["load"], seconds["read"]), nbytes / 1e9 / min(seconds["load"])
+    print(f"{name}, loaded into weights: {ratio} of the speed of reading ({rate:.2f} GB/s at best)", flush=True)
     return met
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from megalith.plan.shards import Box, Shard, boxes_of_range, intersect
 
+_COPY_NBYTES = 4 * 2**20
+"""Copied at once (guess: a part of a processor's cache)."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Entry:
@@ -91,7 +94,7 @@ def laid_out(values: Tensor) -> Tensor:
         if _follows_memory(turned) and not _follows_memory(values):
             rows, columns = math.prod(values.shape[:dim]), math.prod(values.shape[dim:])
             matrix = torch.empty(rows, columns, dtype=values.dtype, device=values.device)
-            return matrix.copy_(turned.reshape(columns, rows).t()).view(values.shape)
+            return matrix.copy_(turned.contiguous().view(columns, rows).t()).view(values.shape)
     return values.contiguous()
 
 
@@ -101,10 +104,18 @@ def _follows_memory(values: Tensor) -> bool:
     return steps == sorted(steps, reverse=True)
 
 
-def as_bytes(values: Tensor) -> memoryview:
-    """The elements in row-major order, as they lie in memory; a copy only where they lie otherwise or elsewhere."""
-    flat = laid_out(values.detach().cpu())
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data  # one of a dim of 1 may be anything
+def as_bytes(values: Tensor) -> Iterator[memoryview]:
+    """The elements in row-major order, as they lie in memory; in copies only where they lie otherwise or elsewhere.
+
+    Copies are made a few rows at a time, in memory that is used again and is in the processor's cache when it is read.
+    """
+    values = values.detach().cpu()
+    while values.ndim > 1 and len(values) == 1:
+        values = values[0]
+    rows = [values] if values.is_contiguous() else values.split(max(1, _COPY_NBYTES * len(values) // values.nbytes))
+    for part in rows:
+        flat = laid_out(part)
+        yield flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy().data  # a dim of 1 has any stride
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:

@@ -152,10 +152,10 @@ def write_part(file: Path, start: int, values: Iterable[Tensor]) -> None:
     """
     with storage.open_part(file, start) as out:
         for tensor in values:
-            data = as_bytes(tensor)
-            out.write(data)
-            storage.begin_sync(out, start, len(data))
-            start += len(data)
+            for data in as_bytes(tensor):
+                out.write(data)
+            storage.begin_sync(out, start, tensor.nbytes)
+            start += tensor.nbytes
 
 
 def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:

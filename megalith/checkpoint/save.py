@@ -229,7 +229,8 @@ class _BoxStream:
         """Torch passes over the room for the values."""
         start = self.nbytes
         for values in self.values:
-            self.write(as_bytes(values))
+            for data in as_bytes(values):
+                self.write(data)
         assert self.nbytes - start == nbytes, (self.nbytes, start, nbytes, whence)
         return self.nbytes
 
