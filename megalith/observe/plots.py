@@ -37,6 +37,48 @@ def plot_run(folder: Path) -> Path | None:
     return target
 
 
+def plot_experts(folder: Path) -> Path | None:
+    """Draw `plots/experts.png`: the load of every layer's busiest expert, and the losses of balance, by step. None for
+    models without experts."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    names = {name for row in rows for name in row if name.startswith("moe_")}
+    loads = sorted((name for name in names if name.endswith("_load") and name != "moe_max_load"), key=_number)
+    if not loads:
+        return None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    losses = sorted(name for name in names if name.endswith("_loss"))
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    load, loss = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    for name in loads:
+        load.plot(*_curve(rows, name), linewidth=1, label=name.removeprefix("moe_").removesuffix("_load"))
+    load.axhline(1.0, color="grey", linewidth=0.8)
+    load.set_ylabel("tokens of the busiest expert, mean = 1")
+    if len(loads) <= 12:
+        load.legend(fontsize="small", ncols=2)
+    for name in losses:
+        loss.plot(*_curve(rows, name), linewidth=1, label=name.removeprefix("moe_").removesuffix("_loss"))
+    loss.set_ylabel("losses of balance")
+    loss.set_xlabel("step")
+    if losses:
+        loss.legend(fontsize="small")
+    for axes in (load, loss):
+        axes.grid(alpha=0.3)
+    figure.suptitle(folder.name)
+    target = folder / "plots" / "experts.png"
+    target.parent.mkdir(exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(target)
+    return target
+
+
+def _number(name: str) -> tuple[str, int]:
+    """Names with a number in them, in its order."""
+    digits = "".join(filter(str.isdigit, name))
+    return name.split(digits)[0] if digits else name, int(digits or 0)
+
+
 def _curve(rows: Sequence[dict[str, float | int | str | None]], name: str) -> tuple[list[float], list[float]]:
     points = [(float(row["step"] or 0), float(row[name] or 0)) for row in rows if row.get(name) is not None]
     return [x for x, _ in points], [y for _, y in points]

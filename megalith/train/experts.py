@@ -1,12 +1,14 @@
-"""Experts over a step: the biases that even out their use."""
+"""Experts over a step: the biases that even out their use, and what a run tells of it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from megalith.nn.moe.balance import LOSSES
 from megalith.nn.moe.router import Router
-from megalith.parallel.group import all_reduce_
+from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 
 
@@ -32,3 +34,83 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
     counts = all_reduce_(torch.stack([record.counts.sum(0) for _, record, _ in recorded]), mesh.over("dp", "cp", "tp"))
     for (bias, _, rate), count in zip(recorded, counts, strict=True):
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
+
+
+class LayerUse(NamedTuple):
+    """What the experts of one layer did in a step."""
+
+    layer: str
+    """As its parameters are named: `layers.3`."""
+
+    counts: tuple[float, ...]
+    """Tokens that went to each expert."""
+
+    refused: float
+    """Choices that were refused."""
+
+    losses: tuple[float, ...]
+    """Of balance, as in `LOSSES`, each without its weight: means over the microbatches."""
+
+    bias_range: float
+    """Largest balancing bias less the smallest; 0 without."""
+
+
+def use_of_experts(model: nn.Module, mesh: Mesh) -> list[LayerUse]:
+    """What all layers did in the last step, in their order, the same on every rank. Collective; two messages.
+
+    A stage without experts takes part. Nothing was recorded before the first step: then it is empty.
+    """
+    routers = [router for router in routers_of(model) if router.balance.record is not None]
+    found = [_rows_of(router) for router in routers]
+    if found:
+        sums = all_reduce_(torch.stack(found), mesh.over("dp", "cp", "tp")).tolist()
+        uses = [_use_of(router, row, mesh) for router, row in zip(routers, sums, strict=True)]
+    else:
+        uses = []
+    every = gather_objects(uses, mesh.pp)
+    joined = [use for part in every if isinstance(part, list) for use in part]
+    return sorted(joined, key=lambda use: _in_order(use.layer))
+
+
+def _rows_of(router: Router) -> Tensor:
+    """Counts, refused choices and losses of a step on this rank: [E + 1 + losses]."""
+    record = router.balance.record
+    assert record is not None
+    microbatches = len(record.counts)
+    return torch.cat([record.counts.sum(0), record.refused.sum(0, keepdim=True), record.losses.sum(0) / microbatches])
+
+
+def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerUse:
+    experts = router.moe.experts
+    bias = router.moved
+    spread = 0.0 if bias is None else float(bias.max() - bias.min())
+    losses = tuple(value / mesh.dp.size for value in row[experts + 1 :])
+    return LayerUse(router.layer, tuple(row[:experts]), row[experts], losses, spread)
+
+
+def _in_order(layer: str) -> tuple[bool, int]:
+    """Layers by number, and after them those that predict further ahead."""
+    kind, number = layer.split(".")[:2]
+    return kind != "layers", int(number)
+
+
+def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float]) -> dict[str, float | int]:
+    """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others are left out.
+
+    A load is how many tokens the busiest expert had, where 1 is the mean over experts.
+    """
+    if not uses:
+        return {}
+    loads = {use.layer: max(use.counts) * len(use.counts) / max(sum(use.counts), 1.0) for use in uses}
+    chosen = sum(sum(use.counts) + use.refused for use in uses)
+    row: dict[str, float | int] = {
+        f"moe_{name}_loss": round(sum(use.losses[kind] for use in uses) / len(uses), 6)
+        for kind, (name, weight) in enumerate(zip(LOSSES, weights, strict=True))
+        if weight > 0
+    }
+    row["moe_max_load"] = round(max(loads.values()), 4)
+    row["moe_idle_experts"] = sum(count == 0 for use in uses for count in use.counts)
+    row["moe_refused"] = round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)
+    if (spread := max(use.bias_range for use in uses)) > 0:
+        row["moe_bias_range"] = round(spread, 6)
+    return row | {f"moe_{layer.replace('.', '_')}_load": round(load, 4) for layer, load in loads.items()}

@@ -80,7 +80,7 @@ def test_every_tensor_of_experts_is_told() -> None:
         ({"topk_method": "greedy"}, "topk_method='greedy' is not supported: it must be 'noaux_tc'"),
         (
             {"num_experts_per_tok": 3},
-            "num_experts_per_tok=3, topk_group=1: transformers judges a group by its best two",
+            "num_experts_per_tok=3, topk_group=1: transformers judges a group by",
         ),
         ({"scoring_func": "softmax"}, "scoring_func='softmax' is not supported: it must be 'sigmoid'"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace=-1: expected a whole number of at least 0"),

@@ -4,13 +4,19 @@ from dataclasses import replace
 
 import torch
 
-from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
+from megalith.data.loader import Loader, Masks
 from megalith.kernels.tokens import BalanceShare
-from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
-from megalith.train.experts import move_balancing_biases, routers_of
+from megalith.train.experts import LayerUse, move_balancing_biases, routers_of, row_of_use, use_of_experts
+from megalith.train.step import train_step
+from megalith.verify.ranks import RaggedRows
 
 
 def run_with(router: RouterConfig) -> TrainRun:
@@ -42,3 +48,41 @@ def test_routers_that_are_not_trained_keep_their_biases() -> None:
         weight.requires_grad_(False)
     move_balancing_biases(trainer.staged.modules, trainer.mesh)
     assert router.moved is not None and not router.moved.any()
+
+
+def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
+    uses = [
+        LayerUse("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.0), 0.0),
+        LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
+    ]
+    assert row_of_use(uses, [0.0, 0.1, 0.0, 0.0]) == {
+        "moe_batch_loss": 1.25, "moe_max_load": 3.0, "moe_idle_experts": 2, "moe_refused": round(2 / 18, 6),
+        "moe_bias_range": 0.25, "moe_layers_2_load": 3.0, "moe_mtp_0_layer_load": 1.0,
+    }  # fmt: skip
+    assert row_of_use([], [0.0] * 4) == {}
+
+
+def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
+    run = run_with(RouterConfig())
+    assert run.model.moe is not None
+    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.1))))
+    run = replace(run, parallel=parallel)
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    assert use_of_experts(trainer.staged.modules, mesh) == []
+    loader = Loader(
+        RaggedRows(12, 257, 24, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
+        steps=1, device=torch.device("cpu"),
+    )  # fmt: skip
+    train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
+    return use_of_experts(trainer.staged.modules, mesh)
+
+
+def test_every_rank_tells_what_one_process_tells() -> None:
+    alone = told(0, 1, ParallelConfig())
+    assert [use.layer for use in alone] == ["layers.0", "layers.1"]
+    assert all(sum(use.counts) == 12 * 12 * 2 for use in alone)
+    staged = ParallelConfig(dp=2, pp=2, ep=2, pipeline=PipelineConfig())
+    for uses in run_ranks(told, 4, staged):
+        assert [(use.layer, use.counts) for use in uses] == [(use.layer, use.counts) for use in alone]
+        assert all(abs(a.losses[1] - b.losses[1]) < 1e-6 for a, b in zip(uses, alone, strict=True))

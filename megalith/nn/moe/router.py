@@ -83,6 +83,7 @@ class Router(nn.Module):
     ) -> None:  # fmt: skip
         """`number`: of the layer, over all stages, which keeps its noise apart from that of others."""
         super().__init__()
+        self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
         self.noise = Noise(moe.router, number, region)
         wide = torch.promote_types(dtype, torch.float32)
