@@ -24,10 +24,11 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.kernels.engine import kernels_in_use
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import compare_models, load_pretrained, open_pretrained
+from megalith.nn.moe.balance import LOSSES
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
-from megalith.observe.plots import plot_run
+from megalith.observe.plots import plot_experts, plot_run
 from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
 from megalith.parallel.context import my_slicing
@@ -36,6 +37,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, pairs_in_window, tflops_per_device
+from megalith.plan.experts import balance_notes
 from megalith.plan.savings import run_lines
 from megalith.plan.unused import unused_notes
 from megalith.posttrain.lora import load_adapters, load_base
@@ -48,6 +50,7 @@ from megalith.train.build import (
     weight_entries,
 )
 from megalith.train.evaluate import evaluate
+from megalith.train.experts import row_of_use, use_of_experts
 from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
@@ -142,6 +145,7 @@ class _Loop:
         self.metrics = self._open_metrics() if self.writer else None
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
+        notes += balance_notes(run.model)
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
         notes.append(f"kernels: {kernels_in_use(run.kernels, self.trainer.device, compiled=run.train.compile)}")
         for line in [*self.data.splits.notes, *notes]:
@@ -164,6 +168,7 @@ class _Loop:
             self._close_metrics()
         if self.writer and run.observe.plots:
             plot_run(self.folder.path)
+            plot_experts(self.folder.path)
         return outcome
 
     def _step(self, loader: Loader, *, stop: bool) -> StepResult:
@@ -249,6 +254,9 @@ class _Loop:
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
         row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)}
+        if run.model.moe is not None:
+            weights = [getattr(run.model.moe.balance, name) for name in LOSSES]
+            row |= row_of_use(use_of_experts(self.trainer.staged.modules, self.mesh), weights)
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
         if run.data.sft.used():

@@ -41,7 +41,7 @@ from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
-from megalith.nn.lora import attach_adapters
+from megalith.nn.lora import BelowAdapters, attach_adapters
 from megalith.nn.moe.experts import Experts
 from megalith.parallel import expert
 from megalith.parallel import recompute as recomputation
@@ -582,7 +582,8 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
                     checker.assert_type(x, _by_axis(place.hidden.__getitem__))
             end = _forward(place)
             phase, forward = "backward", counts.copy()
-            end.backward(place.gradient)
+            if end.requires_grad:  # not of a stage below every adapter
+                end.backward(place.gradient)
             counts.clear()
             counts.update(forward)  # without those of second passes
     except SpmdTypeError as error:
@@ -610,7 +611,8 @@ def _forward(place: Place) -> Tensor:
 
 
 def _without_gradient(place: Place) -> Iterator[Problem]:
-    if place.received is not None and place.received.grad is None:
+    wanted = not isinstance(place.model.run_layers, BelowAdapters)  # else nothing before these layers is trained
+    if wanted and place.received is not None and place.received.grad is None:
         what = "no gradient reached the hidden states of the stage before. Use them in the stage."
         yield Problem(where="hidden states", what=what, ranks=(place.mesh.rank,))
     for declared, module, name in declared_parameters(place.model):
