@@ -8,7 +8,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial as with_arguments
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.lora import STACKED, LoraConfig, has_adapters
+from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers
 from megalith.config.model import ModelConfig
 from megalith.kernels.dropout import dropout
 from megalith.kernels.linear import Context, linear
@@ -25,7 +25,7 @@ from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import key_of
 from megalith.parallel.autograd import partial
-from megalith.parallel.recompute import Recomputed
+from megalith.parallel.recompute import LayerRunner, Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnLinear,
@@ -82,6 +82,23 @@ class ColumnLora(nn.Module):
             products = torch.cat([right @ left for left, right in zip(a, b, strict=True)])
             found.append(weight + self.scale * products)
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class BelowAdapters:
+    """Runs the layers of a chunk: those below every adapter without backward, for which nothing of them is kept."""
+
+    run: LayerRunner
+    count: int
+    """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient either."""
+
+    def __call__(self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h], as the layers have tokens -> [t, h]."""
+        training = torch.is_grad_enabled()
+        with torch.no_grad():
+            x = self.run(layers[: self.count], x, tokens)
+        rest = layers[self.count :]
+        return self.run(rest, x.requires_grad_() if training else x, tokens) if rest else x
 
 
 def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
@@ -173,9 +190,9 @@ class InputDropout(nn.Module):
         assert self.tokens is not None, f"{self.place}: no one said which tokens these are"
         if self.tokens.dropout is None:
             return x
-        seed, numbers = self.tokens.dropout
+        seen = self.tokens.dropout
         again = with_arguments(
-            dropout, p=self.p, key=key_of(seed, "adapter dropout", self.place), numbers=self.mine(numbers),
+            dropout, p=self.p, key=key_of(seen.seed, "adapter dropout", self.place), numbers=self.mine(seen.numbers),
             first_feature=self.first_feature,
         )  # fmt: skip
         return rebuilt(x).then(again(value_of(x)), again)
@@ -183,7 +200,7 @@ class InputDropout(nn.Module):
 
 class Start(nn.Module):
     """What enters the layers, as the place where backward ends: frozen embeddings give nothing that wants a gradient,
-    and stages without an adapter, and regions that are computed again, would have no backward."""
+    and regions that are computed again would have no backward."""
 
     def __init__(self, entrance: nn.Module) -> None:
         super().__init__()
@@ -245,18 +262,24 @@ def first_input(weight: Shard) -> int:
     return sum(start * math.prod(sizes[dim + 1 :]) for dim, start in enumerate(starts))
 
 
-def attach_adapters(chunks: Sequence[nn.Module], model: ModelConfig, lora: LoraConfig | None) -> None:
+def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig | None) -> None:
     """Freeze what the chunks of a model on the meta device have, and put adapters beside the matrices of their layers;
-    None: leave them as they are. Layers that predict further ahead get none."""
+    None: leave them as they are. Layers that predict further ahead get none.
+
+    Chunks: `Decoder`s, which are built of what is here, so that this file cannot name them.
+    """
     if lora is None:
         return
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.requires_grad_(False)
-        for layer in chunk.get_submodule("layers").children():
-            _attach(layer, chunk.region, model, lora)  # type: ignore[arg-type]  # a decoder's
-        if hasattr(chunk, "entrance"):
-            chunk.entrance = Start(chunk.get_submodule("entrance"))
+        for layer in chunk.layers:
+            _attach(layer, chunk.region, model, lora)
+        below = sum(layer < lora_layers(lora, model)[0] for layer in chunk.stage.layers)
+        if below:
+            chunk.run_layers = BelowAdapters(chunk.run_layers, below)
+        elif chunk.stage.embedding:
+            chunk.entrance = Start(chunk.entrance)
 
 
 def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:

@@ -56,7 +56,7 @@ def trained_step_flops(
     Of the six operations for each element of a matrix and token, forward is two, the input's gradient two and the
     weight's two. Frozen weights have no gradient. Inputs need one where an adapter comes before them: all above the
     first layer with adapters, none below it, and inside it what follows an adapter. A and B cost all six, but for the
-    gradient of what A reads in that layer. What backward computes below it all the same is nobody's use.
+    gradient of what A reads in that layer, which backward computes all the same and nobody uses.
     """
     seen = _Seen(tokens, squared_lengths, windowed)
     whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)

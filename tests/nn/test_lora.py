@@ -176,6 +176,22 @@ def test_the_cache_of_short_vectors_sees_adapters() -> None:
     assert_equals("stacked", x @ torch.cat(both.sunk()).T, both(x), FP64)
 
 
+def test_layers_below_every_adapter_have_no_backward() -> None:
+    """Neither in one process nor on a stage that has nothing else; a stage above has one as ever."""
+    adapters, tokens = LoraConfig(rank=3, layers=(1,)), tokens_of_lengths([3], device="cpu")
+    ids = torch.arange(3)
+    model = built(adapters)
+    entered = model.entrance(model.embed(ids), tokens)
+    turned = model.rotations.given_to(tokens)
+    assert not entered.requires_grad and not model.run_layers(list(model.layers)[:1], entered, turned).requires_grad
+    seen: list[Tensor] = []
+    model.layers[1].register_forward_pre_hook(lambda layer, arguments: seen.append(arguments[0]))
+    assert model(ids, tokens).requires_grad and seen[0].is_leaf and seen[0].requires_grad
+    with torch.no_grad():
+        model(ids, tokens)
+    assert not seen[-1].requires_grad
+
+
 def test_backward_has_somewhere_to_end_below_frozen_layers() -> None:
     model = built(LoraConfig(targets=("q",)))
     x = model.entrance(model.embed(torch.arange(3)), tokens_of_lengths([3], device="cpu"))
