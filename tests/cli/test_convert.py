@@ -278,3 +278,16 @@ def test_a_conversion_that_ends_early_leaves_nothing_behind(
     text = {"no room": "has 12 kB free, and", "interrupted": "megalith convert: interrupted."}
     assert text.get(fault, "No space left on device). Free some space, or choose another target") in said
     assert "Traceback" not in said and sorted(os.listdir(theirs.parent)) == before
+
+
+def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = run / "checkpoints" / "step_0000007" / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert main(["convert", str(run), str(run.parent / "x")]) == 2
+    said = capsys.readouterr().err
+    assert "damaged. SHA-256 expected" in said and "Copy the checkpoint again" in said and "Traceback" not in said
+    assert os.listdir(run.parent) == ["run"]
