@@ -39,7 +39,7 @@ def add_rms_norm(
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_rms_norm(x, residual, weight, eps, zero_centred=zero_centred)
-    engine = _engine(kernel, x, residual, weight)
+    engine = _engine(kernel, x, weight, residual=residual)
     total, normed = AddRMSNormFunction.apply(x, residual, weight, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
@@ -65,13 +65,16 @@ def add_layer_norm(
     """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_add_layer_norm(x, residual, weight, bias, eps, zero_centred=zero_centred)
-    engine = _engine(kernel, x, residual, weight, bias, loops=False)
+    engine = _engine(kernel, x, weight, bias, residual=residual, loops=False)
     total, normed = AddLayerNormFunction.apply(x, residual, weight, bias, eps, zero_centred, engine)  # type: ignore[no-untyped-call]  # torch's own
     return total, normed
 
 
-def _engine(kernel: Kernel, x: Tensor, *others: Tensor, loops: bool = True) -> Engine:
-    return engine_for(kernel, x, *others, loops=loops, triton=x.shape[-1] <= gpu.WIDEST)
+def _engine(kernel: Kernel, x: Tensor, *affine: Tensor, residual: Tensor | None = None, loops: bool = True) -> Engine:
+    """Triton programs give the sum the dtype of x, which is torch's only where the residual has it, too."""
+    both = (x,) if residual is None else (x, residual)
+    fits = x.shape[-1] <= gpu.WIDEST and both[-1].dtype == x.dtype
+    return engine_for(kernel, *both, *affine, loops=loops, triton=fits)
 
 
 # --- what they compute, in plain operations

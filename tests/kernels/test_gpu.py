@@ -20,6 +20,7 @@ FILES = sorted(str(path) for path in FOLDER.glob("test_triton_*.py"))
 
 @pytest.mark.skipif(not gpu.has_triton(), reason="Triton is not installed")
 def test_every_program_passes_its_tests_under_the_interpreter() -> None:
+    # About 10 s of computing: an interpreter is slow, and one process runs all, because starting it takes 3 s.
     assert len(FILES) == len(list((FOLDER.parent.parent / "megalith" / "kernels").glob("triton_*.py")))
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", *FILES],

@@ -22,6 +22,7 @@ from megalith.testing.triton import triton_device
 DEVICE = triton_device()
 if DEVICE is None:
     pytest.skip("no GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCES = [(torch.float32, 3e-6), (torch.bfloat16, 2e-2)]
 ADDED: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tuple[Tensor, Tensor]]]] = {
@@ -90,3 +91,10 @@ def test_partial_sums_of_the_weight_gradient_cover_every_row(monkeypatch: pytest
     ]
     for a, b in zip(*grads, strict=True):
         close(a, b, 1e-5)
+
+
+def test_a_residual_stream_of_a_wider_dtype_stays_wide() -> None:
+    x, residual, weight = seeded(3, 40, dtype=torch.bfloat16), seeded(3, 40, seed=1), seeded(40, seed=2)
+    (mine, _), (theirs, _) = add_rms_norm(x, residual, weight, 1e-5), reference_add_rms_norm(x, residual, weight, 1e-5)
+    assert mine.dtype == theirs.dtype == torch.float32
+    assert torch.equal(mine, theirs)
