@@ -167,8 +167,11 @@ class Context:
         return self.seen[asked][0]
 
     def _spans(self, queries: Numbers, keys: Numbers, window: int | None, causal: bool) -> Spans:
-        slices, ends = self.slices, None if causal else self.slices.ends()
-        return plan_spans(queries, keys, slices.starts(), ends=ends, repeats=slices.repeats, window=window)
+        slices, starts = self.slices, self.slices.starts()
+        ends, repeats = None if causal else slices.ends(), slices.repeats
+        if ends is not None and len(set((ends - starts).tolist())) > 1:
+            repeats = 1  # documents that are as long as one another with their padding, but not without
+        return plan_spans(queries, keys, starts, ends=ends, repeats=repeats, window=window)
 
 
 def tokens_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Tokens:

@@ -10,13 +10,14 @@ from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.ranks import LayoutCase, layout_case
-from megalith.verify.variants import FURTHER, HETEROGENEOUS, LATENT, RELATIVE, VARIANTS
+from megalith.verify.variants import BOTH_WAYS, FURTHER, HETEROGENEOUS, LATENT, RELATIVE, VARIANTS
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
@@ -405,6 +406,35 @@ def _variants() -> Iterator[Layout]:
     yield again
 
 
+def _variants_and_others() -> Iterator[Layout]:
+    """Kinds of layers with what divides unevenly, packs rows, drops, keeps less and computes again."""
+    everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
+    dropping, three = replace(FURTHER, dropout=everywhere), replace(VARIANTS["one norm"], num_kv_heads=3)
+    sliced = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
+    tp2, stay = ParallelConfig(tp=2, sp=True), OffloadConfig()
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig, OffloadConfig]] = {
+        "both ways, cp2 a2a, each document sliced": (BOTH_WAYS, sliced, RecomputeConfig(), stay),
+        "both ways, tp2 sp, documents, full": (BOTH_WAYS, tp2, FULL, stay),
+        "relative, tp2 sp, documents, selective": (RELATIVE, tp2, PARTS, stay),
+        "latent, tp3 sp, documents, selective, offloaded": (LATENT, ParallelConfig(tp=3, sp=True), PARTS, AWAY),
+        "one norm, tp3, documents, block, offloaded": (three, ParallelConfig(tp=3), BLOCK, AWAY),
+        "sinks, cp2 gather, documents, selective": (
+            VARIANTS["sinks"], ParallelConfig(cp=2, context=_exchange("gather")), PARTS, stay,
+        ),
+        "normed around, cp2 ring, documents, selective, offloaded": (
+            VARIANTS["normed around"], ParallelConfig(cp=2), PARTS, AWAY,
+        ),
+        "further, dropping, pp2, documents, full": (dropping, staged(2), FULL, stay),
+        "further, dropping, tp3 cp2": (replace(dropping, num_kv_heads=3), ParallelConfig(tp=3, cp=2), PARTS, stay),
+    }  # fmt: skip
+    sample = ("both ways, cp2", "latent, tp3", "relative, tp2 sp", "further, dropping, pp2")
+    for name, (model, parallel, recompute, offload) in rows.items():
+        yield Layout(
+            area="variants", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
+            documents="document" in name, rows=2 if parallel.pp > 1 else 1, sample=name.startswith(sample),
+        )  # fmt: skip
+
+
 def _adapters() -> Iterator[Layout]:
     """Adapters beside frozen weights: shared heads, uneven parts, stages, contexts, divided state, layers run again."""
     uneven = replace(FOUR, num_heads=6, num_kv_heads=3)
@@ -448,7 +478,7 @@ def _adapters() -> Iterator[Layout]:
 
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
-    *_all_axes(), *_variants(), *_adapters(),
+    *_all_axes(), *_variants(), *_variants_and_others(), *_adapters(),
 )  # fmt: skip
 """Every layout that is proved."""
 

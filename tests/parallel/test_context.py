@@ -127,6 +127,7 @@ VARIANTS = {
         Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)), True,
     ),
 }  # fmt: skip
+BOTH_WAYS = Scores(causal=False)
 ALL = Scores(scale=0.3, window=6, softcap=1.5)
 CASES = {
     "ring": (2, Case()),
@@ -168,6 +169,13 @@ CASES = {
             Case(kind, lengths=RAGGED, document=True, scores=Scores(causal=False, window=window)),
         )
         for kind, window in (("ring", None), ("gather", 9), ("a2a", None))
+    },
+    **{
+        f"{kind}, both ways, documents that only padding makes alike": (
+            2,
+            Case(kind, lengths=(3, 4, 2), row=9, document=True, scores=BOTH_WAYS),
+        )
+        for kind in ("ring", "a2a")
     },
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
