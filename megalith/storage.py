@@ -3,11 +3,11 @@
 All paths are local or on a mounted file system. A second kind of storage would offer these same functions.
 """
 
+import errno
 import mmap
 import os
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -124,7 +124,7 @@ def read_range(path: Path, start: int, nbytes: int) -> bytes:
 
 
 def mapped(path: Path, start: int, nbytes: int) -> memoryview:
-    """The same bytes without a copy: the system reads them when they are looked at; writing to them changes no file.
+    """The same bytes without a copy, as the system has read them; writing to them changes no file.
 
     The file must stay as long as it is until the last view of them is gone: the system kills a process that looks at
     bytes which were cut off.
@@ -140,11 +140,19 @@ def mapped(path: Path, start: int, nbytes: int) -> memoryview:
 
 
 def _read_ahead(pages: mmap.mmap) -> None:
-    """Let the disk begin, and have all pages in the table at once instead of a few at each fault."""
-    if sys.platform == "linux":
-        pages.madvise(mmap.MADV_WILLNEED)
-        with suppress(OSError):  # before Linux 5.14 there is no such advice
-            pages.madvise(_MADV_POPULATE_READ)
+    """Read all pages now: at once instead of a few at each fault, and with an error where a fault would be a signal.
+
+    Raises:
+        OSError: the disk cannot read them.
+    """
+    if sys.platform != "linux":
+        return
+    pages.madvise(mmap.MADV_WILLNEED)  # many reads in flight, for which the next line waits
+    try:
+        pages.madvise(_MADV_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # before Linux 5.14 there is no such advice
+            raise OSError(errno.EIO, os.strerror(errno.EIO)) from error
 
 
 def file_nbytes(path: Path) -> int:

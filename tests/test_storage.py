@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +62,23 @@ def test_a_range_is_seen_without_a_copy_and_writing_to_it_changes_no_file(tmp_pa
     assert seen[3:] == data[start + 3 : start + 300]
     with pytest.raises(FileNotFoundError):
         storage.mapped(tmp_path / "a", 0, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked to read pages")
+def test_pages_that_cannot_be_read_are_an_error_and_not_a_signal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage.write_new(tmp_path / "a", b"x" * 5 * mmap.PAGESIZE)
+    fresh = mmap.mmap
+
+    def cut_off(*options: Any, **named: Any) -> mmap.mmap:  # as it was called
+        pages = fresh(*options, **named)
+        os.truncate(tmp_path / "a", mmap.PAGESIZE)
+        return pages
+
+    monkeypatch.setattr(mmap, "mmap", cut_off)
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.mapped(tmp_path / "a", 0, 5 * mmap.PAGESIZE)
 
 
 def test_parts_of_a_file_are_written_in_any_order(tmp_path: Path) -> None:
