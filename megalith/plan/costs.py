@@ -27,12 +27,23 @@ def num_parameters_per_rank(config: ModelConfig, *, tp: int) -> int:
 
 def _held(config: ModelConfig, tp: int, rank: int) -> int:
     ends = held_parameters(config, tp=tp, tp_rank=rank, layers=(), embedding=True, loss=True)
-    numel = sum(one.numel for one in ends)
+    numel = sum(one.numel for one in ends if one.counts)
     if config.positions == "relative" and not config.mtp.depths:  # else it is among the ends
         numel += bias_table(config, tp=tp, tp_rank=rank).numel
     for first, count in _kinds(config).items():
-        numel += count * sum(one.numel for one in layer_parameters(config, first, tp=tp, tp_rank=rank))
+        held = layer_parameters(config, first, tp=tp, tp_rank=rank)
+        numel += count * sum(one.numel for one in held if one.counts)
     return numel
+
+
+def active_parameters(config: ModelConfig) -> int:
+    """Of all parameters those that one token meets: of E experts K, and everything else."""
+    moe, last = config.moe, config.num_layers - 1
+    if moe is None:
+        return num_parameters(config)
+    layers = [*range(config.num_layers), *[last] * config.mtp.depths]
+    routed = sum(one.numel for layer in layers for one in layer_parameters(config, layer) if one.grid == "expert")
+    return num_parameters(config) - routed // moe.experts * (moe.experts - moe.top_k)
 
 
 def _kinds(config: ModelConfig) -> dict[int, int]:
@@ -54,7 +65,8 @@ def step_flops(config: ModelConfig, *, tokens: int, squared_lengths: int, window
     over them, of use to models with windows only; unset: as for documents that are all equally long. A multiply-add is
     two operations and backward costs twice the forward, hence the sixes: 6·tokens for each element of a matrix, which
     by default are L·(h·(n + 2g)·d + n·d·h + 3·h·f) + h·v, and 6·squared_lengths·L·n·d for attention, of which causality
-    leaves half (12 where it looks both ways). Each depth of multi-token prediction adds a layer as the last one, 2·h·h,
+    leaves half (12 where it looks both ways). Of experts a token meets K: K·3·h·f in place of 3·h·f, and E·h of the
+    router. Each depth of multi-token prediction adds a layer as the last one, 2·h·h,
     and the head once more. Norms, biases, positions and activations are not counted. All of it is trained here: a
     frozen matrix has no gradient of its own, and costs 4·tokens, or 2·tokens where nothing before it is trained
     (plan/adapters.py).
@@ -85,8 +97,8 @@ def attention_flops(
 
 
 def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
-    """The same of one layer's MLP."""
-    return 6 * tokens * _matrices(config, layer, "mlp.")
+    """The same of one layer's MLP, or of its router, the experts that a token goes to, and those for all tokens."""
+    return 6 * tokens * (_matrices(config, layer, "mlp.") + _matrices(config, layer, "moe."))
 
 
 def pairs_in_window(length: int, window: int) -> int:
@@ -131,9 +143,11 @@ def _further_flops(config: ModelConfig, seen: _Seen) -> int:
 
 
 def _matrices(config: ModelConfig, layer: int, inside: str = "") -> int:
-    """Elements of all matrices of a layer, or of those in one part of it."""
+    """Elements of all matrices of a layer that a token is multiplied by, or of those in one part of it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
-    return sum(one.numel for one in held if one.matrix and one.name.startswith(name))
+    all_met = [one for one in held if one.matrix and one.name.startswith(name)]
+    dense, routed = (sum(one.numel for one in all_met if one.grid == grid) for grid in ("dense", "expert"))
+    return dense if config.moe is None else dense + routed // config.moe.experts * config.moe.top_k
 
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:

@@ -8,6 +8,7 @@ share what ZeRO divides.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import lcm
 from typing import NamedTuple
 
 from megalith.config.context import ContextKind
@@ -18,7 +19,7 @@ from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
-from megalith.plan.parameters import HeldParameter, distinct_ranks, tensor_part
+from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS, neighbour
@@ -125,15 +126,36 @@ def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
 def distinct_places(workload: Workload) -> list[tuple[int, int]]:
     """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first stands for all."""
     run = workload.run
-    return [(pp, tp) for pp in range(run.parallel.pp) for tp in distinct_ranks(run.model, tp=run.parallel.tp)]
+    tp, places = run.parallel.tp, []
+    for pp in range(run.parallel.pp):
+        parts = [workload.expert_part(pp, rank) for rank in range(tp)]
+        places += [(pp, rank) for rank in distinct_ranks(run.model, tp=tp, experts=parts)]
+    return places
+
+
+class Sharer(NamedTuple):
+    """One of the ranks at a place, which hold different parts of what ZeRO divides."""
+
+    shard_rank: int = 0
+    """Its number among those that divide everything but experts."""
+
+    expert_rank: int = 0
+    """Its number among those that divide the same experts."""
+
+    experts: ExpertPart | None = None
+    """Its part of experts; unset: the largest there."""
+
+
+ANY = Sharer()
 
 
 def place_memory(
-    workload: Workload, pp_rank: int, tp_rank: int, device: Device | None = None, *, shard_rank: int = 0
+    workload: Workload, pp_rank: int, tp_rank: int, device: Device | None = None, *, sharer: Sharer = ANY
 ) -> PlaceMemory:
-    """The ledger of the ranks at one place; of those that ZeRO tells apart, number `shard_rank`."""
+    """The ledger of the ranks at one place, or of one among them that ZeRO tells from the others."""
     accelerator = device is not None and device.accelerator
-    state = _state(workload, workload.parameters(pp_rank, tp_rank), shard_rank, accelerator=accelerator)
+    held = workload.parameters(pp_rank, tp_rank, experts=sharer.experts)
+    state = _state(workload, held, sharer, accelerator=accelerator)
     height = _height(workload, pp_rank, tp_rank, accelerator=accelerator)
     tensors = replace(
         state,
@@ -155,8 +177,8 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     Under ZeRO a bucket holds only parameters that are summed over the same ranks, and a table that two stages share
     lies alone, so that slices of ranks with other sizes coincide.
     """
-    run, divided = workload.run, workload.shards > 1
-    kinds = [_kind(workload, one) if divided else "" for one in parameters]
+    run, divided = workload.run, divides(workload)
+    kinds = [(one.grid, _kind(workload, one) if divided else "") for one in parameters]
     stacks: list[list[int]] = []
     for number, one in enumerate(parameters):
         if one.stacked and kinds[number] == kinds[number - 1]:
@@ -167,11 +189,21 @@ def buffer_plan(workload: Workload, parameters: Sequence[HeldParameter]) -> Buck
     return plan_buckets(
         [one.numel for one in parameters],
         bucket_numel=run.parallel.bucket_numel,
-        end_align=64 * workload.shards,
+        end_align=64 * lcm(workload.shards, workload.expert_shards),
         alone=[number for number, one in enumerate(parameters) if one.name in shared],
         together=[stack for stack in stacks if len(stack) > 1],
         kinds=kinds,
     )
+
+
+def divides(workload: Workload) -> bool:
+    """Whether ZeRO divides anything: a rank owns less than it computes with."""
+    return max(workload.shards, workload.expert_shards) > 1
+
+
+def slices_of(workload: Workload, plan: BucketPlan, parameters: Sequence[HeldParameter]) -> list[int]:
+    """Ranks that divide each bucket, whose parameters are all on one grid."""
+    return [workload.shards_of(parameters[bucket.members[0]]) for bucket in plan.buckets]
 
 
 def _kind(workload: Workload, one: HeldParameter) -> str:
@@ -183,26 +215,29 @@ def _kind(workload: Workload, one: HeldParameter) -> str:
     return "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
 
 
-def _state(
-    workload: Workload, parameters: Sequence[HeldParameter], shard_rank: int, *, accelerator: bool
-) -> RankMemory:
+def _state(workload: Workload, parameters: Sequence[HeldParameter], sharer: Sharer, *, accelerator: bool) -> RankMemory:
     """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
-    run, shards = workload.run, workload.shards
-    width, zero = WIDTHS[run.precision.params], run.parallel.zero if shards > 1 else 0
+    run, divided = workload.run, divides(workload)
+    width, zero = WIDTHS[run.precision.params], run.parallel.zero if divided else 0
     still, moving = [one for one in parameters if one.frozen], trained(parameters)
+    apart = sum(one.numel * (width.value if one.counts else width.sums) for one in still)
     if zero == 3:
-        buffer = gradients = owned = sum(kept_rows(one, shard_rank, shards) * one.columns for one in moving)
-        buffer += sum(kept_rows(one, shard_rank, shards) * one.columns for one in still)
+        shards, rank = workload.shards, sharer.shard_rank
+        buffer = gradients = owned = sum(kept_rows(one, rank, shards) * one.columns for one in moving)
+        apart = width.value * sum(kept_rows(one, rank, shards) * one.columns for one in still)
     else:
         plan = buffer_plan(workload, moving)
-        buffer, gradients = plan.numel, plan.numel // (shards if zero == 2 else 1)
-        owned = sum(part.stop - part.start for part in owned_parts(plan, [(shard_rank, shards)] * len(plan.buckets)))
+        slices, numbers = slices_of(workload, plan, moving), {"dense": sharer.shard_rank, "expert": sharer.expert_rank}
+        lengths = [bucket.stop - bucket.start for bucket in plan.buckets]
+        buffer = sum(lengths)
+        gradients = sum(n // s for n, s in zip(lengths, slices, strict=True)) if zero == 2 else buffer
+        ranks = [numbers[moving[bucket.members[0]].grid] for bucket in plan.buckets]
+        owned = sum(part.stop - part.start for part in owned_parts(plan, list(zip(ranks, slices, strict=True))))
         if zero == 0:
             owned = sum(one.numel for one in moving)
-        buffer += sum(one.numel for one in still)
     states = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind]
     return RankMemory(
-        weights=width.value * buffer,
+        weights=width.value * buffer + apart,
         gradients=width.sums * gradients,
         master=width.master * owned,
         moments=width.sums * states * owned,
@@ -225,7 +260,7 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
     the weights of the layer at work and of the next (in pipelines all of them), and the gradient of one, twice.
     """
     width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
-    if p.zero == 0 or workload.shards == 1:
+    if p.zero == 0 or not divides(workload):
         return 0
     if p.zero < 3:
         buckets = buffer_plan(workload, trained(parameters)).buckets

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.plan.shards import split_evenly, split_heads
 
 Summed = Literal["sp", "heads", "always"]
@@ -26,7 +27,8 @@ class HeldParameter:
     """Inputs; 1 for a vector."""
 
     cut: bool = False
-    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the same."""
+    """Whether the box differs between tensor-parallel ranks; else some or all of them hold the same. Experts have
+    ranks of their own, and count as cut."""
 
     stacked: bool = False
     """It lies right below the parameter before it, because one matmul reads both."""
@@ -36,6 +38,13 @@ class HeldParameter:
 
     frozen: bool = False
     """It has no gradient and no optimizer state."""
+
+    grid: Literal["dense", "expert"] = "dense"
+    """Which factorisation of the world decides the ranks that hold the same."""
+
+    counts: bool = True
+    """Whether it is one of a model's parameters; a bias that evens out the use of experts is none, though it is saved:
+    nothing trains it, and it is as wide as a statistic."""
 
     @property
     def matrix(self) -> bool:
@@ -60,6 +69,23 @@ class TensorPart:
     """Ranks that hold the same key/value heads."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertPart:
+    """What one rank has of every layer's experts."""
+
+    ep: int = 1
+    """Ranks that divide the experts equally."""
+
+    etp: int = 1
+    """Ranks that divide the inner features of each."""
+
+    etp_rank: int = 0
+
+    def features(self, ffn_hidden_size: int) -> int:
+        """Of each expert, on this rank."""
+        return split_evenly(ffn_hidden_size, self.etp)[self.etp_rank]
+
+
 def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
     """The share of tensor-parallel rank number `rank`; in latent attention every head has its own keys and values."""
     ffn, vocab = split_evenly(model.ffn_hidden_size, tp)[rank], split_evenly(model.padded_vocab_size(), tp)[rank]
@@ -73,28 +99,51 @@ def tensor_part(model: ModelConfig, *, tp: int, rank: int) -> TensorPart:
     )
 
 
-def distinct_ranks(model: ModelConfig, *, tp: int) -> list[int]:
-    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every layer."""
-    kinds = dict.fromkeys(model.at(layer) for layer in range(model.num_layers))
-    firsts: dict[tuple[TensorPart, ...], int] = {}
+def distinct_ranks(model: ModelConfig, *, tp: int, experts: Sequence[ExpertPart] | None = None) -> list[int]:
+    """The first tensor-parallel rank of every sort; ranks of one sort hold equally much of every layer.
+
+    experts: what each of them has of experts; unset: as much of each expert as of everything else.
+    """
+    kinds, moe = dict.fromkeys(model.at(layer) for layer in range(model.num_layers)), model.moe
+    sizes = () if moe is None else (split_evenly(moe.shared_ffn_hidden_size or 0, tp),)
+    parts = [ExpertPart(etp=tp, etp_rank=rank) for rank in range(tp)] if experts is None else experts
+    firsts: dict[tuple[TensorPart | int, ...], int] = {}
     for rank in range(tp):
-        firsts.setdefault(tuple(tensor_part(kind, tp=tp, rank=rank) for kind in kinds), rank)
+        own = [size[rank] for size in sizes]
+        own += [] if moe is None else [parts[rank].features(moe.ffn_hidden_size)]
+        firsts.setdefault((*(tensor_part(kind, tp=tp, rank=rank) for kind in kinds), *own), rank)
     return list(firsts.values())
 
 
-def layer_parameters(model: ModelConfig, index: int, *, tp: int = 1, tp_rank: int = 0) -> list[HeldParameter]:
-    """The parameters of layer number `index`, counted over all stages."""
-    return _under(f"layers.{index}", _layer(model, index, tp, tp_rank))
+def layer_parameters(
+    model: ModelConfig, index: int, *, tp: int = 1, tp_rank: int = 0, experts: ExpertPart | None = None
+) -> list[HeldParameter]:
+    """The parameters of layer number `index`, counted over all stages; `experts`: see `held_parameters`."""
+    return _under(f"layers.{index}", _layer(model, index, _Place(tp, tp_rank, experts)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A rank among those that divide a layer."""
+
+    tp: int
+    rank: int
+    experts: ExpertPart | None
+
+    @property
+    def of_experts(self) -> ExpertPart:
+        """Its part of them; where nobody says otherwise, tensor-parallel ranks divide each."""
+        return self.experts or ExpertPart(etp=self.tp, etp_rank=self.rank)
 
 
 def _under(prefix: str, parameters: Iterator[HeldParameter]) -> list[HeldParameter]:
     return [replace(one, name=f"{prefix}.{one.name}") for one in parameters]
 
 
-def _layer(model: ModelConfig, index: int, tp: int, rank: int) -> Iterator[HeldParameter]:
+def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParameter]:
     """A layer's: norms, attention and MLP in the order in which x meets them."""
     model = model.at(index)
-    part = tensor_part(model, tp=tp, rank=rank)
+    part = tensor_part(model, tp=place.tp, rank=place.rank)
     before, after = model.norm_placement != "after", model.norm_placement != "before"
     attends, thinks = model.attention_part(index), model.mlp_part(index)
     if attends != "none":
@@ -110,9 +159,7 @@ def _layer(model: ModelConfig, index: int, tp: int, rank: int) -> Iterator[HeldP
         if before and model.block != "parallel_one_norm":
             yield from _norm("mlp_norm", model)
         if model.has_experts(index):
-            assert model.moe is not None
-            sizes = model.moe.ffn_hidden_size, model.moe.shared_ffn_hidden_size or 0
-            yield from _mixture(model, part, *(split_evenly(size, tp)[rank] for size in sizes))
+            yield from _mixture(model, part, place)
         else:
             yield from _square("mlp", model, bias=model.mlp_bias) if thinks == "linear" else _mlp(model, part)
         if after:
@@ -194,43 +241,50 @@ def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
         yield HeldParameter("mlp.down_bias", h)
 
 
-def _mixture(model: ModelConfig, part: TensorPart, inner: int, shared: int) -> Iterator[HeldParameter]:
-    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, of d = latent_size or h; shared experts as an MLP.
-
-    `inner`, `shared`: this rank's features of an expert, and of the shared ones. The bias that balances is no
-    parameter: nothing trains it.
-    """
+def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[HeldParameter]:
+    """Router E·h; experts E·(2 + 1)·d·f with a gate, else E·2·d·f, d = latent_size or h; shared experts as an MLP."""
     moe, h = model.moe, model.hidden_size
     assert moe is not None
-    d, wide = moe.latent_size or h, 2 * inner if model.gated else inner
-    up = "moe.experts.gate_up" if model.gated else "moe.experts.up"
-    yield HeldParameter("moe.router", moe.experts, h)
     if moe.router.bias:
         yield HeldParameter("moe.router_bias", moe.experts)
-    yield HeldParameter(up, moe.experts * wide, d, cut=True)
-    if moe.biases:
-        yield HeldParameter(f"{up}_bias", moe.experts * wide, cut=True)
-    yield HeldParameter("moe.experts.down", moe.experts * d, inner, cut=True)
-    if moe.biases:
-        yield HeldParameter("moe.experts.down_bias", moe.experts * d)
+    if moe.router.balancing_bias:
+        yield HeldParameter("moe.balancing_bias", moe.experts, frozen=True, counts=False)
+    yield HeldParameter("moe.router", moe.experts, h)
+    for one in _experts(model, moe, place.of_experts):
+        yield replace(one, name=f"moe.experts.{one.name}", cut=True, grid="expert")
     if moe.latent_size is not None:
-        yield HeldParameter("moe.latent_in", d, h)
-        yield HeldParameter("moe.latent_out", h, d)
+        yield HeldParameter("moe.latent_in", moe.latent_size, h)
+        yield HeldParameter("moe.latent_out", h, moe.latent_size)
     if moe.shared_ffn_hidden_size is not None:
         sized = replace(model, ffn_hidden_size=moe.shared_ffn_hidden_size)
-        for one in _mlp(sized, replace(part, ffn=shared)):
+        own = split_evenly(moe.shared_ffn_hidden_size, place.tp)[place.rank]
+        for one in _mlp(sized, replace(part, ffn=own)):
             yield replace(one, name=one.name.replace("mlp.", "moe.shared.", 1))
         if moe.shared_gate:
             yield HeldParameter("moe.shared_gate", 1, h)
 
 
+def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[HeldParameter]:
+    """My part of all experts' matrices, which lie one below the other."""
+    mine, inner, d = moe.experts // part.ep, part.features(moe.ffn_hidden_size), moe.latent_size or model.hidden_size
+    up, wide = ("gate_up", 2 * inner) if model.gated else ("up", inner)
+    yield HeldParameter(up, mine * wide, d)
+    if moe.biases:
+        yield HeldParameter(f"{up}_bias", mine * wide)
+    yield HeldParameter("down", mine * d, inner)
+    if moe.biases:
+        yield HeldParameter("down_bias", mine * d)
+
+
 def held_parameters(
-    model: ModelConfig, *, tp: int, tp_rank: int, layers: Sequence[int], embedding: bool, loss: bool
-) -> list[HeldParameter]:
+    model: ModelConfig, *, tp: int, tp_rank: int, layers: Sequence[int], embedding: bool, loss: bool,
+    experts: ExpertPart | None = None,
+) -> list[HeldParameter]:  # fmt: skip
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
     A tied head, and the table that further predictions read, are the embedding's parameter; on a stage without the
     embedding it is a second copy of it. Every stage with layers has a copy of the table of relative positions.
+    experts: this rank's part of them; unset: all of them, each divided over tp.
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
@@ -240,7 +294,7 @@ def held_parameters(
     if model.needs_biases(layers=len(layers), loss=loss):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
-        held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank)
+        held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)
     if loss:
         held += _norm("norm", model)
         if not model.tied_embeddings:
@@ -248,7 +302,7 @@ def held_parameters(
         if model.shares_table() and not embedding:
             held.append(table)
         for depth in range(model.mtp.depths):
-            held += _under(f"mtp.{depth}", _further(model, tp, tp_rank))
+            held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
     return held
 
 
@@ -258,10 +312,10 @@ def bias_table(model: ModelConfig, *, tp: int, tp_rank: int) -> HeldParameter:
     return HeldParameter("relative.weight", model.relative.buckets, heads, cut=True)
 
 
-def _further(model: ModelConfig, tp: int, rank: int) -> Iterator[HeldParameter]:
+def _further(model: ModelConfig, place: _Place) -> Iterator[HeldParameter]:
     """One depth of multi-token prediction: a layer, 2·h·h, and three norms."""
     for word in ("embed_norm", "hidden_norm", "norm"):
         yield from _norm(word, model)
     yield HeldParameter("project", model.hidden_size, 2 * model.hidden_size)
-    for one in _layer(model, model.num_layers - 1, tp, rank):
+    for one in _layer(model, model.num_layers - 1, place):
         yield replace(one, name=f"layer.{one.name}")

@@ -6,7 +6,7 @@ from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
-from megalith.plan.parameters import HeldParameter, held_parameters
+from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters
 from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks
 
@@ -36,6 +36,16 @@ class Workload:
     def shards(self) -> int:
         """Ranks that divide among them what ZeRO divides: dp_shard · cp; one without ZeRO."""
         return self.grid.size("dp_shard") * self.run.parallel.cp if self.run.parallel.zero else 1
+
+    @property
+    def expert_shards(self) -> int:
+        """The same of experts' parameters: edp_shard; one without ZeRO, or without experts."""
+        grid = self.grid.experts
+        return grid.size("edp_shard") if self.run.parallel.zero and grid is not None else 1
+
+    def shards_of(self, one: HeldParameter) -> int:
+        """Ranks that divide what ZeRO divides of one parameter."""
+        return self.expert_shards if one.grid == "expert" else self.shards
 
     @property
     def num_microbatches(self) -> int:
@@ -80,13 +90,28 @@ class Workload:
         """The stages of one pipeline rank, by chunk number."""
         return stages_of_rank(self.stages, pp_rank, self.run.parallel.pipeline, pp=self.run.parallel.pp)
 
-    def parameters(self, pp_rank: int, tp_rank: int) -> list[HeldParameter]:
-        """Everything that a rank at this place holds, chunk after chunk; a tied table that two chunks use, once."""
+    def expert_part(self, pp_rank: int, tp_rank: int) -> ExpertPart:
+        """Of experts, what the ranks at this place have; where some have larger parts of each, those."""
+        p, grid, moe = self.run.parallel, self.grid.experts, self.run.model.moe
+        if grid is None or moe is None:
+            return ExpertPart(etp=p.tp, etp_rank=tp_rank)
+        etp = grid.size("etp")
+        if moe.ffn_hidden_size % etp == 0:
+            return ExpertPart(p.ep, etp)
+        ranks = self.grid.group_of(self.rank_at(pp_rank, tp_rank), ("dp", "cp"))
+        return ExpertPart(p.ep, etp, min(grid.coordinates(rank)["etp"] for rank in ranks))
+
+    def parameters(self, pp_rank: int, tp_rank: int, *, experts: ExpertPart | None = None) -> list[HeldParameter]:
+        """Everything that a rank at this place holds, chunk after chunk; a tied table that two chunks use, once.
+
+        experts: its part of them; unset: the largest at this place.
+        """
+        experts = experts or self.expert_part(pp_rank, tp_rank)
         held: dict[str, HeldParameter] = {}
         for stage in self.chunks(pp_rank):
             for one in held_parameters(
                 self.run.model, tp=self.run.parallel.tp, tp_rank=tp_rank, layers=stage.layers,
-                embedding=stage.embedding, loss=stage.loss,
+                embedding=stage.embedding, loss=stage.loss, experts=experts,
             ):  # fmt: skip
                 held.setdefault(one.name, one)
         return with_adapters(list(held.values()), self.run.model, self.run.lora)

@@ -10,6 +10,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.cross_entropy import Head
@@ -17,6 +18,7 @@ from megalith.models.decoder import Decoder
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_on_paper, model_grid
 from megalith.plan.costs import (
+    active_parameters,
     attention_flops,
     flops_per_token,
     head_flops,
@@ -100,6 +102,53 @@ DEEPSEEK = replace(
 )
 def test_published_models_have_their_published_number_of_parameters(config: ModelConfig, parameters: int) -> None:
     assert num_parameters(config) == parameters
+
+
+MIXTRAL = replace(llama(4096, 32, 32, 8, 14336, 32000), moe=MoEConfig(experts=8, top_k=2, ffn_hidden_size=14336))
+QWEN3_30B = replace(
+    llama(2048, 48, 32, 4, 6144, 151936), head_dim=128, attention=AttentionConfig(qk_norm="head"),
+    moe=MoEConfig(experts=128, top_k=8, ffn_hidden_size=768),
+)  # fmt: skip
+DEEPSEEK_V3 = replace(
+    DEEPSEEK, num_layers=61,
+    moe=MoEConfig(
+        experts=256, top_k=8, ffn_hidden_size=2048, shared_ffn_hidden_size=2048, layers=(False,) * 3 + (True,) * 58,
+        router=RouterConfig(score="sigmoid", groups=8, top_groups=4, balancing_bias=True, scale=2.5),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "active"),
+    [
+        (MIXTRAL, 46_702_792_704, 12_879_925_248),
+        (QWEN3_30B, 30_532_122_624, 3_353_032_704),
+        (DEEPSEEK_V3, 671_026_404_352, 37_552_282_624),
+        (GPT2, 124_439_808, 124_439_808),
+    ],
+    ids=["Mixtral 8x7B", "Qwen3 30B-A3B", "DeepSeek-V3", "GPT-2"],
+)
+def test_published_mixtures_have_their_published_numbers(config: ModelConfig, parameters: int, active: int) -> None:
+    assert num_parameters(config) == parameters
+    assert active_parameters(config) == active
+    held = [one for layer in range(config.num_layers) for one in layer_parameters(config, layer)]
+    biases = sum(one.numel for one in held if not one.counts)
+    assert biases == (14_848 if config is DEEPSEEK_V3 else 0), "which are saved, and are no parameters"
+
+
+def test_a_mixture_costs_what_a_token_meets() -> None:
+    """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of latents."""
+    moe = MoEConfig(
+        experts=8, top_k=3, ffn_hidden_size=21, shared_ffn_hidden_size=13, shared_gate=True, latent_size=19,
+    )  # fmt: skip
+    h, d = 96, 19
+    for gated, g in ((True, 3), (False, 2)):
+        config = replace(SMALL, gated=gated, moe=moe)
+        per_token = 6 * d * 21 * g * 3 + 6 * h * 8 + 6 * h * 13 * g + 6 * h + 12 * h * d
+        assert mlp_flops(config, 0, 10) == 10 * per_token
+        dense = replace(SMALL, gated=gated)
+        more = step_flops(config, tokens=10, squared_lengths=100) - step_flops(dense, tokens=10, squared_lengths=100)
+        assert more == 3 * 10 * (per_token - 6 * h * 200 * g)
 
 
 def test_latent_attention_and_further_prediction_have_their_published_numbers_of_parameters() -> None:

@@ -26,6 +26,7 @@ from megalith.plan import memory
 from megalith.plan.devices import DEVICES, device_named
 from megalith.plan.live import peak_held
 from megalith.plan.memory import (
+    Sharer,
     chunk_kept,
     distinct_places,
     gathered_units,
@@ -35,7 +36,7 @@ from megalith.plan.memory import (
     working_bytes,
     worst,
 )
-from megalith.plan.parameters import layer_parameters
+from megalith.plan.parameters import ExpertPart, layer_parameters
 from megalith.plan.stages import whole_model
 from megalith.plan.workload import Workload, plan_workload
 from megalith.recipes import resolve
@@ -67,9 +68,29 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     return data.weights.nbytes + still, data.gradients.nbytes, masters, moments
 
 
+EXPERTS = {
+    "model.moe.experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "9",
+    "model.moe.router.score": "sigmoid",
+    "model.moe.router.balancing_bias": "true", "model.moe.shared_ffn_hidden_size": "7", "train.micro_batch_size": "1",
+}  # fmt: skip
+WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
+
+
 @pytest.mark.parametrize(
     "world, settings",
     [
+        (1, EXPERTS),
+        (4, EXPERTS | {"parallel.ep": "2", "parallel.zero": "1", "precision.params": "bf16"}),
+        (4, EXPERTS | {"parallel.ep": "4", "parallel.zero": "2"}),
+        (4, EXPERTS | {"parallel.ep": "2", "parallel.zero": "2", "parallel.replicas": "2"}),
+        (8, EXPERTS | WITH_SP | {"parallel.ep": "2", "parallel.etp": "1", "parallel.zero": "1"}),
+        (8, EXPERTS | WITH_SP | {"parallel.ep": "2", "parallel.zero": "2", "parallel.pp": "2"}),
+        (
+            4,
+            EXPERTS
+            | {"parallel.etp": "2", "parallel.cp": "2", "parallel.zero": "1", "model.moe.layers": "[false, true]"},
+        ),
+        (4, EXPERTS | {"parallel.ep": "2", "lora.rank": "2", "parallel.zero": "1"}),
         (1, {}),
         (2, {"precision.params": "bf16"}),
         (4, {"parallel.tp": "4", "parallel.sp": "true"}),
@@ -106,7 +127,11 @@ def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) 
     for rank in range(world):
         place = workload.grid.coordinates(rank)
         mine = place["dp_shard"] * workload.run.parallel.cp + place["cp"]
-        found = place_memory(workload, place["pp"], place["tp"], shard_rank=mine if workload.shards == shard else 0)
+        sharer = Sharer(mine if workload.shards == shard else 0)
+        if workload.grid.experts is not None:
+            part = ExpertPart(workload.run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
+            sharer = Sharer(sharer.shard_rank, place["edp_shard"] if workload.run.parallel.zero else 0, part)
+        found = place_memory(workload, place["pp"], place["tp"], sharer=sharer)
         m = found.memory
         assert (m.weights, m.gradients, m.master, m.moments) == built_state(workload, rank), rank
 
@@ -140,7 +165,7 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
     for rank, found in enumerate(run_ranks(sharded_state, world, run)):
         place = workload.grid.coordinates(rank)
         shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
-        m = place_memory(workload, place["pp"], place["tp"], shard_rank=shard_rank).memory
+        m = place_memory(workload, place["pp"], place["tp"], sharer=Sharer(shard_rank)).memory
         assert (m.weights, m.gradients, m.master, m.moments) == found, rank
 
 
@@ -176,6 +201,20 @@ def test_bytes_per_parameter_are_the_published_ones(
     state = place_memory(workload, 0, 0).memory.state
     assert state == pytest.approx(8_030_261_248 * per_parameter, rel=1e-4)
     assert states == (workload.shards if run.parallel.zero else 1)
+
+
+@pytest.mark.parametrize("zero, each", [("0", 18), ("1", 6 + 12 / 8), ("2", 2 + 16 / 8)])
+def test_experts_are_divided_over_the_ranks_that_hold_the_same_ones(zero: str, each: float) -> None:
+    """Spread over 64 ranks by ep 8, an expert's parameters have edp 8 ranks to divide what ZeRO does."""
+    moe = {"model.moe.experts": "64", "model.moe.ffn_hidden_size": "1024", "model.hidden_size": "1024"}
+    run = tiny_run(moe | {"parallel.ep": "8", "parallel.zero": zero, "precision.params": "bf16"})
+    run = apply_overrides(run, {"train.global_batch_size": "64", "train.micro_batch_size": "1"})
+    workload = plan_workload(run, 64)
+    routed = 8 * 3 * 1024 * 1024 * run.model.num_layers
+    dense = sum(one.numel for one in workload.parameters(0, 0) if one.grid == "dense")
+    of_dense = {"0": 18, "1": 6 + 12 / 64, "2": 2 + 16 / 64}[zero]
+    expected = routed * each + dense * of_dense
+    assert place_memory(workload, 0, 0).memory.state == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:

@@ -2,21 +2,26 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.models.decoder import Decoder, declared_parameters
+from megalith.models.decoder import Decoder, build_chunks, declared_parameters
 from megalith.parallel.engine import tensor_axes
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.costs import num_parameters
-from megalith.plan.parameters import HeldParameter, held_parameters, tensor_part
+from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters, tensor_part
 from megalith.plan.stages import Stage
+from megalith.plan.workload import Workload, plan_workload
+from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import VARIANTS as KINDS
 
 SMALL = ModelConfig(
@@ -39,6 +44,69 @@ MORE = {
     "gate with biases, norms of heads": replace(LAYERNORM, attention=AttentionConfig(gated=True, qk_norm="head")),
 }
 """Kinds of layers beside those of the matrix."""
+
+
+MOE = MoEConfig(experts=8, top_k=3, ffn_hidden_size=21)
+MIXTURES = {
+    "all layers": replace(SMALL, moe=MOE),
+    "ungated, every other layer": replace(SMALL, gated=False, moe=replace(MOE, layers=(False, True))),
+    "everything": replace(
+        SMALL, mtp=MTPConfig(depths=1), mlp_bias=True,
+        moe=replace(
+            MOE, latent_size=19, shared_ffn_hidden_size=13, shared_gate=True,
+            router=RouterConfig(score="sigmoid", bias=True, balancing_bias=True),
+        ),
+    ),
+    "DeepSeek": replace(MLA, moe=replace(MOE, layers=(False, True, True), shared_ffn_hidden_size=21)),
+}  # fmt: skip
+BIASES = replace(SMALL, moe=replace(MOE, biases=True))
+DIVIDED = [
+    (8, {"ep": 2}), (8, {"ep": 4, "etp": 1, "tp": 2, "sp": True}), (8, {"etp": 2, "tp": 4, "sp": True}),
+    (8, {"ep": 2, "etp": 2, "cp": 2}), (12, {"tp": 3, "sp": True, "etp": 2, "ep": 2}),
+    (12, {"pp": 3, "ep": 2, "etp": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize(("world", "degrees"), DIVIDED, ids=str)
+def test_a_rank_holds_the_experts_that_the_model_declares(
+    config: ModelConfig, world: int, degrees: dict[str, Any]
+) -> None:
+    if degrees.get("tp") == 3:
+        config = replace(config, num_heads=9, num_kv_heads=3 if config.mla is None else 9)
+    parallel = ParallelConfig(**degrees)
+    run = replace(tiny_run({}), model=config, parallel=parallel)
+    run = replace(run, train=replace(run.train, global_batch_size=8, micro_batch_size=1))
+    holds_what_is_declared(plan_workload(run, world))
+
+
+def test_experts_with_biases_are_divided_by_ep_alone() -> None:
+    holds_what_is_declared(plan_workload(replace(tiny_run({}), model=BIASES, parallel=ParallelConfig(ep=2)), 2))
+
+
+def holds_what_is_declared(workload: Workload) -> None:
+    """Every rank: names, sizes, cuts and grids, in order."""
+    run, grid = workload.run, workload.grid
+    for rank in grid.ranks:
+        mesh, place = mesh_on_paper(grid, rank=rank), grid.coordinates(rank)
+        chunks = build_chunks(run.model, mesh, run.parallel, dtype=torch.float32)
+        built = [(one, getattr(module, name)) for chunk in chunks for one, module, name in declared_parameters(chunk)]
+        part = ExpertPart(run.parallel.ep, mesh.over("etp").size, place["etp"])
+        held = workload.parameters(place["pp"], place["tp"], experts=part)
+        assert [(one.name, one.rows, one.columns, one.grid, one.frozen) for one in held] == [
+            (*(one.shard.name, *one.shard.matrix_shape, 1)[:3], one.shard.grid, not weight.requires_grad)
+            for one, weight in built
+        ]
+        largest = workload.parameters(place["pp"], place["tp"])
+        assert sum(one.numel for one in largest) >= sum(one.numel for one in held)
+
+
+def test_balancing_biases_are_saved_and_no_parameters() -> None:
+    model = MIXTURES["everything"]
+    held = held_parameters(model, tp=1, tp_rank=0, layers=range(3), embedding=True, loss=True)
+    biases = [one for one in held if not one.counts]
+    assert [one.numel for one in biases] == [8] * 4 and all(one.frozen for one in biases)
+    assert num_parameters(model) == sum(one.numel for one in held) - 32
 
 
 @pytest.mark.parametrize("config", [*VARIANTS, *KINDS.values(), *MORE.values()], ids=lambda config: config.norm)
