@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.kernels import Kernel
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels import activation, cross_entropy, dropout, norm, rope, span_attention, swiglu, weighted
 from megalith.kernels.attention import attention
@@ -30,6 +32,9 @@ from megalith.train.step import train_step
 from megalith.verify.ranks import LayoutCase, compare_results, layout_case, run_case
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.variants import PLAIN, VARIANTS
+
+EXPERTS = MoEConfig(experts=5, top_k=2, ffn_hidden_size=7)
+KINDS: dict[str, ModelConfig] = {"plain": PLAIN, "experts": replace(PLAIN, moe=EXPERTS), **VARIANTS}
 
 FAST = [
     norm.RMSNormFunction, norm.AddRMSNormFunction, norm.LayerNormFunction, norm.AddLayerNormFunction,
@@ -53,13 +58,13 @@ def forbid(*arguments: object) -> Tensor:
     raise AssertionError("a fast form runs where plain definitions are asked for")
 
 
-@pytest.mark.parametrize("kind", ["plain", *VARIANTS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_reference_leaves_no_fast_form_in_any_kind_of_layer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for function in FAST:
         monkeypatch.setattr(function, "apply", forbid)
     for name in ("tiled_attention", "sdpa_attention", "span_attention"):
         monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
-    run = layout_case({"plain": PLAIN, **VARIANTS}[kind], ParallelConfig(), 1).run
+    run = layout_case(KINDS[kind], ParallelConfig(), 1).run
     with pytest.raises(AssertionError, match="a fast form"):
         one_step(run)
     assert one_step(replace(run, kernels="reference")) > 0
