@@ -78,6 +78,17 @@ def has_adapters(parameter: str, lora: LoraConfig, model: ModelConfig) -> bool:
     return int(parts[1]) in lora_layers(lora, model) and parts[3] in lora_targets(lora, model)
 
 
+def adapts_something(lora: LoraConfig, model: ModelConfig) -> bool:
+    """Whether any of the chosen layers has one of the targets: parts can be left out, and experts have no adapters."""
+    targets = set(lora_targets(lora, model))
+    of_mlp = targets & {"gate_up", "up", "down"}
+    return any(
+        (of_mlp and model.mlp_part(layer) == "full" and not model.has_experts(layer))
+        or (targets - of_mlp and model.attention_part(layer) == "full")
+        for layer in lora_layers(lora, model)
+    )
+
+
 def lora_problems(
     lora: LoraConfig | None, model: ModelConfig, checkpoint: CheckpointConfig, *, compiled: bool
 ) -> list[str]:
@@ -105,6 +116,11 @@ def lora_problems(
                 f"lora.targets={name}: no matrix of this model that can have adapters.{did_you_mean(name, known)} "
                 f"Use one or more of {list(known)}."
             )
+    if not problems and not adapts_something(lora, model):
+        problems.append(
+            f"lora.targets={list(lora.targets)}: none of the layers that get adapters has such a matrix, and experts "
+            f"have no adapters. Use one of attention, or set lora.layers to others."
+        )
     if checkpoint.load is None:
         problems.append(
             f"checkpoint.load={checkpoint.load} with lora.rank={lora.rank}: adapters are trained beside weights that "

@@ -288,11 +288,11 @@ def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConf
         for name, child in list(parent.named_children()):
             if (adapted := _adapted(child, region, model, lora)) is not None:
                 setattr(parent, name, adapted)
-    mlp = layer.get_submodule("mlp")
-    inner = mlp.get_submodule("function") if isinstance(mlp, Recomputed) else mlp  # backward calls that one again
-    for part in (layer.get_submodule("attention"), inner) if lora.dropout else ():
-        drops = [module for module in part.modules() if isinstance(module, InputDropout)]
-        part.register_forward_pre_hook(with_arguments(_tell, drops))
+    for part in (child for name, child in layer.named_children() if name in ("attention", "mlp")):
+        told = part.get_submodule("function") if isinstance(part, Recomputed) else part  # backward calls it again
+        drops = [module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0]
+        if drops:
+            told.register_forward_pre_hook(with_arguments(_tell, drops))
 
 
 def _tell(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig, has_adapters, lora_layers, lora_matrices, lora_problems, lora_targets
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems
 
@@ -84,3 +86,13 @@ def test_all_of_them_are_named_at_once_among_the_rules_of_a_run() -> None:
     assert any(text.startswith("checkpoint.load=None with lora.rank=0: adapters are trained beside") for text in found)
     assert any("Set train.compile=false." in text for text in found)
     assert any("would stay as they were drawn" in text for text in found)
+
+
+def test_targets_that_no_chosen_layer_has_are_refused() -> None:
+    """Experts have no adapters; attention beside them does."""
+    model = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, layers=(False, True)))
+    found = lora_problems(LoraConfig(targets=("down",), layers=(1,)), model, LOADED, compiled=False)
+    assert [text.split(":")[0] for text in found] == ["lora.targets=['down']"]
+    assert "set lora.layers to others" in found[0]
+    for good in (LoraConfig(targets=("down",)), LoraConfig(layers=(1,))):
+        assert lora_problems(good, model, LOADED, compiled=False) == []

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalith.config.lora import STACKED, LoraConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
@@ -174,6 +175,15 @@ def test_the_cache_of_short_vectors_sees_adapters() -> None:
     assert_equals("absorbed", x @ weight.T, up(x), FP64)
     x = torch.randn(4, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     assert_equals("stacked", x @ torch.cat(both.sunk()).T, both(x), FP64)
+
+
+def test_experts_have_none_and_what_lies_beside_them_has() -> None:
+    mixed = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, layers=(False, True)))
+    names = {name for name in weights(built(LoraConfig(rank=3, dropout=0.1), mixed)) if name.endswith("lora_a")}
+    assert {name for name in names if ".mlp." in name or ".moe." in name} == {
+        "layers.0.mlp.gate_up.lora_a", "layers.0.mlp.down.lora_a",
+    }  # fmt: skip
+    assert "layers.1.attention.o.lora_a" in names
 
 
 def test_layers_below_every_adapter_have_no_backward() -> None:
