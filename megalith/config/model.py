@@ -110,6 +110,10 @@ class ModelConfig:
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added to the residual stream."""
 
+    fp32_residual: bool = False
+    """Keep the residual stream in fp32 from the embeddings to the last norm, also between pipeline stages, while
+    attention and MLPs compute as precision.params says."""
+
     logit_scale: float = 1.0
     """What scores of the vocabulary are multiplied by."""
 

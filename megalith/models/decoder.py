@@ -18,7 +18,7 @@ from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
 from megalith.nn.mtp import FurtherPredictions, accepted
-from megalith.nn.norm import Norm, build_norm
+from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
@@ -82,6 +82,7 @@ class Decoder(nn.Module):
             else WholeTokens(mesh.tp, overlap=overlap)
         )
         self.config, self.dtype, self.region = config, dtype, region
+        self.stream_dtype = stream_dtype(config, dtype)
         self.stage = stage or whole_model(config.num_layers)
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)

@@ -59,12 +59,12 @@ class Layer(nn.Module):
 
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         if config.attention_part(index) != "none":
-            self.attention_norm = norm("attention_norm") if before else Unnormed()
+            self.attention_norm = norm("attention_norm") if before else Unnormed(dtype)
             self.attention = _attention(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
             self.attention_out = branch("attention")
         if config.mlp_part(index) != "none":
             own = before and config.block != "parallel_one_norm"
-            self.mlp_norm = norm("mlp_norm") if own else Unnormed()
+            self.mlp_norm = norm("mlp_norm") if own else Unnormed(dtype)
             mlp: nn.Module
             if config.moe is not None and config.has_experts(index):
                 mlp = MoE(
@@ -159,16 +159,20 @@ def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
 
 
 class Unnormed(nn.Module):
-    """Where a layer has no norm."""
+    """Where a layer has no norm: x as it is, in the dtype of what reads it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        """x as it is."""
-        return x
+        """x [t, h] -> [t, h]."""
+        return x.to(self.dtype)
 
     def after_adding(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """The sum, and once more the sum."""
         total = residual + x
-        return total, total
+        return total, total.to(self.dtype)
 
 
 class Branch(nn.Module):
@@ -176,7 +180,7 @@ class Branch(nn.Module):
 
     def __init__(self, norm: Norm | None, scale: float, dropped: Sequence[Step]) -> None:
         super().__init__()
-        self.norm = norm or Unnormed()
+        self.norm = norm or nn.Identity()
         self.scale = (Scaled(scale),) if scale != 1.0 else ()
         self.dropped = tuple(dropped)
 

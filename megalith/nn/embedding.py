@@ -1,5 +1,7 @@
 """What becomes of the embeddings before the first layer: a scale, a learnt vector for every place, dropout."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.kernels.embedding import embedding
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import Step, dropping
+from megalith.nn.norm import stream_dtype
 from megalith.parallel.tensor import Declared, Init, Region, declare
 from megalith.plan.shards import whole
 
@@ -43,6 +46,8 @@ class Entrance(nn.Module):
         if config.positions == "learned":
             self.positions = LearnedPositions(config, region, dtype=dtype)
             steps.append(self.positions)
+        if config.fp32_residual:
+            steps.append(Widened(stream_dtype(config, dtype)))
         self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, region))
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
@@ -50,6 +55,17 @@ class Entrance(nn.Module):
         for step in self.steps:
             x = step(x, tokens)
         return x
+
+
+@dataclass(frozen=True, slots=True)
+class Widened:
+    """Makes the residual stream as wide as it stays."""
+
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h] -> [t, h]."""
+        return x.to(self.dtype)
 
 
 class Scale:

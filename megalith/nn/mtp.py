@@ -20,7 +20,7 @@ from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.block import block_of_layer
 from megalith.nn.embedding import Entrance
-from megalith.nn.norm import build_norm
+from megalith.nn.norm import build_norm, stream_dtype
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import LayerRunner
@@ -58,14 +58,14 @@ class FurtherPrediction(nn.Module):
             f"{name}.layer", config, mesh, region, dtype=dtype, index=last,
             number=config.num_layers + depth, core=core, recompute=recompute, dispatcher=dispatcher,
         )  # fmt: skip
-        self.run_layers = LayerRunner(recompute, OffloadConfig(), mesh.tp)
+        self.run_layers, self.stream = LayerRunner(recompute, OffloadConfig(), mesh.tp), stream_dtype(config, dtype)
         self.head = head.again()
 
     def forward(self, x: Tensor, ids: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
         embedded = self.entrance(self.embed(ids), tokens)
         both = torch.cat([value_of(self.embed_norm(embedded)), value_of(self.hidden_norm(x))], dim=-1)
-        return value_of(self.norm(self.run_layers([self.layer], self.project(both), tokens)))
+        return value_of(self.norm(self.run_layers([self.layer], self.project(both).to(self.stream), tokens)))
 
 
 class FurtherPredictions(nn.Module):

@@ -1,6 +1,7 @@
 """Normalisation of each token's features."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -99,7 +100,40 @@ def build_norm(
 ) -> Norm:  # fmt: skip
     """The norm that a model uses everywhere, over `size` features; `eps`: unless its own. See `Norm` about the rest."""
     kind = {"rms": RMSNorm, "layer": LayerNorm}[config.norm]
-    return kind(
+    norm = kind(
         name, size, eps=config.norm_eps if eps is None else eps, invariant=invariant, dtype=dtype,
         zero_centred=config.norm_zero_centred, again=again,
     )  # fmt: skip
+    if config.fp32_residual:
+        norm.norm, norm.add_norm = Narrowed(norm.norm, dtype), NarrowedSum(norm.add_norm, dtype)
+    return norm
+
+
+def stream_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """What the residual stream is in, between layers that compute in `dtype`."""
+    return torch.promote_types(dtype, torch.float32) if config.fp32_residual else dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Narrowed:
+    """A norm of a wide stream, as what reads it computes."""
+
+    norm: Callable[..., Tensor]
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, *affine: Tensor) -> Tensor:
+        """x [t, h] -> [t, h] in `dtype`."""
+        return self.norm(x, *affine).to(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowedSum:
+    """The same after an addition, whose sum stays wide."""
+
+    add_norm: Callable[..., tuple[Tensor, Tensor]]
+    dtype: torch.dtype
+
+    def __call__(self, x: Tensor, residual: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
+        """x, residual [t, h] -> their sum, and its norm in `dtype`."""
+        total, normed = self.add_norm(x, residual, *affine)
+        return total, normed.to(self.dtype)

@@ -107,6 +107,11 @@ class Setting:
         return ELEMENT[self.dtype]
 
     @property
+    def stream(self) -> int:
+        """Of the residual stream."""
+        return self.wide if self.model.fp32_residual else self.element
+
+    @property
     def wide(self) -> int:
         """w."""
         return WIDE[self.dtype]
@@ -206,7 +211,7 @@ def _attention_branch(setting: Setting, layer: int, again: Sequence[str]) -> lis
     """Attention, or the matrix in its place, and the norms around."""
     model, (before, after, kept) = setting.model, _norms_around(setting, again)
     width = setting.own_tokens * model.hidden_size
-    rows = _norm_rows(setting, "attention_norm") if before else []
+    rows = _stream_norm_rows(setting, "attention_norm") if before else []
     if kept:
         rows.append(Row(_first_reader(model, layer), "input", width, width * setting.element))
     if model.attention_part(layer) == "full":
@@ -220,11 +225,11 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
     width, alone = setting.own_tokens * model.hidden_size, model.attention_part(layer) == "none"
     rows: list[Row] = []
     if before and alone:
-        rows += _norm_rows(setting, "mlp_norm")
+        rows += _stream_norm_rows(setting, "mlp_norm")
     elif before and model.block == "sequential":
-        rows += [Row("", f"{row.what} of mlp_norm", row.numel, row.nbytes) for row in _norm_rows(setting, "")]
+        rows += [Row("", f"{row.what} of mlp_norm", row.numel, row.nbytes) for row in _stream_norm_rows(setting, "")]
     elif before and model.block == "parallel":
-        rows += _norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
+        rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
     own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
     full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
     if kept and own:
@@ -251,8 +256,14 @@ def _first_reader(model: ModelConfig, layer: int) -> str:
     return "attention.queries" if model.mla.q_rank is None else "attention.queries.0"
 
 
+def _stream_norm_rows(setting: Setting, region: str) -> list[Row]:
+    """What a norm of the residual stream keeps: its input, which comes first, and a statistic or two."""
+    read, *statistics = _norm_rows(setting, region)
+    return [read._replace(nbytes=read.numel * setting.stream), *statistics]
+
+
 def _norm_rows(setting: Setting, region: str, *, tokens: int | None = None, features: int | None = None) -> list[Row]:
-    """What a norm of the model's kind keeps: its input, which comes first, and a statistic or two."""
+    """The same of a norm of the model's kind inside a branch."""
     own = setting.own_tokens if tokens is None else tokens
     width = own * (setting.model.hidden_size if features is None else features)
     rows = [Row(region, "input", width, width * setting.element), Row(region, "scale", own, own * setting.wide)]
@@ -272,7 +283,7 @@ def span_input(setting: Setting) -> Row:
     numel = setting.own_tokens * setting.model.hidden_size
     if setting.recompute.shard_inputs:
         numel = -(-numel // setting.tp)
-    return Row("", "input of recomputed layers", numel, numel * setting.element)
+    return Row("", "input of recomputed layers", numel, numel * setting.stream)
 
 
 def offloaded(setting: Setting, span: Span, rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -288,7 +299,7 @@ def _ends(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Ite
         if model.positions == "learned":
             yield from _lookup_rows("entrance.positions", own)
     if loss:
-        yield from _norm_rows(setting, "norm")
+        yield from _stream_norm_rows(setting, "norm")
         yield from _head_rows(setting, "")
         for depth in range(model.mtp.depths):
             yield from _further_rows(setting, f"further.depths.{depth}")
@@ -311,7 +322,7 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
     """One depth of multi-token prediction: a layer as the last one, and what lies before and after it."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
-    yield from _norm_rows(setting, f"{region}.embed_norm")
+    yield from _stream_norm_rows(setting, f"{region}.embed_norm")
     yield from _norm_rows(setting, f"{region}.hidden_norm")
     yield Row(f"{region}.project", "input", width, width * setting.element)
     if layer_spans(setting.recompute, OffloadConfig(), 1)[0].recomputed:
@@ -319,7 +330,7 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
     else:
         for row in layer_rows(setting, modules_again(setting.recompute), last):
             yield row._replace(region=f"{region}.layer.{row.region}".rstrip("."))
-    yield from _norm_rows(setting, f"{region}.norm")
+    yield from _stream_norm_rows(setting, f"{region}.norm")
     yield from _head_rows(setting, region)
 
 
@@ -327,10 +338,9 @@ def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> I
     """What several layers keep, once: how positions turn, and which tokens these are, for dropout."""
     model, t, first = setting.model, setting.tokens, setting.first_layer
     pairs = model.rotary_size() // 2 * t
-    further = [model.num_layers - 1] if loss and model.mtp.depths else []  # which have tables of their own
-    for layers in (range(first, first + num_layers), further):
-        for what in _tables(setting, layers):
-            yield Row("shared", what, pairs, pairs * setting.element)
+    further = [model.num_layers - 1] if loss and model.mtp.depths else []
+    for what in dict.fromkeys([*_tables(setting, range(first, first + num_layers)), *_tables(setting, further)]):
+        yield Row("shared", what, pairs, pairs * setting.element)
     counts = (num_layers, len(further))
     spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
     dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)

@@ -462,7 +462,8 @@ def boundary_bytes(workload: Workload) -> int:
     """One microbatch as it goes from stage to stage: t · h, of which each rank has 1/tp under sp."""
     run = workload.run
     tokens = workload.tokens // (run.parallel.tp if run.parallel.sp else 1)
-    return tokens * run.model.hidden_size * WIDTHS[run.precision.params].value
+    width = WIDTHS[run.precision.params]
+    return tokens * run.model.hidden_size * (width.sums if run.model.fp32_residual else width.value)
 
 
 def _message_bytes(workload: Workload, pp_rank: int) -> int:

@@ -71,6 +71,10 @@ UNUSED: tuple[Unused, ...] = (
         "with precision.loss_scale.constant the scale never moves",
     ),
     Unused(
+        ("model.fp32_residual",), lambda run, world: run.precision.params in ("fp32", "fp64"),
+        "the residual stream is as wide without it",
+    ),
+    Unused(
         ("schedule.wsd_decay_style",), lambda run, world: run.schedule.style != "wsd",
         "it belongs to schedule.style=wsd",
     ),

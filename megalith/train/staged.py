@@ -85,7 +85,7 @@ class Staged:
 
     def _boundary(self, batches: Sequence[Batch]) -> Callable[[int], Specs]:
         """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
-        hidden, dtype, parts = self.run.model.hidden_size, self.chunks[0].dtype, self.boundary_split
+        hidden, dtype, parts = self.run.model.hidden_size, self.chunks[0].stream_dtype, self.boundary_split
 
         def of(microbatch: int) -> Specs:
             return (Spec((len(batches[microbatch].ids) // parts, hidden), dtype),)

@@ -26,7 +26,7 @@ NORMED_AROUND = replace(
 )  # fmt: skip
 """As Gemma 2 and 3: norms before and after, caps, windows in every other layer, positions of two kinds."""
 
-NORMED_AFTER = replace(PLAIN, norm_placement="after", attention=AttentionConfig(qk_norm="whole"))
+NORMED_AFTER = replace(PLAIN, fp32_residual=True, norm_placement="after", attention=AttentionConfig(qk_norm="whole"))
 """As OLMo 2: norms only after, queries and keys normed over all heads."""
 
 PARALLEL = replace(

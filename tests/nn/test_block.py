@@ -1,4 +1,5 @@
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch.nn.functional import rms_norm
@@ -6,13 +7,16 @@ from torch.nn.functional import rms_norm
 from megalith.config.layers import LayersConfig, Part
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.rebuilt import Rebuilt
+from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import Block, RecomputedCore, block_of_layer
+from megalith.nn.init import fill
 from megalith.nn.mlp import GatedMLP
+from megalith.nn.rope import Rotations
 from megalith.parallel.mesh import mesh_of_one
 from megalith.parallel.recompute import Recomputed
-from megalith.parallel.tensor import WholeTokens
+from megalith.parallel.tensor import Init, WholeTokens
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -75,3 +79,29 @@ def test_a_layer_of_its_own_sizes_has_them(layers: SimpleNamespace) -> None:
     second = Block("layers.1", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, index=1)
     shapes = {declared.shard.name: declared.shard.shape for declared, _, _ in declared_parameters(second)}
     assert shapes["layers.1.attention.kv"] == (2, 1, 4, 18) and shapes["layers.1.mlp.gate_up"] == (2, 5, 18)
+
+
+def test_a_wide_stream_keeps_what_a_narrow_one_would_swallow(layers: SimpleNamespace) -> None:
+    mesh = mesh_of_one()
+    kinds: list[dict[str, Any]] = [
+        {}, {"norm": "layer", "norm_placement": "around"}, {"norm_placement": "after"}, {"block": "parallel"},
+        {"block": "parallel_one_norm"}, {"norm_zero_centred": True, "layers": LayersConfig(mlp=("linear",))},
+    ]  # fmt: skip
+    for kind in kinds:
+        config = layers.config(fp32_residual=True, **kind)
+        found = {}
+        for dtype in (torch.bfloat16, torch.float64):
+            block = block_of_layer(config, 0)("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=dtype)
+            block.to_empty(device="cpu")
+            for declared, module, name in declared_parameters(block):
+                fill(getattr(module, name), declared.shard, Init(0.1, offset=0.1), seed=2)
+            tokens = Rotations(config, dtype).given_to(tokens_of_lengths([9]))
+            x = (100 * layers.inputs(9)).to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+            y = block(x, tokens)
+            (y - x.detach()).square().sum().backward()
+            assert y.dtype == x.dtype and {parameter.dtype for parameter in block.parameters()} == {dtype}
+            assert all(parameter.grad is not None for parameter in block.parameters())
+            assert x.grad is not None
+            found[dtype] = (y - x).detach().double(), x.grad.double()
+        for narrow, wide in zip(found[torch.bfloat16], found[torch.float64], strict=True):
+            assert (narrow - wide).norm() < 0.06 * wide.norm(), kind

@@ -138,6 +138,7 @@ CONTEXT = [
 ]
 IN_A_V = {"parallel.pipeline.schedule": "zb-v"}
 PIPELINE = [
+    (2, {"parallel.pp": "2", "precision.params": "bf16", "model.fp32_residual": "true"}),
     (2, {"parallel.pp": "2"}),
     (2, {"parallel.pp": "2", "parallel.pipeline.schedule": "zb-h1", "model.tied_embeddings": "true"}),
     (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}),
@@ -168,7 +169,7 @@ FURTHER = [
 
 
 @pytest.mark.parametrize(
-    "world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[2], FURTHER[0], LATENT[0]]
+    "world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0]]
 )
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)

@@ -34,6 +34,7 @@ CASES = [
         {"precision.params": "fp16", "precision.loss_scale.constant": "8", "precision.loss_scale.window": "5"}, 1,
         "precision.loss_scale.window=5: no effect here, because with precision.loss_scale.constant the scale nev",
     ),
+    ({"model.fp32_residual": "true"}, 1, "model.fp32_residual=true: no effect here, because the residual stream is as"),
     ({"schedule.wsd_decay_style": "linear"}, 1, "schedule.wsd_decay_style=linear: no effect here, because it belongs"),
     ({"offload.min_numel": "3"}, 1, "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves"),
     ({"checkpoint.keep": "none", "checkpoint.keep_every": "4"}, 1, "checkpoint.keep_every=4: no effect here, because"),

@@ -5,7 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
@@ -139,6 +139,36 @@ def test_overlap_changes_no_bit() -> None:
     )
     assert on[0][0] == off[0][0]
     assert torch.equal(on[1][1]["head"], off[1][1]["head"])
+
+
+WIDE = {"precision.params": "bf16", "model.fp32_residual": "true", "model.tied_embeddings": "false"}
+
+
+def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], list[float]]:
+    """Dtypes of what layers and stages give each other, and losses."""
+    seen: set[torch.dtype] = set()
+
+    def note(module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        seen.update((given[0].dtype, out.dtype))
+
+    trainer = build_trainer(run, mesh_of(run, rank, world), CPU)
+    for layer in (layer for chunk in trainer.staged.chunks for layer in chunk.layers):
+        layer.register_forward_hook(note)
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
+    loader = Loader(
+        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU
+    )  # fmt: skip
+    return seen, [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
+
+
+def test_a_wide_residual_stream_stays_wide_from_stage_to_stage_and_gives_the_bits_of_one_process() -> None:
+    ((alone, expected),) = run_ranks(_stream, 1, tiny_run(settings("1f1b", **WIDE | {"parallel.pp": "1"})))
+    assert alone == {torch.float32}
+    for seen, losses in run_ranks(_stream, 2, tiny_run(settings("1f1b", **WIDE))):
+        assert seen == {torch.float32} and losses == expected
+    narrow = WIDE | {"model.fp32_residual": "false"}
+    for seen, losses in run_ranks(_stream, 2, tiny_run(settings("1f1b", **narrow))):
+        assert seen == {torch.bfloat16} and losses != expected
 
 
 def _differ(rank: int, world: int, run: TrainRun) -> None:

@@ -45,6 +45,8 @@ def _norms(draft: Draft) -> None:
     draft.put("--normalization", "model.norm", {"RMSNorm": "rms", "LayerNorm": "layer"}.get(str(kind)))
     if draft.arguments.value("--apply-layernorm-1p"):
         draft.put("--apply-layernorm-1p", "model.norm_zero_centred", True)
+    if draft.arguments.value("--fp32-residual-connection"):
+        draft.put("--fp32-residual-connection", "model.fp32_residual", True)
 
 
 def _mlp(draft: Draft) -> None:

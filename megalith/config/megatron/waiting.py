@@ -224,11 +224,6 @@ NUMBERS = (
     ),
     Group(
         verdict="not mapped", effect="numbers",
-        reason="not yet: an fp32 residual stream between bf16 layers",
-        flags="--fp32-residual-connection!",
-    ),
-    Group(
-        verdict="not mapped", effect="numbers",
         reason="not yet: optimizer states of other formats. All are fp32 here",
         flags="--exp-avg-dtype=fp32 --exp-avg-sq-dtype=fp32 --main-grads-dtype=fp32 --main-params-dtype=fp32",
     ),

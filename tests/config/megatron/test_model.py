@@ -37,6 +37,12 @@ def test_biases_are_on_unless_switched_off(tiny: Translate) -> None:
     assert [qkv.model.qkv_bias, qkv.model.output_bias, qkv.model.mlp_bias] == [True, False, False]
 
 
+def test_the_residual_stream_is_wide_where_it_is_asked_to_be(tiny: Translate) -> None:
+    narrow, wide = tiny().run, tiny("--fp32-residual-connection").run
+    assert narrow is not None and not narrow.model.fp32_residual
+    assert wide is not None and wide.model.fp32_residual
+
+
 def test_embeddings_are_tied_unless_untied(tiny: Translate) -> None:
     tied, untied = tiny(without=("--untie-embeddings-and-output-weights",)).run, tiny().run
     assert tied is not None and tied.model.tied_embeddings
