@@ -339,8 +339,9 @@ def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> I
     model, t, first = setting.model, setting.tokens, setting.first_layer
     pairs = model.rotary_size() // 2 * t
     further = [model.num_layers - 1] if loss and model.mtp.depths else []
-    for what in dict.fromkeys([*_tables(setting, range(first, first + num_layers)), *_tables(setting, further)]):
-        yield Row("shared", what, pairs, pairs * setting.element)
+    for local in sorted(_tables(setting, range(first, first + num_layers)) | _tables(setting, further)):
+        for what in ("cosines", "sines"):
+            yield Row("shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element)
     counts = (num_layers, len(further))
     spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
     dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)
@@ -348,15 +349,15 @@ def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> I
         yield Row("shared", "numbers of tokens", t, 8 * t)
 
 
-def _tables(setting: Setting, layers: Sequence[int]) -> list[str]:
-    """The tables that these layers turn by; those that run again keep all there are."""
+def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:
+    """The tables that these layers turn by, True: those of windows; layers that run again keep all there are."""
     model = setting.model
     own = model.rope.local_theta is not None
     kinds = {own and model.has_window(layer) for layer in layers if model.turns(layer)}
     spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
     if model.positions == "rope" and any(span.recomputed for span in spans):
         kinds = {False, own}
-    return [f"{what}{' of windows' * local}" for local in sorted(kinds) for what in ("cosines", "sines")]
+    return kinds
 
 
 # --- attention
