@@ -2,6 +2,7 @@
 
 from functools import partial
 from threading import Event
+from time import sleep
 
 import pytest
 
@@ -15,6 +16,7 @@ def squared(number: int) -> int:
 
 def noted(begun: list[int], number: int) -> int:
     begun.append(number)
+    sleep(0.02)  # all of them would take ten seconds
     return number
 
 
