@@ -17,6 +17,7 @@ from torch import Tensor
 
 Loop = Literal[
     "rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward", "gated", "gated_backward", "dropout", "rope",
+    "rope_part", "rope_neighbours",
     "weighted_gated", "weighted_gated_backward", "weighted_squared_relu", "weighted_squared_relu_backward",
     "row_sums", "logit_gradients", "visible_softmax", "visible_exp",
 ]  # fmt: skip

@@ -462,6 +462,56 @@ def rope(block: Block) -> None:
                 y[i, head, 1, j] = narrow(b * c + a * s, y)
 
 
+def rope_part(block: Block) -> None:
+    """rows, n, d, pairs, row stride of x, head stride of x, sign, x, cos [rows, pairs], sin -> y [rows, n, d].
+
+    As `rope`, but only the first 2 * pairs features turn; the rest stays.
+    """
+    rows, n, d, pairs = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
+    row_stride, head_stride, sign = count(block, 4), count(block, 5), np.float32(count(block, 6))
+    x, y = data(block, 7, (rows * row_stride + n * head_stride,)), data(block, 10, (rows * n * d,))
+    cos, sin = data(block, 8, (rows, pairs)), data(block, 9, (rows, pairs))
+    first, last = share(rows)
+    for i in range(first, last):
+        for head in range(n):
+            start, out = i * row_stride + head * head_stride, (i * n + head) * d
+            x1, x2, rest = (
+                x[start : start + pairs],
+                x[start + pairs : start + 2 * pairs],
+                x[start + 2 * pairs : start + d],
+            )
+            y1, y2, same = y[out : out + pairs], y[out + pairs : out + 2 * pairs], y[out + 2 * pairs : out + d]
+            for j in range(pairs):
+                a, b = wide(x1[j]), wide(x2[j])
+                c, s = wide(cos[i, j]), wide(sin[i, j]) * sign
+                y1[j] = narrow(a * c - b * s, y)
+                y2[j] = narrow(b * c + a * s, y)
+            for j in range(len(same)):
+                same[j] = rest[j]
+
+
+def rope_neighbours(block: Block) -> None:
+    """As `rope_part`, where pairs are features 2 j and 2 j + 1."""
+    rows, n, d, pairs = count(block, 0), count(block, 1), count(block, 2), count(block, 3)
+    row_stride, head_stride, sign = count(block, 4), count(block, 5), np.float32(count(block, 6))
+    x, y = data(block, 7, (rows * row_stride + n * head_stride,)), data(block, 10, (rows * n * d,))
+    cos, sin = data(block, 8, (rows, pairs)), data(block, 9, (rows, pairs))
+    first, last = share(rows)
+    for i in range(first, last):
+        for head in range(n):
+            start, out = i * row_stride + head * head_stride, (i * n + head) * d
+            turning, turned = x[start : start + 2 * pairs], y[out : out + 2 * pairs]
+            two, both = turning.reshape((pairs, 2)), turned.reshape((pairs, 2))
+            rest, same = x[start + 2 * pairs : start + d], y[out + 2 * pairs : out + d]
+            for j in range(pairs):
+                a, b = wide(two[j, 0]), wide(two[j, 1])
+                c, s = wide(cos[i, j]), wide(sin[i, j]) * sign
+                both[j, 0] = narrow(a * c - b * s, y)
+                both[j, 1] = narrow(b * c + a * s, y)
+            for j in range(len(same)):
+                same[j] = rest[j]
+
+
 def row_sums(block: Block) -> None:
     """rows, v, logits [rows, v] -> largest fp32 [rows], sums fp32 [rows]: each row's sum of exp(logit - largest)."""
     rows, v = count(block, 0), count(block, 1)

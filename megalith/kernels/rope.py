@@ -121,8 +121,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
-    plain = not interleaved and 2 * cos.shape[-1] == x.shape[-1]
-    engine = engine_for(kernel, x, cos, sin, loops=plain)
+    engine = engine_for(kernel, x, cos, sin)
     y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
@@ -177,12 +176,16 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) 
 
 
 def _loop_turn(x: Tensor, cos: Tensor, sin: Tensor, *, sign: int, interleaved: bool) -> Tensor:
-    """`_turn` in one pass, of halves of whole heads."""
-    assert not interleaved
+    """`_turn` in one pass."""
     x = x if x.stride(2) == 1 else x.contiguous()
     out = x.new_empty(x.shape)
     tables = cos.contiguous(), sin.contiguous()
-    cpu.run("rope", x.dtype, *x.shape, x.stride(0), x.stride(1), sign, x, *tables, out, elements=x.numel())
+    pairs, strides = cos.shape[-1], (x.stride(0), x.stride(1))
+    if 2 * pairs == x.shape[2] and not interleaved:
+        cpu.run("rope", x.dtype, *x.shape, *strides, sign, x, *tables, out, elements=x.numel())
+    else:
+        loop: cpu.Loop = "rope_neighbours" if interleaved else "rope_part"
+        cpu.run(loop, x.dtype, *x.shape, pairs, *strides, sign, x, *tables, out, elements=x.numel())
     return out
 
 

@@ -156,3 +156,20 @@ def test_shapes_hold_on_meta() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("pairs", [5, 16])
+def test_parts_of_heads_and_pairs_of_neighbours_turn_alike_under_every_kernel(
+    dtype: torch.dtype, tolerance: float, kernel: Kernel, interleaved: bool, pairs: int
+) -> None:
+    whole, dy = seeded(131, 5, 32, dtype=dtype).requires_grad_(), seeded(131, 3, 32, seed=1, dtype=dtype)
+    x, angles = whole[:, 1:-1], seeded(131, pairs, seed=2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    mine, theirs = (apply_rope(x, cos, sin, interleaved=interleaved, kernel=k) for k in (kernel, "reference"))
+    assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+    assert torch.equal(mine[..., 2 * pairs :], x[..., 2 * pairs :])
+    (a,), (b,) = torch.autograd.grad(mine, whole, dy), torch.autograd.grad(theirs, whole, dy)
+    assert (a - b).abs().max() <= tolerance * b.abs().max()
