@@ -75,7 +75,9 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2 if "offload" in needs else pp * pipeline.vpp,
         num_heads=4,
         num_kv_heads=1 if "shared heads" in needs else 2, head_dim=6, ffn_hidden_size=20, output_bias="bias" in needs,
-        tied_embeddings="tied" in needs, dropout=DropoutConfig(residual=0.2 if "dropout" in needs else 0.0),
+        tied_embeddings="tied" in needs, dropout=DropoutConfig(
+            residual=0.2 if "dropout" in needs else 0.0, attention=0.2 if "dropped weights" in needs else 0.0,
+        ),
         mtp=MTPConfig(depths=int("further" in needs)),
         positions="learned" if "learned positions" in needs else "rope",
     )  # fmt: skip

@@ -20,6 +20,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.data import loader
 from megalith.errors import ConfigError
 from megalith.kernels import tokens
+from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, value_of
@@ -65,7 +66,7 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "latent", "adapters", "places",
+    "latent", "adapters", "places", "dropped weights",
 ]  # fmt: skip
 
 
@@ -84,7 +85,8 @@ class Fault:
     """What a run has to have for it to matter: more than one rank on an axis, tokens split over tp or not (`whole
     tokens`), more tp ranks than key/value heads (`shared heads`), a bias after the attention or the MLP, a table that
     two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
-    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`),
+    backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`, of
+    attention's weights `dropped weights`),
     or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
     documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
     heads (`whole norms`), and what else attention and embeddings can have."""
@@ -390,6 +392,14 @@ def _rows_from_zero(batch: loader.Batch, rows: Sequence[int], *, seed: int) -> l
 ORIGINAL_WITH_DROPOUT = loader.with_dropout
 
 
+def _numbers_of_queries(tokens: Tokens, scores: Scores, near: int) -> list[DroppedWeights] | None:
+    found = ORIGINAL_DROPPED(tokens, scores, near)
+    return found and [replace(one, keys=one.queries) for one in found]
+
+
+ORIGINAL_DROPPED = context.dropped_of_groups
+
+
 # --- faults in rings, in what is computed again, and in layers of other kinds
 
 
@@ -557,6 +567,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "cp_chunks_swapped", "A context-parallel rank reads its late chunk of each row first.",
         "numbers", ("cp",), lambda: replaced(Slices, "as_read", _late_chunk_first),
+    ),
+    Fault(
+        "cp_weights_dropped_by_own_numbers", "A ring drops weights as if every rank's keys were the rank's own tokens.",
+        "numbers", ("cp", "dropped weights"),
+        lambda: replaced(context, "dropped_of_groups", _numbers_of_queries),
     ),
     Fault(
         "dropout_per_rank", "Every rank numbers its rows from zero, so that all drop the same of different tokens.",

@@ -30,6 +30,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "cp_positions_local": (False, "wrong loss"),
     "cp_places_of_the_first_slice": (False, "wrong loss"),
     "cp_chunks_swapped": (False, "wrong loss"),
+    "cp_weights_dropped_by_own_numbers": (False, "wrong loss"),
     "dropout_per_rank": (False, "wrong loss"),
     "tied_sum_left_out": (False, "wrong gradients"),
     "microbatches_swapped": (False, "wrong loss"),
@@ -137,7 +138,8 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert parallel.sp == ("sp" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
-    assert model.dropout.drops() == ("dropout" in fault.needs)
+    assert (model.dropout.residual > 0) == ("dropout" in fault.needs)
+    assert (model.dropout.attention > 0) == ("dropped weights" in fault.needs)
 
 
 def difference(what: str, *, holds: bool) -> Difference:
