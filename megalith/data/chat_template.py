@@ -128,20 +128,18 @@ class ChatTemplate:
             asked = self.render(messages[:number], tools=tools, prompt=True)
             told = self.render(messages[: number + 1], tools=tools)
             if not whole.startswith(told):
-                raise DataError(self._departs(told, whole, number + 1))
+                place = _common(told, whole)
+                raise DataError(
+                    f"{self.name}: the first {number + 1} messages alone are not how the whole conversation begins: at "
+                    f"character {place} they have {told[place : place + 30]!r}, the whole has "
+                    f"{whole[place : place + 30]!r}. Use a template with generation blocks, or conversations in which "
+                    f"nothing of an earlier turn is left out."
+                )
             ends += [max(_common(asked, told), ends[-1]), len(told)]
         flags = [bool(m.get("train", True)) for m in messages if m["role"] == "assistant"]
         for number, (start, end) in enumerate(pairwise([*ends, len(whole)])):
             pieces.append(Piece(whole[start:end], number % 2 == 1 and flags[number // 2]))
         return _joined(pieces)
-
-    def _departs(self, told: str, whole: str, count: int) -> str:
-        place = _common(told, whole)
-        return (
-            f"{self.name}: the first {count} messages alone are not how the whole conversation begins: at character "
-            f"{place} they have {told[place : place + 30]!r}, the whole has {whole[place : place + 30]!r}. Use a "
-            f"template with generation blocks, or conversations in which nothing of an earlier turn is left out."
-        )
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
         plain = [{name: value for name, value in message.items() if name != "train"} for message in messages]
