@@ -95,9 +95,6 @@ class CapacityConfig:
     drop: Drop = "least"
     """Which it refuses: those that weigh least, or that come last."""
 
-    pad: bool = False
-    """Every expert computes that many rows, whatever it is sent, so that shapes never change."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:

@@ -49,7 +49,7 @@ def test_good_settings_break_no_rule() -> None:
         ({"balance": BalanceConfig(z=-1.0)}, "model.moe.balance.z=-1.0 must be a finite number of at least 0"),
         ({"balance": BalanceConfig(sinkhorn=True, batch=0.1)}, "model.moe.balance.batch=0.1 with model.moe.balance."),
         ({"capacity": CapacityConfig(factor=0.0)}, "model.moe.capacity.factor=0.0 must be a finite number above 0"),
-        ({"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)}, "model.moe.capacity.factor"),
+        ({"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)}, "moe.capacity.factor=1.0"),
     ],
 )  # fmt: skip
 def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
@@ -62,7 +62,7 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     [
         ({"router": RouterConfig(balancing_rate=0.1)}, "model.moe.router.balancing_rate=0.1 with model.moe.router.bal"),
         ({"router": RouterConfig(group_score="max")}, "model.moe.router.group_score=max with model.moe.router.groups"),
-        ({"capacity": CapacityConfig(pad=True)}, "model.moe.capacity.pad=true with model.moe.capacity.factor=null"),
+        ({"capacity": CapacityConfig(drop="last")}, "model.moe.capacity.drop=last with model.moe.capacity.factor=null"),
         ({"shared_gate": True}, "model.moe.shared_gate=true with model.moe.shared_ffn_hidden_size=null"),
         ({"layers": (True,) * 5}, "model.moe.layers has 5 places for model.num_layers=4"),
     ],

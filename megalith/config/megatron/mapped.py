@@ -135,7 +135,10 @@ MODEL = (
     ),
     Row(
         name="--disable-bias-linear", takes="nothing",
-        fields=("model.qkv_bias", "model.output_bias", "model.mlp_bias"), how="false; left out: true, all three",
+        fields=(
+            "model.qkv_bias", "model.output_bias", "model.mlp_bias", "model.moe.biases", "model.moe.router.bias",
+        ),
+        how="false; left out: true, all of them",
     ),
     Row(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
     Row(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
@@ -379,6 +382,76 @@ CONTEXT = (
     ),
 )  # fmt: skip
 
+EXPERTS = (
+    Row(name="--num-experts", takes="int", fields=("model.moe.experts",), how="left out or 0: no experts"),
+    Row(name="--moe-ffn-hidden-size", takes="int", fields=("model.moe.ffn_hidden_size",), how="left out: as an MLP"),
+    Row(
+        name="--moe-layer-freq", takes="text", fields=("model.moe.layers",),
+        how="a pattern that repeats; a number counts to the next layer with experts, from the first on",
+    ),
+    Row(name="--moe-router-topk", takes="int", fields=("model.moe.top_k",), default=2),
+    Row(
+        name="--moe-router-score-function", takes="choice", fields=("model.moe.router.score",), default="softmax",
+        choices=("softmax", "sigmoid"), how="with one expert per token, sigmoid is not renormalised",
+    ),
+    Row(
+        name="--moe-router-pre-softmax", takes="nothing", fields=("model.moe.router.renormalise",),
+        how="false; left out: a softmax over the chosen is one over all, renormalised",
+    ),
+    Row(name="--moe-router-topk-scaling-factor", takes="float", fields=("model.moe.router.scale",)),
+    Row(name="--moe-router-num-groups", takes="int", fields=("model.moe.router.groups",)),
+    Row(name="--moe-router-group-topk", takes="int", fields=("model.moe.router.top_groups",)),
+    Row(
+        name="--moe-router-topk-limited-devices", takes="int",
+        fields=("model.moe.router.groups", "model.moe.router.top_groups"), how="a group for each ep rank",
+    ),
+    Row(
+        name="--moe-router-dtype", takes="choice", fields=("model.moe.router.dtype",), choices=("fp32", "fp64"),
+        how="left out: model",
+    ),
+    Row(name="--moe-router-enable-expert-bias", takes="nothing", fields=("model.moe.router.balancing_bias",)),
+    Row(
+        name="--moe-router-bias-update-rate", takes="float", fields=("model.moe.router.balancing_rate",),
+        default=1e-3, how="read with --moe-router-enable-expert-bias only",
+    ),
+    Row(
+        name="--moe-router-load-balancing-type", takes="words",
+        fields=(
+            "model.moe.balance.batch", "model.moe.balance.sequence", "model.moe.balance.global_batch",
+            "model.moe.balance.sinkhorn",
+        ),
+        how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; left out: aux_loss",
+    ),
+    Row(
+        name="--moe-aux-loss-coeff", takes="words",
+        fields=("model.moe.balance.batch", "model.moe.balance.sequence", "model.moe.balance.global_batch"),
+        how="a weight for each loss; left out: 0",
+    ),
+    Row(name="--moe-z-loss-coeff", takes="float", fields=("model.moe.balance.z",)),
+    Row(name="--moe-input-jitter-eps", takes="float", fields=("model.moe.router.jitter",)),
+    Row(name="--moe-router-force-load-balancing", takes="nothing", fields=("model.moe.router.forced_balance",)),
+    Row(
+        name="--moe-expert-capacity-factor", takes="float", fields=("model.moe.capacity.factor",),
+        how="of a microbatch over all ranks that share it; below 0: unset",
+    ),
+    Row(
+        name="--moe-token-drop-policy", takes="choice", fields=("model.moe.capacity.drop",), default="probs",
+        choices=("probs", "position"), how="probs: least; position: last",
+    ),
+    Row(
+        name="--moe-token-dispatcher-type", takes="choice", fields=("parallel.dispatcher",), default="allgather",
+        choices=("allgather", "alltoall", "flex"), how="allgather: gather; the others: exchange",
+    ),
+    Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
+    Row(
+        name="--moe-shared-expert-intermediate-size", takes="int", fields=("model.moe.shared_ffn_hidden_size",),
+    ),
+    Row(name="--moe-shared-expert-gate", takes="nothing", fields=("model.moe.shared_gate",)),
+    Row(name="--moe-latent-size", takes="int", fields=("model.moe.latent_size",)),
+    Row(name="--expert-model-parallel-size", takes="int", fields=("parallel.ep",), default=1),
+    Row(name="--expert-tensor-parallel-size", takes="int", fields=("parallel.etp",)),
+)  # fmt: skip
+
 DATA = (
     Row(name="--use-distributed-optimizer", takes="nothing", fields=("parallel.zero",), how="1"),
     Row(
@@ -447,4 +520,4 @@ FOLDERS = (
     ),
 )  # fmt: skip
 
-MAPPED = (*MODEL, *TOKENS, *STEPS, *OPTIMIZER, *LAYOUT, *PIPELINE, *CONTEXT, *DATA, *MEMORY, *FOLDERS)
+MAPPED = (*MODEL, *EXPERTS, *TOKENS, *STEPS, *OPTIMIZER, *LAYOUT, *PIPELINE, *CONTEXT, *DATA, *MEMORY, *FOLDERS)

@@ -2,6 +2,7 @@
 
 from megalith.config.megatron.attention import heads_of_keys, translate_attention
 from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.experts import translate_experts
 from megalith.config.megatron.initial import translate_initial
 from megalith.config.megatron.positions import translate_positions
 
@@ -24,6 +25,7 @@ def translate_model(draft: Draft) -> None:
     _dropout(draft)
     _further(draft)
     translate_initial(draft)
+    translate_experts(draft)
     tied = not draft.arguments.value("--untie-embeddings-and-output-weights")
     draft.put("--untie-embeddings-and-output-weights", "model.tied_embeddings", tied)
 

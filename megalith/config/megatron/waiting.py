@@ -339,41 +339,37 @@ MODEL = (
         flags="--mtp-standalone!",
     ),
     Group(
-        verdict="not mapped", effect="model",
-        reason="not yet: mixture of experts. Remove it, or set it to 0",
-        flags="--moe-use-upcycling! --num-experts=0",
+        verdict="already", effect="none", switch="--num-experts",
+        reason="no part of the numbers: how experts are multiplied and how their messages travel",
+        flags="""
+            --ep-overlap-early-attn-memory-release! --gtp-expert-remat-nccl-ub!
+            --high-priority-a2a-comm-stream! --moe-combine-bwd-dtype --moe-deepep-num-sms
+            --moe-dispatch-fwd-dtype --moe-enable-deepep! --moe-expert-rank-capacity-factor
+            --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-grouped-gemm!
+            --moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms
+            --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs!
+            --moe-mlp-glu-interleave-size --moe-ncclep-static-shape! --moe-ncclep-zero-copy!
+            --moe-pad-expert-input-to-capacity! --moe-pad-experts-for-cuda-graph-inference!
+            --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
+            --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size
+            --moe-per-layer-logging! --moe-permute-fusion! --moe-permute-fusion-into-hybridep!
+            --moe-router-fusion! --moe-shared-expert-glu-interleave-size --moe-shared-expert-overlap!
+            --moe-single-grouped-bias! --moe-single-grouped-weight! --moe-use-grouped-tensor!
+            --moe-use-legacy-grouped-gemm! --overlap-dispatch-backward-with-experts-wgrad!
+            --overlap-moe-expert-parallel-comm! --use-grouped-gemm-for-shared-expert!
+        """,
     ),
     Group(
-        verdict="already", effect="none",
-        reason="is read with --num-experts only",
+        verdict="not mapped", effect="model", switch="--num-experts",
+        reason="not yet. Remove it",
         flags="""
-            --enable-routing-replay! --ep-overlap-early-attn-memory-release! --expert-model-parallel-size
-            --expert-tensor-parallel-num-weight-shards --expert-tensor-parallel-size --gtp-expert-remat-nccl-ub!
-            --high-priority-a2a-comm-stream! --moe-apply-probs-on-input! --moe-aux-loss-coeff
-            --moe-combine-bwd-dtype --moe-deepep-num-sms --moe-dispatch-fwd-dtype --moe-enable-deepep!
-            --moe-enable-routing-replay! --moe-expert-capacity-factor --moe-expert-rank-capacity-factor
-            --moe-ffn-hidden-size --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms --moe-grouped-gemm!
-            --moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms
-            --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs! --moe-input-jitter-eps
-            --moe-latent-size --moe-layer-freq --moe-layer-recompute! --moe-mlp-glu-interleave-size
-            --moe-ncclep-static-shape! --moe-ncclep-zero-copy! --moe-pad-expert-input-to-capacity!
-            --moe-pad-experts-for-cuda-graph-inference! --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
-            --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size --moe-per-layer-logging!
-            --moe-permute-fusion! --moe-permute-fusion-into-hybridep! --moe-router-bias-update-rate
-            --moe-router-dtype --moe-router-enable-expert-bias! --moe-router-force-biased
-            --moe-router-force-load-balancing! --moe-router-fusion! --moe-router-group-topk
-            --moe-router-load-balancing-type --moe-router-num-groups --moe-router-padding-for-fp8!
-            --moe-router-padding-for-quantization! --moe-router-pre-softmax! --moe-router-quantile-balancing-ema
-            --moe-router-score-function --moe-router-topk --moe-router-topk-limited-devices
-            --moe-router-topk-scaling-factor --moe-routing-trace-capture-hidden-states!
+            --enable-routing-replay! --expert-tensor-parallel-num-weight-shards
+            --moe-enable-routing-replay! --moe-layer-recompute! --moe-router-force-biased
+            --moe-router-padding-for-fp8! --moe-router-padding-for-quantization!
+            --moe-router-quantile-balancing-ema --moe-routing-trace-capture-hidden-states!
             --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
-            --moe-routing-trace-max-training-iters --moe-routing-trace-path --moe-shared-expert-gate!
-            --moe-shared-expert-glu-interleave-size --moe-shared-expert-intermediate-size
-            --moe-shared-expert-overlap! --moe-single-grouped-bias! --moe-single-grouped-weight!
-            --moe-token-dispatcher-type --moe-token-drop-policy --moe-upcycling-granularity
-            --moe-use-grouped-tensor! --moe-use-legacy-grouped-gemm! --moe-z-loss-coeff
-            --overlap-dispatch-backward-with-experts-wgrad! --overlap-moe-expert-parallel-comm!
-            --use-grouped-gemm-for-shared-expert!
+            --moe-routing-trace-max-training-iters --moe-routing-trace-path
+            --moe-upcycling-granularity --moe-use-upcycling!
         """,
     ),
     Group(

@@ -46,7 +46,7 @@ def test_what_becomes_nothing_is_judged_where_it_is_given_and_asks_for_something
     nothing = draft("")
     judge_unmapped(nothing)
     assert nothing.entries == []
-    given = draft("--num-experts 0 --exp-avg-dtype fp32 --num-experts 8")
+    given = draft("--exp-avg-dtype fp32 --is-hybrid-model")
     judge_unmapped(given)
     assert [entry.verdict for entry in given.entries] == ["already", "not mapped"]
 

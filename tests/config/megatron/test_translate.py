@@ -25,7 +25,7 @@ def test_a_llama_becomes_a_run_that_breaks_no_rule(tiny: Translate) -> None:
 
 
 def test_everything_that_is_wrong_is_told_at_once(tiny: Translate) -> None:
-    done = tiny("--hybrid-layer-pattern M* --lr fast --num-experts 2 --nonsense --spec x", without=("--num-layers",))
+    done = tiny("--hybrid-layer-pattern M* --lr fast --is-hybrid-model --nonsense --spec x", without=("--num-layers",))
     assert done.run is None and len(done.problems) == 3
     assert len(done.refusals(strict=False)) == 6
 

@@ -1,0 +1,138 @@
+"""Megatron's description of a mixture of experts as our `model.moe` and `parallel` settings."""
+
+from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.patterns import pattern_of
+
+LOSSES = {"aux_loss": "batch", "seq_aux_loss": "sequence", "global_aux_loss": "global_batch"}
+"""Megatron's names of the losses that keep experts busy, and ours."""
+
+_TYPES, _WEIGHTS = "--moe-router-load-balancing-type", "--moe-aux-loss-coeff"
+
+
+def translate_experts(draft: Draft) -> None:
+    """Everything about experts, which Megatron reads with --num-experts only."""
+    if not draft.arguments.value("--num-experts"):
+        return
+    draft.copy("--num-experts")
+    for flag in (
+        "--moe-router-topk", "--moe-router-topk-scaling-factor", "--moe-router-num-groups", "--moe-router-group-topk",
+        "--moe-z-loss-coeff", "--moe-input-jitter-eps", "--moe-shared-expert-intermediate-size", "--moe-latent-size",
+        "--expert-model-parallel-size", "--expert-tensor-parallel-size",
+    ):  # fmt: skip
+        draft.copy(flag)
+    _width(draft)
+    _layers(draft)
+    _router(draft)
+    _balance(draft)
+    _capacity(draft)
+    _switches(draft)
+    kind = str(draft.arguments.value("--moe-token-dispatcher-type"))
+    how = "" if kind != "flex" else "the same numbers: how messages travel is the machine's affair"
+    draft.put(
+        "--moe-token-dispatcher-type", "parallel.dispatcher", "gather" if kind == "allgather" else "exchange", how
+    )  # fmt: skip
+
+
+def _width(draft: Draft) -> None:
+    """Inner features of an expert: those of the MLP, unless they are said."""
+    flag = "--moe-ffn-hidden-size"
+    if draft.arguments.value(flag) is not None:
+        draft.copy(flag)
+    else:
+        dense = "model.ffn_hidden_size"
+        draft.put(flag, "model.moe.ffn_hidden_size", draft.settings.get(dense), "as wide as an MLP", of=(dense,))
+
+
+def _layers(draft: Draft) -> None:
+    """Which layers have experts: a number counts from the first layer on."""
+    flag = "--moe-layer-freq"
+    typed = draft.arguments.value(flag)
+    marks = pattern_of(draft, flag)
+    if marks is None:
+        return
+    if str(typed).isdecimal():
+        marks = [True, *[False] * (int(str(typed)) - 1)][: draft.number("--num-layers")]
+    if not all(marks):
+        draft.put(flag, "model.moe.layers", list(marks))
+
+
+def _router(draft: Draft) -> None:
+    arguments = draft.arguments
+    score, chosen = arguments.value("--moe-router-score-function"), draft.number("--moe-router-topk")
+    draft.put("--moe-router-score-function", "model.moe.router.score", score)
+    bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
+    draft.put(
+        "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
+        "model.moe.router.renormalise", not bare and not (score == "sigmoid" and chosen == 1),
+    )  # fmt: skip
+    if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
+        draft.say("already", "--moe-router-group-topk", "groups are judged by the sum of their best experts")
+    dtype = arguments.value("--moe-router-dtype")
+    text = "" if dtype else "Megatron's router computes in the model's dtype; fp32 is safer"
+    draft.put("--moe-router-dtype", "model.moe.router.dtype", dtype or "model", text)
+    if arguments.value("--moe-router-enable-expert-bias"):
+        draft.put("--moe-router-enable-expert-bias", "model.moe.router.balancing_bias", True)
+        draft.copy("--moe-router-bias-update-rate")
+    devices = "--moe-router-topk-limited-devices"
+    if arguments.value(devices) is not None:
+        draft.put(devices, "model.moe.router.groups", draft.number("--expert-model-parallel-size"), "one per ep rank")
+        draft.put(devices, "model.moe.router.top_groups", arguments.value(devices))
+
+
+def _balance(draft: Draft) -> None:
+    """One loss, several with a weight each, a plan, or nothing."""
+    kinds = _words(draft.arguments.value(_TYPES))
+    weights = _words(draft.arguments.value(_WEIGHTS))
+    if kinds == ["sinkhorn"]:
+        draft.put(_TYPES, "model.moe.balance.sinkhorn", True)
+        return
+    unknown = [kind for kind in kinds if kind not in (*LOSSES, "none")]
+    if unknown:
+        draft.say("not mapped", _TYPES, f"{', '.join(unknown)} is not built here. Use aux_loss", "model")
+        return
+    named = [kind for kind in kinds if kind in LOSSES]
+    if len(weights) not in (1, len(named)) or (len(named) != len(kinds) and len(kinds) > 1):
+        draft.problems.append(
+            f"{_TYPES} {' '.join(kinds)} with {_WEIGHTS} {' '.join(weights)}: expected one weight for each loss. "
+            f"Use {_WEIGHTS} with {len(named)} numbers."
+        )
+        return
+    for kind, weight in zip(named, weights * (len(named) if len(weights) == 1 else 1), strict=False):
+        try:
+            value = float(weight)
+        except ValueError:
+            draft.problems.append(f"{_WEIGHTS} {weight} must be a number. Use {_WEIGHTS} 0.01.")
+            return
+        draft.put(_WEIGHTS, f"model.moe.balance.{LOSSES[kind]}", value, kind)
+    if not named:
+        draft.say("already", _TYPES, "no loss keeps experts busy")
+
+
+def _capacity(draft: Draft) -> None:
+    flag = "--moe-expert-capacity-factor"
+    factor = draft.arguments.value(flag)
+    if not isinstance(factor, int | float) or factor < 0:
+        return
+    draft.put(flag, "model.moe.capacity.factor", factor, "of a microbatch over all ranks that share it")
+    policy = draft.arguments.value("--moe-token-drop-policy")
+    draft.put("--moe-token-drop-policy", "model.moe.capacity.drop", "last" if policy == "position" else "least")
+
+
+def _switches(draft: Draft) -> None:
+    """What stands alone, and the biases that Megatron gives to all its matrices."""
+    for flag, setting in (
+        ("--moe-router-force-load-balancing", "model.moe.router.forced_balance"),
+        ("--moe-apply-probs-on-input", "model.moe.weigh_input"),
+        ("--moe-shared-expert-gate", "model.moe.shared_gate"),
+    ):
+        if draft.arguments.value(flag):
+            draft.put(flag, setting, True)
+    linear = not draft.arguments.value("--disable-bias-linear")
+    for setting in ("model.moe.biases", "model.moe.router.bias"):
+        draft.put("--disable-bias-linear", setting, linear)
+
+
+def _words(value: object) -> list[str]:
+    if value is None:
+        return []
+    return [str(one) for one in value] if isinstance(value, list | tuple) else str(value).split()

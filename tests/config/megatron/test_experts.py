@@ -1,0 +1,107 @@
+"""Tests of megalith/config/megatron/experts.py."""
+
+import pytest
+
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.train.rules import model_problems
+from tests.config.megatron.conftest import Translate
+
+PLAIN = "--disable-bias-linear --swiglu --normalization RMSNorm"
+
+
+def moe_of(tiny: Translate, added: str) -> MoEConfig:
+    run = tiny(f"{PLAIN} {added}").run
+    assert run is not None and run.model.moe is not None
+    assert model_problems(run) == []
+    return run.model.moe
+
+
+def test_no_experts_unless_asked_for(tiny: Translate) -> None:
+    for added in ("", "--num-experts 0", "--moe-router-topk 4 --moe-ffn-hidden-size 64"):
+        run = tiny(added).run
+        assert run is not None and run.model.moe is None
+
+
+def test_defaults_are_megatrons(tiny: Translate) -> None:
+    run = tiny(f"{PLAIN} --num-experts 8 --ffn-hidden-size 96").run
+    assert run is not None
+    expected = MoEConfig(experts=8, top_k=2, ffn_hidden_size=96, router=RouterConfig(dtype="model"))
+    assert run.model.moe == expected
+    assert (run.parallel.dispatcher, run.parallel.ep, run.parallel.etp) == ("gather", 1, None)
+
+
+def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
+    moe = moe_of(
+        tiny,
+        "--num-experts 16 --moe-ffn-hidden-size 32 --moe-router-topk 4 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32 "
+        "--moe-shared-expert-intermediate-size 32 --moe-router-load-balancing-type seq_aux_loss "
+        "--moe-aux-loss-coeff 1e-4 --moe-token-dispatcher-type alltoall",
+    )
+    assert moe.router == RouterConfig(
+        score="sigmoid", balancing_bias=True, balancing_rate=0.01, groups=4, top_groups=2, scale=2.5
+    )
+    assert moe.balance == BalanceConfig(sequence=1e-4)
+    assert (moe.experts, moe.top_k, moe.ffn_hidden_size, moe.shared_ffn_hidden_size) == (16, 4, 32, 32)
+
+
+@pytest.mark.parametrize(
+    ("added", "router"),
+    [
+        ("--moe-router-pre-softmax", RouterConfig(renormalise=False, dtype="model")),
+        ("--moe-router-topk 1 --moe-router-score-function sigmoid",
+         RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
+        ("--moe-input-jitter-eps 0.1 --moe-router-dtype fp64", RouterConfig(jitter=0.1, dtype="fp64")),
+        ("--moe-router-force-load-balancing", RouterConfig(forced_balance=True, dtype="model")),
+    ],
+)  # fmt: skip
+def test_routers(tiny: Translate, added: str, router: RouterConfig) -> None:
+    assert moe_of(tiny, f"--num-experts 4 {added}").router == router
+
+
+@pytest.mark.parametrize(
+    ("freq", "layers"), [("1", ()), ("2", (True, False)), ("[0,1]", (False, True)), ("([0]*1+[1]*1)", (False, True))]
+)
+def test_layers_with_experts_count_from_the_first(tiny: Translate, freq: str, layers: tuple[bool, ...]) -> None:
+    assert moe_of(tiny, f"--num-experts 4 --moe-layer-freq {freq}").layers == layers
+
+
+def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
+    both = "--num-experts 4 --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff"
+    assert moe_of(tiny, f"{both} 0.1 0.2 --moe-z-loss-coeff 1e-3").balance == BalanceConfig(
+        batch=0.1, global_batch=0.2, z=1e-3
+    )
+    (problem,) = tiny(f"{both} 0.1 0.2 0.3").problems
+    assert "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
+    assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn").balance.sinkhorn
+    assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance == BalanceConfig()
+
+
+def test_capacities(tiny: Translate) -> None:
+    limited = "--num-experts 4 --moe-expert-capacity-factor 1.5"
+    assert moe_of(tiny, limited).capacity == CapacityConfig(factor=1.5)
+    assert moe_of(tiny, f"{limited} --moe-token-drop-policy position").capacity.drop == "last"
+    assert moe_of(tiny, "--num-experts 4 --moe-expert-capacity-factor -1").capacity == CapacityConfig()
+
+
+def test_biases_are_in_all_matrices_or_none(tiny: Translate) -> None:
+    run = tiny("--num-experts 4", without=("--disable-bias-linear",)).run
+    assert run is not None and run.model.moe is not None
+    assert run.model.moe.biases and run.model.moe.router.bias
+    without = moe_of(tiny, "--num-experts 4")
+    assert not without.biases and not without.router.bias
+
+
+def test_layouts_of_experts(tiny: Translate) -> None:
+    run = tiny(f"{PLAIN} --num-experts 4 --expert-model-parallel-size 2 --expert-tensor-parallel-size 1").run
+    assert run is not None and (run.parallel.ep, run.parallel.etp) == (2, 1)
+
+
+def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None:
+    flag = "--moe-router-load-balancing-type quantile_balancing"
+    assert any(
+        "quantile_balancing is not built" in text for text in tiny(f"--num-experts 4 {flag}").refusals(strict=False)
+    )
+    assert tiny("--moe-routing-trace-path x").refusals(strict=True) == []
+    assert tiny("--num-experts 4 --moe-routing-trace-path x").refusals(strict=False)
