@@ -198,10 +198,12 @@ def canonical(config: ModelConfig) -> ModelConfig:
         turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
         rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
     scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
+    own_eps = kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
     rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
     kept = replace(
-        config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, **rounded), rope=rope,
+        config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, qk_norm_eps=own_eps, **rounded), rope=rope,
         logit_scale=float(f"{config.logit_scale:.12g}"), mtp=MTPConfig(depths=config.mtp.depths),
+        init="normal", embedding_init_std=None, init_overrides=(), fp32_residual=False,
     )  # fmt: skip
     kept = canonical_experts(kept)
     if config.mla is not None:

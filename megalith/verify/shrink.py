@@ -145,7 +145,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
-        checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),  # which a rule asks for; it is drawn here
+        # A rule asks for the base of adapters; here it is drawn.
+        checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),
     )  # fmt: skip
     return replace(case, run=tiny)
 
@@ -191,7 +192,8 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
     model = _shrink_layers(model)
     return replace(
         model, head_dim=None if mla else model.head_dim, num_kv_heads=model.num_heads if mla else model.num_kv_heads,
-        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, 2)),
+        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, 2)), init_overrides=(),
+        mup=model.mup and replace(model.mup, base_hidden_size=8),
         attention=replace(
             attention, window=attention.window and min(attention.window, 5),
             window_layers=_shrink_pattern(attention.window_layers, layers),

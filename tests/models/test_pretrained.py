@@ -169,7 +169,15 @@ def test_only_weights_are_taken_over(tmp_path: Path, tiny: SimpleNamespace) -> N
 def test_what_only_training_knows_may_change_and_the_context_may_grow(tmp_path: Path, tiny: SimpleNamespace) -> None:
     model = tiny.folder(tmp_path / "x", tiny.config())
     dropout = DropoutConfig(residual=0.1)
-    changed = tiny.config(init_std=0.1, max_seq_len=64, vocab_multiple=16, dropout=dropout)
+    changed = tiny.config(
+        init_std=0.1,
+        init="xavier_uniform",
+        embedding_init_std=0.5,
+        fp32_residual=True,
+        max_seq_len=64,
+        vocab_multiple=16,
+        dropout=dropout,
+    )
     notes = load_pretrained(tiny.entries(tiny.blank(changed)), str(tmp_path / "x"), alone("world"), model=changed)
     assert notes == ["model.max_seq_len: 32 there, 64 here"]
     save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0)))

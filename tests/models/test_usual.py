@@ -121,3 +121,13 @@ def test_norms_stand_around_what_they_norm() -> None:
     assert names.index("self_attn.o_proj.weight") < names.index("b.weight") < names.index("c.weight")
     assert names[-1] == "lm_head.weight"
     assert usual_rules(replace(config, tied_embeddings=True))[-1].name == "model.norm.weight"
+
+
+def test_how_a_model_started_and_in_what_digits_it_trained_is_no_part_of_what_it_computes() -> None:
+    plain = ModelConfig(vocab_size=8, hidden_size=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
+    changed = replace(
+        plain, init="xavier_uniform", embedding_init_std=0.5, init_overrides=(("*.o", 0.1),), fp32_residual=True,
+    )  # fmt: skip
+    assert canonical(changed) == canonical(plain)
+    same, other = (replace(plain, attention=AttentionConfig(qk_norm="head", qk_norm_eps=eps)) for eps in (1e-5, 1e-6))
+    assert canonical(same) == canonical(replace(plain, attention=AttentionConfig(qk_norm="head"))) != canonical(other)

@@ -136,6 +136,7 @@ def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
             assert getattr(small, same) == getattr(large, same)
         assert {small.has_window(n) for n in range(small.num_layers)} == {large.has_window(n) for n in range(24)}
         assert {small.turns(n) for n in range(small.num_layers)} == {large.turns(n) for n in range(24)}
+        assert (small.width_factor() > 1) == (large.width_factor() > 1)
         parts = [{(m.attention_part(n), m.mlp_part(n)) for n in range(m.num_layers)} for m in (small, large)]
         assert parts[0] <= parts[1] and (len(parts[0]) > 1) == (len(parts[1]) > 1)
         assert (small.mla is None, small.mtp.depths > 0) == (large.mla is None, large.mtp.depths > 0)
