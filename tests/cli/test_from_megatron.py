@@ -102,12 +102,12 @@ def test_json_is_one_document(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*TINY_LLAMA.split(), "--use-mup"]
-    assert run(*words, "--num-experts", "8") == 2
+    words = [*TINY_LLAMA.split(), "--is-hybrid-model"]
+    assert run(*words, "--enable-mhc-connections") == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "2 settings must be changed" in printed.err
-    for reason in ("muP", "mixture of experts"):
+    for reason in ("state-space", "other places"):
         assert reason in printed.err
     assert run(*words, "--json") == 2
     document = json.loads(capsys.readouterr().out)
@@ -115,11 +115,11 @@ def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture
 
 
 def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*TINY_LLAMA.split(), "--embedding-init-method-std", "0.1"]
+    words = [*TINY_LLAMA.split(), "--decoupled-lr", "0.1"]
     assert run(*words) == 0
-    assert "not mapped, which changes the numbers\n  --embedding-init-method-std 0.1" in capsys.readouterr().err
+    assert "not mapped, which changes the numbers\n  --decoupled-lr 0.1" in capsys.readouterr().err
     assert run(*words, "--strict") == 2
-    assert "--embedding-init-method-std 0.1: not yet: first weights of another kind" in capsys.readouterr().err
+    assert "--decoupled-lr 0.1: not yet: learning rates of their own" in capsys.readouterr().err
 
 
 def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:
