@@ -201,7 +201,8 @@ def canonical(config: ModelConfig) -> ModelConfig:
     own_eps = kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
     rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
     kept = replace(
-        config, vocab_multiple=1, dropout=DropoutConfig(), attention=replace(kind, qk_norm_eps=own_eps, **rounded), rope=rope,
+        config, vocab_multiple=1, dropout=DropoutConfig(), rope=rope,
+        attention=replace(kind, qk_norm_eps=own_eps, **rounded),
         logit_scale=float(f"{config.logit_scale:.12g}"), mtp=MTPConfig(depths=config.mtp.depths),
         init="normal", embedding_init_std=None, init_overrides=(), fp32_residual=False,
     )  # fmt: skip

@@ -5,6 +5,7 @@ from dataclasses import replace
 from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 
 MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=5, num_heads=4, num_kv_heads=4, ffn_hidden_size=9)
@@ -32,6 +33,12 @@ def test_layers_without_attention_neither_turn_nor_have_a_window() -> None:
     model = replace(MODEL, layers=OWN, attention=AttentionConfig(window=3))
     assert [model.turns(layer) for layer in range(3)] == [True, False, True]
     assert [model.has_window(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_layers_without_an_mlp_have_no_experts_in_its_place() -> None:
+    own = LayersConfig(mlp=("full", "linear", "full", "none"))
+    model = replace(MODEL, layers=own, moe=MoEConfig(experts=4, ffn_hidden_size=8, layers=(True, True, False)))
+    assert [model.has_experts(layer) for layer in range(5)] == [True, False, False, False, True]
 
 
 def test_patterns_are_lists_in_files_and_on_the_command_line() -> None:
