@@ -166,6 +166,7 @@ class HeadsThenRing:
 
 def _context(tokens: Tokens) -> Context:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
+    assert tokens.biases is None, "a rank has no whole documents to bias by distance: plan/context.py refuses that"
     return tokens.context
 
 
