@@ -349,7 +349,7 @@ def test_hidden_states_of_the_wrong_type_are_stopped_at_the_border_of_a_layer() 
 
 
 def test_an_operation_that_has_no_shape_on_paper_is_our_fault_and_keeps_its_traceback() -> None:
-    def reads_a_number(self: GatedMLP, x: Tensor) -> Tensor:
+    def reads_a_number(self: GatedMLP, x: Tensor, tokens: object = None) -> Tensor:
         return x * x.sum().item()
 
     with replaced(GatedMLP, "forward", reads_a_number), pytest.raises(RuntimeError, match="meta tensors"):
@@ -396,7 +396,7 @@ def test_parameters_are_typed_from_their_shards() -> None:
     parallel = ParallelConfig(tp=4)
     model, grid = built(BIASED, parallel, 8), model_grid(parallel, BIASED, 8)
     with typecheck(), checker.set_current_mesh(mesh_axes(grid)):
-        declare(model)
+        declare(model, grid)
         first = layer(model, 0)
         found = {
             "q": types_of(first.attention.qkv.q),
