@@ -1,11 +1,12 @@
 """The float64 proof: a layout, run on real processes, computes what one process computes.
 
 Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the first weights, the
-weights after three steps, and a fourth step after saving and loading are compared.
+weights after three steps, and a fourth step after saving and loading are compared; of experts also, and first, how many
+tokens each was chosen by.
 """
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.experts import LayerUse, routers_of, use_of_experts
 from megalith.train.step import train_step
 from megalith.verify.faults import planted
 
@@ -111,6 +113,11 @@ class RankResult:
     weights: Gathered
     stored: dict[str, Tensor]
     reloaded: Gathered
+    uses: list[list[LayerUse]]
+    """By step: what the experts of every layer did; empty lists without experts."""
+
+    biases: dict[str, list[Tensor]]
+    """Balancing biases after the last step, by layer: every rank's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +182,13 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     trainer = build_trainer(case.run, mesh, device)
     _give_adapters_values(trainer)
     initial = _weights(trainer)
-    losses, norms, gradients = [], [], {}
+    losses, norms, uses, gradients = [], [], [], {}
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS)
     for step in range(STEPS):
         result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=0.1)
         losses.append(result.loss)
         norms.append(result.grad_norm)
+        uses.append(use_of_experts(trainer.staged.modules, mesh))
         if step == 0:
             # The optimizer has clipped these in place; they are compared as they were applied, all by the same factor.
             gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
@@ -195,17 +203,20 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
     losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=0.1).loss)
+    uses.append(use_of_experts(again.staged.modules, mesh))
     again.data.settle()
+    biases = _biases(again, mesh)
     gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again))]
     if mesh.world.rank != 0:
         return None
     stored = {name: checkpoint.read(name) for name in checkpoint.keys()}  # noqa: SIM118  # not a mapping
-    return RankResult(losses, norms, gathered[0], gathered[1], gathered[2], stored, gathered[3])
+    return RankResult(losses, norms, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases)
 
 
 def compare_results(result: RankResult, reference: RankResult) -> list[Difference]:
     """Every kind of value, its worst disagreement, and whether it is within the tolerance."""
     rows = [
+        *_experts(result, reference),
         _scalars("first loss", result.losses[:1], reference.losses[:1]),
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
@@ -215,9 +226,51 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _tensors("checkpoint", result.stored, reference.stored),
         _tensors("weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)),
     ]
-    copies = [name for part in (result.gradients, result.weights) for name in _unequal_copies(part)]
+    copies = [name for name, mine in result.biases.items() if any(not torch.equal(mine[0], one) for one in mine)]
+    copies += [name for part in (result.gradients, result.weights) for name in _unequal_copies(part)]
     error = float("inf") if copies else 0.0
     return [*rows, Difference("copies agree", ", ".join(copies[:3]), error, not copies)]
+
+
+def _experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
+    """Choices before all else, since where these differ nothing that follows can agree; nothing without experts."""
+    if not any(reference.uses):
+        return
+    told = list(_other_choices(result.uses, reference.uses))
+    yield Difference("choices of experts", told[0] if told else "", float("inf") if told else 0.0, not told)
+    mine, theirs = ([loss for uses in each.uses for use in uses for loss in use.losses] for each in (result, reference))
+    if any(theirs):
+        yield _scalars("balance losses", mine, theirs)
+    if reference.biases:
+        ours, others = ({name: each[0] for name, each in one.biases.items()} for one in (result, reference))
+        yield _tensors("balancing biases", ours, others, exact=True)
+
+
+def _other_choices(mine: Sequence[Sequence[LayerUse]], reference: Sequence[Sequence[LayerUse]]) -> Iterator[str]:
+    """Where experts were not chosen as often as on one process, the first step and layer first."""
+    for step, (uses, others) in enumerate(zip(mine, reference, strict=True), 1):
+        for use, other in zip(uses, others, strict=True):
+            where = f"step {step}, {use.layer}"
+            if use.layer != other.layer or use.counts != other.counts:
+                counts, wanted = ([int(count) for count in one.counts] for one in (use, other))
+                yield f"{where}: experts got {counts} tokens and not {wanted}"
+            elif use.refused != other.refused:
+                yield f"{where}: {use.refused:.0f} choices were refused and not {other.refused:.0f}"
+
+
+def _biases(trainer: Trainer, mesh: Mesh) -> dict[str, list[Tensor]]:
+    """Balancing biases by layer, as every rank that has the layer knows them. Collective."""
+    mine = {
+        router.layer: router.moved.detach().clone()
+        for router in routers_of(trainer.staged.modules)
+        if router.moved is not None
+    }
+    found: dict[str, list[Tensor]] = {}
+    for part in gather_objects(mine, mesh.world):
+        assert isinstance(part, dict)
+        for name, bias in part.items():
+            found.setdefault(name, []).append(bias)
+    return found
 
 
 def _scalars(what: str, mine: Sequence[float], reference: Sequence[float]) -> Difference:

@@ -7,6 +7,7 @@ from megalith.config.dropout import DropoutConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
@@ -96,4 +97,56 @@ VARIANTS = {
     "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
     "heterogeneous": HETEROGENEOUS,
     "relative": RELATIVE,
+}  # fmt: skip
+
+# --- mixtures of experts
+
+NARROW = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=4, ffn_hidden_size=10, latent_size=14, layers=(True, False), capacity=CapacityConfig(factor=1.0),
+        balance=BalanceConfig(batch=0.2, z=0.05),
+    ),
+)  # fmt: skip
+"""Experts of few features in every other layer, which refuse what goes beyond their share."""
+
+BIASED_CHOICE = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=6, ffn_hidden_size=10, shared_ffn_hidden_size=9, shared_gate=True, router=RouterConfig(
+            score="sigmoid", balancing_bias=True, balancing_rate=0.01, bias=True, groups=3, top_groups=2,
+            group_score="max", scale=1.5,
+        ), balance=BalanceConfig(sequence=0.1, batch=0.2, z=0.05),
+    ),
+)  # fmt: skip
+"""As DeepSeek-V3: sigmoid scores, groups, a balancing bias; an MLP for all tokens, here with a gate of its own."""
+
+NOISY = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=6, ffn_hidden_size=10, layers=(False, True), capacity=CapacityConfig(factor=1.1, drop="last"),
+        router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1),
+    ),
+)  # fmt: skip
+"""As Switch Transformer: noise on what routers read, experts that refuse the last; and balance over the global batch,
+which depends on dp by its definition: microbatches that other ranks see at once count as seen."""
+
+PLANNED = replace(
+    PLAIN, num_kv_heads=6, num_layers=2, moe=MoEConfig(
+        experts=3, top_k=1, ffn_hidden_size=10, weigh_input=True, router=RouterConfig(renormalise=False),
+        balance=BalanceConfig(sinkhorn=True),
+    ),
+)  # fmt: skip
+"""One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but for the plan."""
+
+CLAMPED = replace(
+    PLAIN, num_kv_heads=6, mlp_bias=True, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0, moe=MoEConfig(
+        experts=4, ffn_hidden_size=9, biases=True, router=RouterConfig(bias=True), balance=BalanceConfig(batch=0.1),
+    ),
+)  # fmt: skip
+"""As gpt-oss: experts and routers with biases."""
+
+FURTHER_EXPERTS = replace(BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(depths=2, loss_weight=0.5))
+"""Layers with experts that predict further ahead."""
+
+MIXTURES = {
+    "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "clamped": CLAMPED,
+    "further experts": FURTHER_EXPERTS,
 }  # fmt: skip

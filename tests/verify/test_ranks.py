@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.testing.ranks import run_ranks
 from megalith.verify.ranks import (
@@ -153,6 +154,54 @@ def test_copies_that_differ_are_found_though_the_last_one_is_right(reference: Ra
     found = compare_results(replace(reference, weights=reference.weights | {NAME: other}), reference)
     assert failing(found) == {"copies agree"}
     assert found[-1].name == NAME
+
+
+EXPERTS = replace(
+    model(heads=2, keys=2), num_layers=2, moe=MoEConfig(
+        experts=3, ffn_hidden_size=5, router=RouterConfig(score="sigmoid", balancing_bias=True),
+        balance=BalanceConfig(batch=0.1),
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> RankResult:
+    """One process's answer, of a model with experts."""
+    result = run_case(0, 1, layout_case(EXPERTS, ParallelConfig(), 1), str(tmp_path_factory.mktemp("experts")))
+    assert result is not None
+    return result
+
+
+def test_choices_are_compared_first_and_told_by_step_and_layer(with_experts: RankResult) -> None:
+    assert failing(compare_results(with_experts, with_experts)) == set()
+    first, *others = with_experts.uses
+    (use, last) = first
+    counts = (use.counts[0] - 1, use.counts[1] + 1, use.counts[2])
+    wrong = replace(with_experts, uses=[[use._replace(counts=counts), last], *others])
+    found = compare_results(wrong, with_experts)[0]
+    got, wanted = ([int(count) for count in each] for each in (counts, use.counts))
+    assert found == Difference(
+        "choices of experts", f"step 1, layers.0: experts got {got} tokens and not {wanted}", float("inf"), False
+    )
+    refusing = replace(with_experts, uses=[[use, last._replace(refused=2.0)], *others])
+    assert compare_results(refusing, with_experts)[0].name == "step 1, layers.1: 2 choices were refused and not 0"
+
+
+def test_wrong_balance_losses_and_biases_are_found(with_experts: RankResult) -> None:
+    first, *others = with_experts.uses
+    losses = tuple(loss * (1 + 1e-7) for loss in first[0].losses)
+    wrong = replace(with_experts, uses=[[first[0]._replace(losses=losses), first[1]], *others])
+    assert failing(compare_results(wrong, with_experts)) == {"balance losses"}
+    (name, (bias,)), *_ = with_experts.biases.items()
+    assert bool(bias.any())
+    moved = replace(with_experts, biases=with_experts.biases | {name: [bias * (1 + 2**-52)]})
+    assert failing(compare_results(moved, with_experts)) == {"balancing biases"}
+    apart = replace(with_experts, biases=with_experts.biases | {name: [bias, bias + 1e-3]})
+    assert failing(compare_results(apart, with_experts)) == {"copies agree"}
+
+
+def test_a_model_without_experts_has_no_rows_about_them(reference: RankResult) -> None:
+    assert compare_results(reference, reference)[0].what == "first loss"
 
 
 def open_files(rank: int, world: int) -> int:

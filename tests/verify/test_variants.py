@@ -3,25 +3,38 @@
 from dataclasses import fields
 
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.train import TrainRun
 from megalith.config.tree import differences
 from megalith.train.rules import model_problems
 from megalith.verify.ranks import layout_case
-from megalith.verify.shrink import TrainRun
-from megalith.verify.variants import PLAIN, VARIANTS
+from megalith.verify.variants import MIXTURES, PLAIN, VARIANTS
 
 SIZES = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_hidden_size",
          "max_seq_len", "vocab_multiple", "init_std", "norm_eps")  # fmt: skip
 
 
 def test_every_choice_of_a_layer_is_in_one_of_them() -> None:
-    changed = {path.split(".")[0] for model in VARIANTS.values() for path, _, _ in differences(PLAIN, model)}
+    models = [*VARIANTS.values(), *MIXTURES.values()]
+    changed = {path.split(".")[0] for model in models for path, _, _ in differences(PLAIN, model)}
     choices = {field.name for field in fields(ModelConfig)} - set(SIZES)
     assert choices - changed <= {"mla", "mtp", "block"} | changed
     assert choices - changed == set(), choices - changed
 
 
 def test_all_of_them_are_models_that_may_be_trained() -> None:
-    for name, model in VARIANTS.items():
+    for name, model in (VARIANTS | MIXTURES).items():
         run: TrainRun = layout_case(model, ParallelConfig(), 1).run
         assert model_problems(run) == [], name
+
+
+def test_every_choice_of_a_mixture_is_in_one_of_them() -> None:
+    """But those for measuring alone, and those that a family decides."""
+    mixtures = [model.moe for model in MIXTURES.values() if model.moe is not None]
+    plain = MoEConfig(experts=4, ffn_hidden_size=10)
+    changed = {path for moe in mixtures for path, _, _ in differences(plain, moe)}
+    parts = {"router": RouterConfig, "balance": BalanceConfig, "capacity": CapacityConfig}
+    choices = {f"{part}.{field.name}" for part, kind in parts.items() for field in fields(kind)}
+    choices |= {field.name for field in fields(MoEConfig)} - set(parts)
+    assert choices - changed == {"router.dtype", "router.forced_balance"}
