@@ -377,7 +377,11 @@ class DataParallel:
 
     def _division(self, index: int) -> Division:
         """Which ranks divide a bucket."""
-        return self.divisions[self.shards[self.plan.buckets[index].members[0]].grid]
+        return self.divisions[self._first(index).grid]
+
+    def _first(self, index: int) -> Shard:
+        """A parameter of a bucket, which has one grid."""
+        return self.shards[self.plan.buckets[index].members[0]]
 
     def _places_of_gradients(self) -> tuple[list[int], int]:
         """Where the gradients of each bucket start, and how many there are in all; of my slices alone under ZeRO-2."""
@@ -397,13 +401,21 @@ class DataParallel:
         return [self._owned_part(part) for part in owned_parts(self.plan, [(one.rank, one.size) for one in places])]
 
     def _compare_layouts(self) -> None:
-        """Make sure that what is summed in one message is the same thing on all ranks of the sum."""
-        places = [
-            (shard, f"at elements {slot.start} to {slot.stop}")
-            for shard, slot in zip(self.shards, self.plan.slots, strict=True)
-        ]
+        """Make sure that what is summed in one message is the same thing on all ranks of the sum.
+
+        Places are told within buckets and among those of one grid: ranks that hold the same experts may have dense
+        slices of other sizes between them.
+        """
         for grid in self.divisions:
-            require_alike({shard.name: place for shard, place in places if shard.grid == grid}, self._alike(grid))
+            mine = [index for index in range(len(self.plan.buckets)) if self._first(index).grid == grid]
+            places = {}
+            for count, index in enumerate(mine):
+                start = self.plan.buckets[index].start
+                for number in self.plan.buckets[index].members:
+                    slot = self.plan.slots[number]
+                    here = f"at elements {slot.start - start} to {slot.stop - start} of bucket {count}"
+                    places[self.shards[number].name] = here
+            require_alike(places, self._alike(grid))
         require_alike_slices(self.owned, self.mesh)
 
     def _alike(self, grid: str) -> Group:

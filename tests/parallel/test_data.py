@@ -345,7 +345,8 @@ def _other_sizes(rank: int, world: int) -> None:
 
 
 def test_ranks_with_other_parameters_are_refused_before_the_first_step() -> None:
-    with pytest.raises(RankError, match="first w at elements 0 to 3 on rank 0 and w at elements 0 to 4 on rank 1"):
+    told = "first w at elements 0 to 3 of bucket 0 on rank 0 and w at elements 0 to 4 of bucket 0 on rank 1"
+    with pytest.raises(RankError, match=told):
         run_ranks(_other_sizes, 2)
 
 
