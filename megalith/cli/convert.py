@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -13,8 +13,15 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
+from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
+from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError, raise_all
+
+if TYPE_CHECKING:  # help should not have to wait for torch
+    from megalith.models.pretrained import Pretrained
+
+Target = Literal["megalith", "huggingface", "peft"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
@@ -33,7 +40,7 @@ class ConvertOptions:
     target: Positional[str]
     """Folder to write; it must not exist."""
 
-    to: Literal["megalith", "huggingface", "peft"] | None = None
+    to: Target | None = None
     """What to write; left out: the other kind than the source. A run that trained adapters becomes a whole model,
     with the adapters merged into its weights; peft writes the adapters alone, as the peft library has them."""
 
@@ -48,6 +55,14 @@ class ConvertOptions:
 
     vocab_multiple: int | None = None
     """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
+
+    upcycle: str | None = None
+    """Make a mixture of experts of a dense model: a YAML file with the settings of model.moe; see
+    docs/howto/experts.md."""
+
+    upcycle_scale: Literal["spread", "down"] = "spread"
+    """Where the factor goes that experts need to answer together what the dense MLP did: into all their matrices, or
+    into the last alone, which is exact for any activation."""
 
     workers: int = 2
     """Threads that read, hash and write at the same time. What they write does not depend on it; where tensors are cast
@@ -66,31 +81,21 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, kind_of, plan_moves
+    from megalith.models.convert import convert, plan_moves
     from megalith.models.hf import check_absent
-    from megalith.models.pretrained import locate, open_pretrained, require_adapters
     from megalith.posttrain.export import plan_peft, write_peft
+    from megalith.posttrain.upcycle import told_origins
 
     target = Path(options.target)
     check_absent(target)
-    source = open_pretrained(locate(options.source), base=options.base)
-    if options.base is not None:
-        require_adapters(source, options.base)
-    to = options.to or ("huggingface" if kind_of(source) == "megalith" else "megalith")
-    if options.vocab_multiple is not None:
-        if kind_of(source) == "megalith" or to == "huggingface":
-            raise ConfigError(
-                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging Face folders, whose "
-                f"vocabulary is not padded. Remove it."
-            )
-        source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
+    source, to = open_source(options)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":
         parts = plan_peft(source)
         nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
         show_peft(str(source.path), str(target), [part.module for part in parts], nbytes, options)
         return 0
-    moves = plan_moves(source, to, dtype)
+    moves = told_origins(source, plan_moves(source, to, dtype))
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
         with shown_progress(nbytes) as advance:
@@ -106,6 +111,33 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
+    """What is to be written, not yet read, and as what.
+
+    Raises:
+        ConfigError: options do not fit the source.
+    """
+    from megalith.models.convert import kind_of
+    from megalith.models.pretrained import locate, open_pretrained, require_adapters
+    from megalith.posttrain.upcycle import upcycle
+
+    source = open_pretrained(locate(options.source), base=options.base)
+    if options.base is not None:
+        require_adapters(source, options.base)
+    kind = kind_of(source)
+    to: Target = options.to or ("huggingface" if kind == "megalith" and options.upcycle is None else "megalith")
+    if options.vocab_multiple is not None:
+        if kind == "megalith" or to == "huggingface":
+            raise ConfigError(
+                f"--vocab-multiple={options.vocab_multiple} is for checkpoints made from Hugging Face folders, whose "
+                f"vocabulary is not padded. Remove it."
+            )
+        source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
+    if options.upcycle is not None:
+        source = upcycle(source, load_yaml(options.upcycle, MoEConfig), scale=options.upcycle_scale)
+    return source, to
+
+
 def option_problems(options: ConvertOptions) -> list[str]:
     """Numbers that cannot be."""
     problems = []
@@ -115,6 +147,13 @@ def option_problems(options: ConvertOptions) -> list[str]:
         problems.append(f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores.")
     if options.vocab_multiple is not None and options.vocab_multiple < 1:
         problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
+    if options.upcycle is None and options.upcycle_scale != "spread":
+        problems.append(
+            f"--upcycle-scale={options.upcycle_scale} without --upcycle: nothing is upcycled. Set --upcycle to a YAML "
+            f"file with the settings of model.moe, or remove it."
+        )
+    if options.upcycle is not None and options.to == "peft":
+        problems.append(f"--upcycle={options.upcycle} with --to=peft: adapters have no experts. Use --to megalith.")
     return problems
 
 

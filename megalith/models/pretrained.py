@@ -296,9 +296,11 @@ def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[st
     refused_ones = [row for row in changed if row[0] not in allowed]
     if refused_ones:
         names = " ".join(name for name, _, _ in refused_ones)
+        mixture = " To make a mixture of a dense model, run `megalith convert` with --upcycle."
         raise CheckpointError(
             f"{opened.path} is another model:\n{_table(refused_ones)}\nTo load it, set model.* to what is there. To "
             f"change what these weights compute, set checkpoint.allow_model_changes to {names}."
+            f"{mixture if theirs.moe is None and ours.moe is not None else ''}"
         )
     return [f"{name}: {old} there, {new} here" for name, old, new in changed]
 

@@ -369,8 +369,20 @@ MODEL = (
             --moe-router-quantile-balancing-ema --moe-routing-trace-capture-hidden-states!
             --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
             --moe-routing-trace-max-training-iters --moe-routing-trace-path
-            --moe-upcycling-granularity --moe-use-upcycling!
         """,
+    ),
+    Group(
+        verdict="not mapped", effect="model", switch="--num-experts",
+        reason=(
+            "upcycling is a command of its own here, and a run begins with what it wrote. Run `megalith convert DENSE "
+            "OUT --upcycle moe.yaml`, set checkpoint.load to OUT, and remove it"
+        ),
+        flags="--moe-use-upcycling!",
+    ),
+    Group(
+        verdict="already", effect="none", switch="--moe-use-upcycling",
+        reason="the granularity of upcycling is the dense model's ffn_hidden_size by that of an expert",
+        flags="--moe-upcycling-granularity",
     ),
     Group(
         verdict="not mapped", effect="model",
