@@ -111,7 +111,8 @@ def best(scores: Tensor, count: int) -> Tensor:
 
     Of equal ones the first stands first; top-k of torch promises no order among them.
     """
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    # Contiguous, because backward keeps choices, and with a part of the order the whole of it.
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:

@@ -16,9 +16,10 @@ value, w bytes of a statistic. One layer keeps, each row where it is kept first:
     mlp              gate and up                         2·f·e·t      not with `mlp`
     mlp.down         its input                           f·e·t        not with `mlp_act` or `mlp`
 
-Other kinds of layers keep other rows: a LayerNorm also means, w·t; norms after attention and MLP their own inputs; a
-parallel layer one input less, and with one norm two; an MLP without a gate f·e·t instead of 2·f·e·t; windows, caps and
-sinks what torch's kernel keeps; norms of queries and keys, gates and latent attention what the functions below say.
+Of a mixture of experts, plan/mixtures.py tells. Other kinds of layers keep other rows: a LayerNorm also means, w·t;
+norms after attention and MLP their own inputs; a parallel layer one input less, and with one norm two; an MLP without a
+gate f·e·t instead of 2·f·e·t; windows, caps and sinks what torch's kernel keeps; norms of queries and keys, gates and
+latent attention what the functions below say.
 Estimates, and no more, are: attention on accelerators; and, on CPUs, latent attention of documents too short for tiles,
 whose values have another width than keys, and biases by distance together with caps, sinks or dropped weights.
 
@@ -34,8 +35,10 @@ from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.plan.parameters import TensorPart, tensor_part
+from megalith.plan.mixtures import Mixture, mixture_tensors
+from megalith.plan.parameters import ExpertPart, TensorPart, tensor_part
 from megalith.plan.recompute import Span, layer_spans, modules_again
 
 ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
@@ -82,6 +85,13 @@ class Setting:
     a2a: int = 1
     """Neighbours that exchange heads, with a2a+ring."""
 
+    experts: ExpertPart | None = None
+    """This rank's part of experts; unset: all of them, each divided over tp."""
+
+    dispatcher: DispatcherName = "exchange"
+    crowded: bool = False
+    """All tokens choose this rank's experts, as far as they can; else all are equally busy."""
+
     first_layer: int = 0
     """Number of the first layer here over all stages; it decides which have windows and positions."""
 
@@ -120,6 +130,16 @@ class Setting:
     def part(self) -> TensorPart:
         """n, g, f and v of this rank."""
         return tensor_part(self.model, tp=self.tp, rank=self.tp_rank)
+
+    @property
+    def mixture(self) -> Mixture:
+        """The experts of a layer that has some."""
+        assert self.model.moe is not None
+        return Mixture(
+            model=self.model, moe=self.model.moe, tokens=self.own_tokens, sharing=self.cp * self.tp,
+            experts=self.experts or ExpertPart(etp=self.tp, etp_rank=self.tp_rank), dispatcher=self.dispatcher,
+            element=self.element, wide=self.wide, crowded=self.crowded,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +251,10 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
     elif before and model.block == "parallel":
         rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
     own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
+    if model.has_experts(layer):
+        reads = (kept or _wants_values(model, again)) and not _wants_noise(model, again)
+        rows += _mixture_rows(setting, again, kept=own and reads)
+        return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
     full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
     if kept and own:
         reader = "mlp" if "mlp" in again else up if full else "mlp.linear"
@@ -238,6 +262,43 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
     if full and "mlp" not in again:
         rows += _mlp_rows(setting, "mlp_act" in again)
     return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
+
+
+def _wants_values(model: ModelConfig, again: Sequence[str]) -> bool:
+    """Whether a mixture reads its input itself, and not what that can be rebuilt from."""
+    return "mlp" not in again and model.moe is not None and model.moe.latent_size is not None
+
+
+def _wants_noise(model: ModelConfig, again: Sequence[str]) -> bool:
+    """Whether a mixture reads its input with jitter, and nothing else."""
+    moe = model.moe
+    if moe is None or "mlp" in again or moe.router.jitter == 0:
+        return False
+    return moe.latent_size is None and moe.shared_ffn_hidden_size is None
+
+
+def _mixture_rows(setting: Setting, again: Sequence[str], *, kept: bool) -> list[Row]:
+    """A mixture of experts; `kept`: its input, too."""
+    model, moe, width = setting.model, setting.model.moe, setting.own_tokens * setting.model.hidden_size
+    assert moe is not None
+    first = "narrow" if moe.latent_size is not None else "router.gate"
+    reader = "mlp" if "mlp" in again else f"mlp.{first}"
+    rows = [Row(reader, "input", width, width * setting.element)] if kept else []
+    if "mlp" in again:
+        return rows
+    rows += [
+        Row(f"mlp.{region}".rstrip("."), what, numel, nbytes)
+        for region, what, numel, nbytes in mixture_tensors(setting.mixture)
+    ]
+    if moe.shared_ffn_hidden_size is None:
+        return rows
+    shared = replace(setting, model=replace(model, ffn_hidden_size=moe.shared_ffn_hidden_size))
+    rows += [row._replace(region=f"mlp.shared.0.{row.region}") for row in _mlp_rows(shared, "mlp_act" in again)]
+    if moe.shared_gate:
+        own = setting.own_tokens
+        rows.append(Row("mlp.shared.0", "gate", own, own * setting.element))
+        rows.append(Row("mlp.shared.0", "output before the gate", width, width * setting.element))
+    return rows
 
 
 def _norms_around(setting: Setting, again: Sequence[str]) -> tuple[bool, bool, bool]:
@@ -342,11 +403,24 @@ def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> I
     for local in sorted(_tables(setting, range(first, first + num_layers)) | _tables(setting, further)):
         for what in ("cosines", "sines"):
             yield Row("shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element)
+    if _balances(setting, range(first, first + num_layers)) or _balances(setting, further):
+        yield Row("shared", "which tokens count", t, t)
     counts = (num_layers, len(further))
     spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
     dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)
     if dropped or (model.dropout.embedding > 0 and (embedding or (loss and model.mtp.depths > 0))):
         yield Row("shared", "numbers of tokens", t, 8 * t)
+
+
+def _balances(setting: Setting, layers: Sequence[int]) -> bool:
+    """Whether losses of balance are kept in some of these layers."""
+    moe = setting.model.moe
+    if moe is None or "mlp" in modules_again(setting.recompute):
+        return False
+    losses, spans = moe.balance, layer_spans(setting.recompute, OffloadConfig(), len(layers))
+    kept = [layer for span in spans if not span.recomputed for layer in layers[span.start : span.stop]]
+    some = max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0
+    return some and any(setting.model.has_experts(layer) for layer in kept)
 
 
 def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:

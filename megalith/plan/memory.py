@@ -19,8 +19,10 @@ from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
+from megalith.plan.mixtures import Mixture
 from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
+from megalith.plan.shards import split_evenly
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS, neighbour
 from megalith.plan.workload import Workload
@@ -338,6 +340,9 @@ def setting_of(
         cp=run.parallel.cp,
         context=kind,
         a2a=workload.grid.size("cp_a2a"),
+        experts=workload.expert_part(0, tp_rank),
+        dispatcher=run.parallel.dispatcher,
+        crowded=workload.crowded,
         first_layer=first_layer,
         accelerator=accelerator,
         recompute=run.recompute,
@@ -367,7 +372,8 @@ def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
     head's own gradient."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
     features = sum(_features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in stage.layers)
-    rows = (features + stage.embedding * c.hidden_size) * t * width.value
+    routed = sum(c.has_experts(layer) for layer in stage.layers) * _values_at_experts(workload, tp_rank)
+    rows = ((features + stage.embedding * c.hidden_size) * t + routed) * width.value
     vocab = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank).vocab
     return rows + stage.loss * vocab * c.hidden_size * width.sums
 
@@ -377,10 +383,30 @@ def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) 
     own = model.at(layer)
     part = tensor_part(own, tp=tp, rank=tp_rank)
     attention = (part.heads + part.kv_heads) * (own.key_size() + own.value_size())
-    mlp = (3 if own.gated else 2) * part.ffn
+    mlp = (3 if own.gated else 2) * (_shared_features(own, tp, tp_rank) if own.has_experts(layer) else part.ffn)
     kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
     inside = sum(features for kind, features in kinds if kind == "full")
     return inside + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
+
+
+def _shared_features(model: ModelConfig, tp: int, tp_rank: int) -> int:
+    """Inner features, on this rank, of the experts for all tokens."""
+    size = model.moe.shared_ffn_hidden_size if model.moe is not None else None
+    return split_evenly(size or 0, tp)[tp_rank]
+
+
+def mixture_of(workload: Workload, tp_rank: int) -> Mixture:
+    """A layer's experts, as the ranks at this place have them."""
+    return setting_of(workload, tp_rank, kind=workload.run.parallel.context.kind, accelerator=False).mixture
+
+
+def _values_at_experts(workload: Workload, tp_rank: int) -> int:
+    """Inputs and output gradients of a layer's experts, r · (2 d + 3 f), and of its router, s · E."""
+    if workload.run.model.moe is None:
+        return 0
+    m = mixture_of(workload, tp_rank)
+    inner = (3 if m.model.gated else 2) * m.inner
+    return m.rows * (2 * m.features + inner) + m.tokens * m.moe.experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,7 +466,8 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     """What a pass through a chunk needs besides what it keeps.
 
     Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward: the gradients of one
-    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate. With cp the keys and values of other
+    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate; of experts as much of each row, whose own
+    are there twice, before and after they are sorted. With cp the keys and values of other
     ranks: two parts of them on a ring, all where they are gathered.
     """
     run, t = workload.run, workload.tokens
@@ -451,11 +478,21 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     keys = part.kv_heads * (c.key_size() + c.value_size())
     others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
-        inner = (3 if c.gated else 2) * part.ffn
-        return (inner + 2 * c.hidden_size) * t * width.value + others if stage.layers else 0
+        largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in stage.layers), default=0)
+        return (largest + 2 * c.hidden_size * t) * width.value + others if stage.layers else 0
     logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
     return max(head, others)
+
+
+def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
+    """Elements inside the MLP of a layer, or inside its experts."""
+    c, t, tp = workload.run.model, workload.tokens, workload.run.parallel.tp
+    copies = 3 if c.gated else 2
+    if not c.has_experts(layer):
+        return copies * tensor_part(c, tp=tp, rank=tp_rank).ffn * t
+    m = mixture_of(workload, tp_rank)
+    return m.rows * (copies * m.inner + 4 * m.features) + copies * _shared_features(c, tp, tp_rank) * t
 
 
 def boundary_bytes(workload: Workload) -> int:
@@ -482,6 +519,7 @@ def _with_software(tensors: RankMemory, workload: Workload, device: Device) -> R
         return tensors
     grid = workload.grid
     spans = [("tp",), ("cp",), ("dp", "cp"), ("pp",), ("dp", "cp", "tp", "pp")]
+    spans += [] if grid.experts is None else [("ep",), ("etp",), ("ep", "etp"), ("edp",)]
     groups = {ranks for span in spans if len(ranks := grid.group_of(grid.offset, span)) > 1}
     far = sum(ranks[-1] - grid.offset >= device.node for ranks in groups)
     library = CONTEXT + WORKSPACE + far * FAR_COMMUNICATOR + (len(groups) - far) * NEAR_COMMUNICATOR

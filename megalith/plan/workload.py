@@ -21,6 +21,8 @@ class Workload:
     """Of the whole pipeline, first to last."""
 
     schedule: Schedule
+    crowded: bool = False
+    """All tokens choose the experts of one rank, as far as they can; else all experts are equally busy."""
 
     @property
     def world(self) -> int:

@@ -1,0 +1,183 @@
+"""What a mixture of experts keeps of one microbatch between forward and backward, and how many rows its experts have.
+
+Notation: s tokens of this rank, E experts of which each token goes to K, d features that experts read (h, or those of
+the latent), f inner features of an expert on this rank, r rows that this rank's experts work on, e bytes of a feature,
+w of a statistic, l of a logit and of a weight. When all experts are equally busy r = s·K·etp.
+
+    the router          its logits or scores            s·E·w, and s·E·l
+                        the choices, and their weights  s·K·(8 + w)
+                        with losses of balance          shares and factors, s·E·w each
+    on the way          which row is whose              8·(3·s·K + s + 2·E)
+    the experts         their rows                      r·d·e
+                        what up gave: gate and up       2·r·f·e
+                        the rows' weights               r·l
+    latent, shared      what `widen` reads; as an MLP, and with a gate s·h·e more
+
+The activation is never kept: its input is, and backward computes it again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.parallel import DispatcherName
+from megalith.plan.parameters import ExpertPart
+
+
+class KeptTensor(NamedTuple):
+    """One tensor that is kept."""
+
+    region: str
+    """The module inside the mixture; "order": what operations keep without telling autograd."""
+
+    what: str
+    numel: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """One layer's experts on one rank."""
+
+    model: ModelConfig
+    moe: MoEConfig
+    tokens: int
+    """s: of the microbatch, that this rank sends to experts."""
+
+    sharing: int
+    """Ranks that share the tokens of a microbatch."""
+
+    experts: ExpertPart
+    dispatcher: DispatcherName = "exchange"
+    element: int
+    """e."""
+
+    wide: int
+    """w."""
+
+    crowded: bool = False
+    """All tokens have chosen the experts of this rank, as far as they can."""
+
+    @property
+    def features(self) -> int:
+        """d."""
+        return self.moe.latent_size or self.model.hidden_size
+
+    @property
+    def inner(self) -> int:
+        """f."""
+        return self.experts.features(self.moe.ffn_hidden_size)
+
+    @property
+    def ranks(self) -> int:
+        """That together hold every expert once."""
+        return self.experts.ep * self.experts.etp
+
+    @property
+    def logit(self) -> int:
+        """l."""
+        return {"fp32": self.wide, "fp64": 8, "model": self.element}[self.moe.router.dtype]
+
+    @property
+    def score(self) -> int:
+        """Bytes of a score, which is at least fp32."""
+        return max(self.logit, 4)
+
+    @property
+    def rows(self) -> int:
+        """r.
+
+        Crowded, each of all tokens has a row for each of its choices that can be of this rank's experts.
+        """
+        every, here = self.tokens * self.ranks, self.moe.experts // self.experts.ep
+        if not self.crowded:
+            return every * self.moe.top_k // self.experts.ep
+        most, factor = every * min(self.moe.top_k, here), self.moe.capacity.factor
+        if factor is None:
+            return most
+        together = self.tokens * self.sharing
+        each = min(together, ceil(together * self.moe.top_k / self.moe.experts * factor))
+        return min(most, here * each * self.ranks // self.sharing) if self.ranks >= self.sharing else most
+
+
+def mixture_tensors(m: Mixture) -> Iterator[KeptTensor]:
+    """All of one layer's, but what its input and the experts for all tokens keep."""
+    yield from _router(m)
+    if m.moe.capacity.factor is not None:
+        choices = m.tokens * m.moe.top_k
+        yield KeptTensor("router", "choices that were taken", choices, choices)
+    yield from _losses(m)
+    yield from _order(m)
+    yield from _experts(m)
+    if m.moe.latent_size is not None:
+        numel = m.tokens * m.features
+        yield KeptTensor("widen", "input", numel, numel * m.element)
+
+
+def _router(m: Mixture) -> Iterator[KeptTensor]:
+    """Logits or scores that weights are made of, and the weights."""
+    router, every, chosen = m.moe.router, m.tokens * m.moe.experts, m.tokens * m.moe.top_k
+    if router.jitter > 0:
+        numel = m.tokens * m.model.hidden_size
+        yield KeptTensor("router", "jitter", numel, numel * m.element)
+        yield KeptTensor("router.gate", "input with jitter", numel, numel * m.element)
+    yield KeptTensor("router", "choices", chosen, 8 * chosen)
+    if router.renormalise and router.score == "softmax":
+        yield KeptTensor("router", "logits", every, every * m.logit)
+        yield KeptTensor("router", "weights", chosen, chosen * m.score)
+        return
+    yield KeptTensor("router", "scores", every, every * m.score)
+    if router.renormalise:
+        yield KeptTensor("router", "scores that were chosen", chosen, chosen * m.score)
+        yield KeptTensor("router", "their sums", m.tokens, m.tokens * m.score)
+    elif m.moe.capacity.factor is not None:
+        yield KeptTensor("router", "weights", chosen, chosen * m.logit)
+
+
+def _losses(m: Mixture) -> Iterator[KeptTensor]:
+    """Of balance."""
+    losses, every = m.moe.balance, m.tokens * m.moe.experts
+    of_shares = [losses.sequence, losses.batch, losses.global_batch]
+    single = m.moe.router.score == "sigmoid"
+    keeps_logits = m.moe.router.renormalise and not single and m.logit == m.score
+    if not keeps_logits and ((single and any(of_shares)) or losses.z):
+        yield KeptTensor("router", "logits, for losses", every, every * m.score)
+    if any(of_shares):
+        yield KeptTensor("router", "shares", every, every * m.score)
+        if single:
+            yield KeptTensor("router", "logs of sigmoids", every, every * m.score)
+    for loss in (losses.sequence, losses.batch):
+        if loss:
+            yield KeptTensor("router", "factors", every, every * m.score)
+    if losses.global_batch:
+        yield KeptTensor("router", "factors of the step", m.moe.experts, m.moe.experts * m.score)
+    if losses.z:
+        yield KeptTensor("router", "sizes of logits", m.tokens, m.tokens * m.score)
+        yield KeptTensor("router", "number of tokens", 1, 8)
+
+
+def _order(m: Mixture) -> Iterator[KeptTensor]:
+    """Which row is whose: int64, of the tokens whose choices this rank puts in order."""
+    gathers = m.dispatcher == "gather" and m.ranks > 1
+    tokens = m.tokens * (m.ranks if gathers else 1)
+    rows, mine = tokens * m.moe.top_k, m.moe.experts // (m.experts.ep if gathers else 1)
+    yield KeptTensor("", "choice of each row", rows, 8 * rows)
+    sent = m.rows if gathers else rows
+    ends = 0 if m.ranks > 1 and not gathers else 4 * mine
+    yield KeptTensor("order", "token of each row", sent, 8 * sent)
+    yield KeptTensor("order", "rows of each token", sent, 8 * sent)
+    yield KeptTensor("order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends)
+
+
+def _experts(m: Mixture) -> Iterator[KeptTensor]:
+    """Their rows, what up gave, and what each row counts."""
+    numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
+    yield KeptTensor("experts", "rows", numel, numel * m.element)
+    yield KeptTensor("experts", "gate and up" if m.model.gated else "up", wide, wide * m.element)
+    yield KeptTensor("experts", "weights", m.rows, m.rows * m.logit)
+    if m.moe.weigh_input:
+        yield KeptTensor("experts", "rows before their weights", numel, numel * m.element)
+        yield KeptTensor("experts", "weights of inputs", m.rows, m.rows * m.element)
