@@ -75,7 +75,7 @@ def tokens_choose_among_all(moe: MoEConfig) -> str | None:
 
 def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
     """A single weight divided by itself is 1, and the router would never learn."""
-    if moe.top_k > 1 or not moe.router.renormalise or moe.balance.sinkhorn:
+    if moe.top_k > 1 or not moe.router.renormalise:
         return None
     return (
         f"model.moe.top_k={moe.top_k} with model.moe.router.renormalise=true: the weight of a single expert would "

@@ -37,6 +37,7 @@ def test_good_settings_break_no_rule() -> None:
         ({"shared_ffn_hidden_size": -1}, "model.moe.shared_ffn_hidden_size=-1 must be at least 1"),
         ({"layers": (False,)}, "model.moe.layers=[False]: no layer has experts"),
         ({"top_k": 1}, "Set model.moe.router.renormalise=false"),
+        ({"top_k": 1, "balance": BalanceConfig(sinkhorn=True)}, "Set model.moe.router.renormalise=false"),
         ({"weigh_input": True}, "model.moe.weigh_input=true with model.moe.top_k=4"),
         ({"router": RouterConfig(balancing_bias=True)}, "Set model.moe.router.score=sigmoid"),
         ({"router": RouterConfig(groups=4)}, "model.moe.router.groups=4 with model.moe.router.top_groups=null"),

@@ -59,12 +59,17 @@ def _layers(draft: Draft) -> None:
 def _router(draft: Draft) -> None:
     arguments = draft.arguments
     score, chosen = arguments.value("--moe-router-score-function"), draft.number("--moe-router-topk")
-    draft.put("--moe-router-score-function", "model.moe.router.score", score)
-    bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
-    draft.put(
-        "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
-        "model.moe.router.renormalise", not bare and not (score == "sigmoid" and chosen == 1),
-    )  # fmt: skip
+    if _words(arguments.value(_TYPES)) == ["sinkhorn"]:
+        score = "sigmoid" if chosen == 1 else "softmax"
+        draft.put(_TYPES, "model.moe.router.score", score, "sinkhorn's weights are scores of all experts")
+        draft.put(_TYPES, "model.moe.router.renormalise", False)
+    else:
+        draft.put("--moe-router-score-function", "model.moe.router.score", score)
+        bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
+        draft.put(
+            "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
+            "model.moe.router.renormalise", not bare and not (score == "sigmoid" and chosen == 1),
+        )  # fmt: skip
     if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
         draft.say("already", "--moe-router-group-topk", "groups are judged by the sum of their best experts")
     dtype = arguments.value("--moe-router-dtype")

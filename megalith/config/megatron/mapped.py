@@ -418,9 +418,10 @@ EXPERTS = (
         name="--moe-router-load-balancing-type", takes="words",
         fields=(
             "model.moe.balance.batch", "model.moe.balance.sequence", "model.moe.balance.global_batch",
-            "model.moe.balance.sinkhorn",
+            "model.moe.balance.sinkhorn", "model.moe.router.score", "model.moe.router.renormalise",
         ),
-        how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; left out: aux_loss",
+        how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; left out: aux_loss; sinkhorn "
+        "weighs by softmax over all experts, and one expert per token by sigmoid",
     ),
     Row(
         name="--moe-aux-loss-coeff", takes="words",

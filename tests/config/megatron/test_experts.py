@@ -53,6 +53,9 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
         ("--moe-router-topk 1 --moe-router-score-function sigmoid",
          RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
         ("--moe-input-jitter-eps 0.1 --moe-router-dtype fp64", RouterConfig(jitter=0.1, dtype="fp64")),
+        ("--moe-router-load-balancing-type sinkhorn", RouterConfig(renormalise=False, dtype="model")),
+        ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
+         RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
         ("--moe-router-force-load-balancing", RouterConfig(forced_balance=True, dtype="model")),
     ],
 )  # fmt: skip
