@@ -85,6 +85,8 @@ class Router(nn.Module):
         super().__init__()
         self.layer = name.removesuffix(".moe")
         self.moe, self.sharing = moe, mesh.over("cp", "tp")
+        self.cp_first = mesh.grid.strides("cp")[1] < mesh.grid.strides("tp")[1]
+        """Whether ranks that share a microbatch are counted along cp first, as `parallel.order` may have it."""
         self.noise = Noise(moe.router, number, region)
         wide = torch.promote_types(dtype, torch.float32)
         inside = {"fp32": wide, "fp64": torch.float64, "model": dtype}[moe.router.dtype]
@@ -131,6 +133,15 @@ class Router(nn.Module):
         group, mine = self.sharing, len(choice.experts)
         every = Choice(*(gathered_again(part.detach().contiguous(), group) for part in choice))
         limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
-        order = None if tokens.context is None else tokens.context.everyone.back
-        taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=order)
+        places = self.places(tokens)
+        taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=places)
         return without(choice, taken.narrow(0, group.rank * mine, mine))
+
+    def places(self, tokens: Tokens) -> Tensor | None:
+        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank: int64 [t of all]; None:
+        in order."""
+        if tokens.context is None:
+            return None
+        back, slices = tokens.context.everyone.back, tokens.context.slices.ranks
+        parts = back.view(slices, self.sharing.size // slices, -1)
+        return (parts.transpose(0, 1) if self.cp_first else parts).flatten()

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -9,11 +10,13 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import BalanceShare, DropoutKey, Tokens, tokens_of_rows
+from megalith.kernels.tokens import BalanceShare, DropoutKey, Tokens, tokens_of_rows, tokens_of_slices
 from megalith.models.decoder import allocate, initialise
 from megalith.nn.moe.router import Router
+from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.plan.context import plan_slices
 from megalith.testing.ranks import run_ranks
 
 MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
@@ -62,6 +65,25 @@ def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
         refused = alone(moe)(X, training()).experts < 0
         assert 0 < int(refused.sum()) < 24
         assert same_on_two(moe)
+
+
+def shared(rank: int, world: int, moe: MoEConfig, order: str) -> tuple[Tensor, Tensor]:
+    parallel = ParallelConfig(tp=2, cp=2, sp=True, order=order)
+    mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
+    slicing, region = my_slicing(parallel, mesh), SplitTokens(mesh.tp)
+    slices = plan_slices([12], row=12, slicing=slicing)
+    numbers = region.mine(torch.from_numpy(slices.numbers[slicing.rank]))
+    tokens = replace(tokens_of_slices(slices, slicing), balance=BalanceShare(0, 1, 1.0))
+    router = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))
+    return numbers, router(X[numbers], tokens).experts
+
+
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "cp-tp-ep-dp-pp"])
+def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them(order: str) -> None:
+    moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop="last"))
+    expected = alone(moe)(X, replace(tokens_of_rows(1, 12), balance=BalanceShare(0, 1, 1.0))).experts
+    numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
+    assert torch.equal(experts[numbers.argsort()], expected)
 
 
 def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
