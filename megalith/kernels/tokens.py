@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megalith.kernels.replay import Route
 from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
 
 
@@ -63,6 +64,9 @@ class Tokens:
 
     balance: "BalanceShare | None" = None
     """What losses that keep experts busy count; None where nothing is trained."""
+
+    route: Route | None = None
+    """What routers write down of this microbatch, or follow; None: neither."""
 
     context: "Context | None" = None
     """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are

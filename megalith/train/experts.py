@@ -1,11 +1,14 @@
 """Experts over a step: the biases that even out their use, and what a run tells of it."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from megalith.data.loader import Batch
+from megalith.kernels.replay import Route, Routing
 from megalith.nn.moe.balance import LOSSES
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_, gather_objects
@@ -34,6 +37,17 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
     counts = all_reduce_(torch.stack([record.counts.sum(0) for _, record, _ in recorded]), mesh.over("dp", "cp", "tp"))
     for (bias, _, rate), count in zip(recorded, counts, strict=True):
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
+
+
+def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
+    """Microbatches whose choices of experts are written into `routing`, or follow it (`routing.again()`).
+
+    Choices are of a rank's own tokens and layers: they are replayed under the layout that they were recorded under.
+    """
+    return [
+        replace(batch, tokens=replace(batch.tokens, route=Route(routing, number)))
+        for number, batch in enumerate(batches)
+    ]
 
 
 class LayerUse(NamedTuple):

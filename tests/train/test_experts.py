@@ -2,19 +2,23 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, Masks
+from megalith.errors import DataError
+from megalith.kernels.replay import Routing
 from megalith.kernels.tokens import BalanceShare
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
-from megalith.train.experts import LayerUse, move_balancing_biases, routers_of, row_of_use, use_of_experts
+from megalith.train.experts import LayerUse, move_balancing_biases, routers_of, row_of_use, use_of_experts, with_routing
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -86,3 +90,47 @@ def test_every_rank_tells_what_one_process_tells() -> None:
     for uses in run_ranks(told, 4, staged):
         assert [(use.layer, use.counts) for use in uses] == [(use.layer, use.counts) for use in alone]
         assert all(abs(a.losses[1] - b.losses[1]) < 1e-6 for a, b in zip(uses, alone, strict=True))
+
+
+def losses_replayed(rank: int, world: int, parallel: ParallelConfig, router: RouterConfig) -> list[list[float]]:
+    """The summed losses of a step that records, of one that replays it, and of one that replays other choices."""
+    run = replace(run_with(router), parallel=parallel, recompute=RecomputeConfig(granularity="full"))
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    loader = Loader(
+        RaggedRows(12, 257, 24, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
+        steps=1, device=torch.device("cpu"),
+    )  # fmt: skip
+    batches, routing = loader.next().microbatches, Routing()
+
+    def total(routing: Routing) -> list[float]:
+        trainer.data.begin_step(len(batches))
+        found = trainer.staged.forward_backward(with_routing(batches, routing), sum)  # type: ignore[arg-type]  # of one
+        gradients = [float(owned.gradient.double().sum()) for owned in trainer.data.finish()]
+        return [*found.tolist(), *gradients]
+
+    recorded = total(routing)
+    assert len(routing.choices) == len(batches) * len(list(routers_of(trainer.staged.modules)))
+    others = Routing({key: (chosen + 1) % 4 for key, chosen in routing.choices.items()}, followed=True)
+    found = [recorded, total(routing.again()), total(others)]
+    if world > 1:  # a rank that stops alone leaves others to the launcher
+        return found
+    del routing.choices[next(key for key in routing.choices if key[1] == len(batches) - 1)]
+    with pytest.raises(DataError, match=f"microbatch {len(batches) - 1}: no choices of layers"):
+        total(routing.again())
+    return found
+
+
+@pytest.mark.parametrize(
+    "router", [RouterConfig(), RouterConfig(jitter=0.2), replace(BALANCED, groups=2, top_groups=1)]
+)
+def test_replayed_choices_repeat_a_step_to_the_last_bit_and_others_do_not(router: RouterConfig) -> None:
+    recorded, again, others = losses_replayed(0, 1, ParallelConfig(), router)
+    assert again == recorded
+    assert abs(others[0] - recorded[0]) > 1e-6
+
+
+def test_every_rank_replays_its_own_layers_and_tokens() -> None:
+    staged = ParallelConfig(dp=2, pp=2, ep=2, pipeline=PipelineConfig())
+    for recorded, again, others in run_ranks(losses_replayed, 4, staged, RouterConfig()):
+        assert again == recorded and others != recorded

@@ -363,13 +363,17 @@ MODEL = (
         verdict="not mapped", effect="model", switch="--num-experts",
         reason="not yet. Remove it",
         flags="""
-            --enable-routing-replay! --expert-tensor-parallel-num-weight-shards
-            --moe-enable-routing-replay! --moe-layer-recompute! --moe-router-force-biased
+            --expert-tensor-parallel-num-weight-shards --moe-layer-recompute! --moe-router-force-biased
             --moe-router-padding-for-fp8! --moe-router-padding-for-quantization!
             --moe-router-quantile-balancing-ema --moe-routing-trace-capture-hidden-states!
             --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
             --moe-routing-trace-max-training-iters --moe-routing-trace-path
         """,
+    ),
+    Group(
+        verdict="explained", effect="none", switch="--num-experts",
+        reason="choices of experts are recorded and replayed by the code that trains, with `with_routing`",
+        flags="--enable-routing-replay! --moe-enable-routing-replay!",
     ),
     Group(
         verdict="not mapped", effect="model", switch="--num-experts",

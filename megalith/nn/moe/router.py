@@ -106,13 +106,25 @@ class Router(nn.Module):
         if self.moe.router.bias:
             logits = logits + self.router_bias.to(logits.dtype)
         logits = self.noise.for_logits(logits, tokens)
-        choice = self.choose(logits, training=tokens.balance is not None)
+        choice = self.chosen(logits, tokens)
         return self.balance(self.within_capacity(choice, tokens), logits, tokens)
 
     @property
     def moved(self) -> Tensor | None:
         """The balancing bias, where there is one."""
         return self._parameters.get("balancing_bias")
+
+    def chosen(self, logits: Tensor, tokens: Tokens) -> Choice:
+        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to be followed."""
+        route = tokens.route
+        if route is None or not route.routing.followed:
+            choice = self.choose(logits, training=tokens.balance is not None)
+            if route is not None:
+                route.note(self.layer, choice.experts)
+            return choice
+        router = self.moe.router
+        experts = route.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
+        return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
 
     def choose(self, logits: Tensor, *, training: bool) -> Choice:
         """logits [t, E] -> [t, k]."""

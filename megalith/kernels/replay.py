@@ -1,0 +1,63 @@
+"""Routing replay: the experts that tokens chose once, chosen again, by this model or another of the same layers.
+
+Rollouts and training disagree by rounding alone, and an expert that is chosen by one and not by the other makes that
+large. Source: Ma et al. 2025, arXiv:2510.11370.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from megalith.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The choices of all routers of this rank in a step's microbatches."""
+
+    choices: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """By layer, as its parameters are named, and microbatch: int64 [t, k], of my own tokens, before experts refuse."""
+
+    followed: bool = False
+    """Routers choose what is here; otherwise they write down what they choose."""
+
+    def again(self) -> "Routing":
+        """The same choices, to be followed."""
+        return Routing(self.choices, followed=True)
+
+    def microbatches(self, layer: str) -> Iterator[int]:
+        """Those that a layer has choices of."""
+        return (number for name, number in self.choices if name == layer)
+
+
+class Route(NamedTuple):
+    """What routers do with one microbatch. A microbatch that comes again, in recomputation, does the same again."""
+
+    routing: Routing
+    microbatch: int
+
+    def note(self, layer: str, experts: Tensor) -> None:
+        """Write down what a layer chose, experts [t, k]."""
+        self.routing.choices[layer, self.microbatch] = experts.detach()
+
+    def recall(self, layer: str, shape: tuple[int, int]) -> Tensor:
+        """What a layer chose, int64 [t, k].
+
+        Raises:
+            DataError: nothing was written down for this microbatch, or for other tokens.
+        """
+        experts = self.routing.choices.get((layer, self.microbatch))
+        if experts is None:
+            there = sorted(self.routing.microbatches(layer)) or "none"
+            raise DataError(
+                f"microbatch {self.microbatch}: no choices of {layer} to replay (there are: {there}). Record the same "
+                f"microbatches first, with the same layers on this rank."
+            )
+        if experts.shape != shape:
+            raise DataError(
+                f"microbatch {self.microbatch}: choices of {layer} are {list(experts.shape)}, expected {list(shape)}. "
+                f"Use the microbatches, model.moe.top_k and layout that they were recorded with."
+            )
+        return experts
