@@ -100,7 +100,7 @@ def attention_ways(qkv: Sequence[Tensor], lengths: Lengths, scores: Scores) -> W
         known["documents"] = lambda: sdpa_attention(q, k, v, lengths)
     if varlen_attention.takes(q, v, scores, None):
         known["varlen"] = lambda: varlen_attention.varlen_attention(q, k, v, lengths, scores)
-    if flex_attention.takes(q, scores):
+    if flex_attention.takes(q, v, scores):
         known["flex"] = lambda: flex_attention.flexible_attention(q, k, v, lengths, scores)
     ways: dict[str, Callable[[], Tensor]] = {"auto": lambda: attention(q, k, v, tokens, scores), **known}
     return {name: back_and_forth(way, qkv) for name, way in ways.items()}

@@ -34,6 +34,11 @@ class GrowingBuffer:
         self._count += len(rows)
         return self._rows[self._end - len(rows) - before : self._end]
 
+    @property
+    def used(self) -> bool:
+        """Whether rows ever came; none do in a layer without attention."""
+        return self._rows is not None
+
     def holds(self, count: int) -> bool:
         """Whether a document that goes on after its first `count` rows finds here all that it sees."""
         seen = count if self._window is None else min(count, self._window - 1)
@@ -100,7 +105,7 @@ class KeyValueCache:
     def cut(self, sequence: int, count: int) -> bool:
         """Keep the first `count` tokens of a sequence; False, and nothing of it is left, where some layer holds too
         little for that."""
-        buffers = [buffer for pair in self._buffers.get(sequence, []) for buffer in pair]
+        buffers = [buffer for pair in self._buffers.get(sequence, []) for buffer in pair if buffer.used]
         if not count or not buffers or not all(buffer.holds(count) for buffer in buffers):
             self.drop(sequence)
             return False

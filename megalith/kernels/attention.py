@@ -42,11 +42,11 @@ def attention(
     else the plain definition.
     """
     lengths = tokens.lengths
-    if visible is not None or scores.relative is not None:
-        return _pair_by_pair(q, k, v, tokens, scores, sinks, visible, kernel)
-    if scores.window is not None:
+    if scores.window is not None and visible is None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
+    if visible is not None or scores.relative is not None:
+        return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, visible, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else "torch"
@@ -111,11 +111,10 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
 
 
 def _pair_by_pair(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None, visible: Masks | None,
-    kernel: Kernel,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
+    visible: Masks | None, kernel: Kernel,
 ) -> Tensor:  # fmt: skip
     """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the rest."""
-    lengths = tokens.lengths
     known = known_to_torch(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not known:
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks, visible)
@@ -173,7 +172,7 @@ def _way_on_gpu(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: T
     if not (known and alike) and varlen_attention.takes(q, v, scores, sinks):
         return "varlen"
     if not known:
-        return "flex" if flex_attention.takes(q, scores) else "spans"
+        return "flex" if flex_attention.takes(q, v, scores) else "spans"
     return "torch"
 
 

@@ -26,6 +26,10 @@ WORTH_A_LOOP = 1 << 13  # elements; below, starting a loop costs more than the p
 WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than the loop
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+"""What the loops read and write."""
+
+
 class OpenMP(NamedTuple):
     """What we call in torch's OpenMP library."""
 
@@ -75,7 +79,7 @@ def takes(*tensors: Tensor) -> bool:
     first = tensors[0]
     return (
         first.device.type == "cpu"
-        and first.dtype in (torch.float32, torch.bfloat16)
+        and first.dtype in DTYPES
         and all(tensor.dtype == first.dtype for tensor in tensors)
         and first.numel() >= WORTH_A_LOOP
         and not torch.compiler.is_compiling()

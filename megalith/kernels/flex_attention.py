@@ -26,13 +26,14 @@ BLOCK = 128
 Ints = NDArray[np.int32]
 
 
-def takes(q: Tensor, scores: Scores) -> bool:
+def takes(q: Tensor, v: Tensor, scores: Scores) -> bool:
     """Whether flex_attention computes these scores here: on a GPU, with a compiler, and no weights dropped."""
     return (
         q.device.type == "cuda"  # lint: allow cuda-literal: it is compiled to Triton programs
         and q.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        and q.shape[2] >= 16
+        and min(q.shape[2], v.shape[2]) >= 16
         and len(q) > 0
+        and len(v) > 0
         and scores.dropout is None
         and not torch.compiler.is_compiling()
         and has_triton()

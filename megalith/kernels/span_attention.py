@@ -158,7 +158,7 @@ def _slope(s: Tensor, cap: float) -> Tensor:
 def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum. Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
-    if cpu.takes(scores):
+    if cpu.takes(scores) and dtype in cpu.DTYPES:
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
     _hide(scores, tile)
     torch.amax(scores, -1, out=largest).clamp_(min=torch.finfo(scores.dtype).min)  # -inf where nothing is seen
@@ -168,7 +168,7 @@ def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tenso
 
 def _probabilities(scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the scores."""
-    if cpu.takes(scores):
+    if cpu.takes(scores) and dtype in cpu.DTYPES:
         return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
     _hide(scores, tile)
     # lse of a query without any key is -inf, and so is its score: 0, not NaN.

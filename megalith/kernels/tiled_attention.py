@@ -101,7 +101,7 @@ def _probabilities(q: Tensor, k: Tensor, tile: Tile, scale: float, dtype: torch.
     rows, keys = _rows(q, tile), k[tile.keys]
     scores = rows.new_empty(rows.shape[0], rows.shape[1], keys.shape[1])
     torch.baddbmm(scores, rows, keys.transpose(1, 2), beta=0, alpha=scale, out=scores)
-    if cpu.takes(scores):
+    if cpu.takes(scores) and dtype in cpu.DTYPES:
         return _loop_softmax(scores, tile, dtype)
     if tile.causal or tile.documents:
         hidden = _hidden(tile, scores)

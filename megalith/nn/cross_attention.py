@@ -46,7 +46,7 @@ class CrossAttention(nn.Module):
         super().__init__()
         assert mesh.cp.size == 1, "a memory is not shared over cp"
         self.core = core
-        self.scores = Scores(config.attention.scale, softcap=config.attention.softcap, causal=False)
+        self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=False)
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads, self.num_kv_heads = heads.queries[mesh.tp.rank], heads.keys[mesh.over("tp_kv").rank]
         n, g, d, holders = config.num_heads, config.num_kv_heads, config.head_size(), mesh.over("tp_kv")

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -68,6 +70,13 @@ def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
     assert read.resume([5, 1], sequence=0) == 0
 
 
+def test_layers_that_keep_nothing_do_not_make_a_text_be_read_again() -> None:
+    read, rows = ReadText(3), torch.arange(4.0).view(-1, 1, 1)
+    read.cache.layers([0])[1].extend(rows, rows, tokens_of_queries([(4, 4)]))
+    read.note([5, 6, 7, 8])
+    assert read.resume([5, 6, 1], sequence=0) == 2
+
+
 def test_room_doubles_so_that_few_rows_are_copied() -> None:
     buffer = GrowingBuffer()
     places = {buffer.append(torch.zeros(1, 1, 1)).data_ptr() for _ in range(FIRST_ROOM * 8)}
@@ -93,6 +102,8 @@ VARIANTS = {
     "window": (Scores(window=5), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
+    "distances": (Scores(relative=9), False),
+    "distances, window": (Scores(relative=9, window=5), False),
 }
 
 
@@ -105,14 +116,16 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(variant: str, ke
     draw = torch.Generator().manual_seed(0)
     texts = [[torch.randn(length, *shape, generator=draw, dtype=torch.float64) for shape in ((4, 6), (2, 6), (2, 5))]
              for length in (90, 81)]  # fmt: skip
-    whole = [attention(q, k, v, tokens_of_rows(1, len(q)), scores, sinks) for q, k, v in texts]
+    table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4)
+    rows = [replace(tokens_of_rows(1, len(q)), biases=table) for q, _, _ in texts]
+    whole = [attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)]
     cache, read = KeyValueCache(1, [scores.window]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
         (layer,) = cache.layers([0, 1])
         new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]
         q, k, v = (torch.cat(same) for same in zip(*new))
         read = [at + count for at, count in zip(read, counts)]
-        tokens = tokens_of_queries(list(zip(counts, read)))
+        tokens = replace(tokens_of_queries(list(zip(counts, read))), biases=table)
         found = attention(q, *layer.extend(k, v, tokens), tokens, scores, sinks, kernel=kernel)
         expected = torch.cat([out[at - count : at] for out, at, count in zip(whole, read, counts)])
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -107,7 +107,7 @@ def test_every_kernel_gives_the_same(variant: str, kernel: Kernel) -> None:
     assert (y - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_in_narrow_types_stay_near_float64(variant: str, dtype: torch.dtype) -> None:
     tokens, (scores, has_sinks) = tokens_of_lengths([100, 90]), VARIANTS[variant]

@@ -93,11 +93,11 @@ def test_one_mask_serves_all_layers() -> None:
 
 def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.empty(3, 2, 16)
-    assert not takes(q, Scores(softcap=2.0))
+    assert not takes(q, q, Scores(softcap=2.0))
     monkeypatch.setattr("megalith.kernels.flex_attention.has_triton", lambda: True)
     there = torch.empty(3, 2, 16, device="meta")
-    assert not takes(there, Scores(softcap=2.0))
-    assert not takes(q, Scores(dropout=WeightDropout(0.1, 1, 0)))
+    assert not takes(there, there, Scores(softcap=2.0))
+    assert not takes(q, q, Scores(dropout=WeightDropout(0.1, 1, 0)))
 
 
 @pytest.mark.gpu

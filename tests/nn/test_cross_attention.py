@@ -15,6 +15,7 @@ from torch import Tensor
 from megalith.config.attention import AttentionConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mup import MuPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.attention import attention
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries
@@ -124,6 +125,11 @@ def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing
         alone = layer(x[text], tokens_of_lengths([count]), memory[own], tokens_of_lengths([keys]))
         assert_equals("alone", packed[text], alone, FP64)
     assert not layer(x[:2], tokens_of_lengths([2]), memory[:0], tokens_of_lengths([0])).any()
+
+
+def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(layers: SimpleNamespace) -> None:
+    config = layers.config(head_dim=4, mup=MuPConfig(base_hidden_size=6, base_head_dim=3))
+    assert build(config, mesh_of_one()).scores.scale == config.score_scale() == 3**0.5 / 4
 
 
 def test_a_memory_is_read_once_however_many_tokens_look_at_it(layers: SimpleNamespace) -> None:
