@@ -15,9 +15,11 @@ from torch import Tensor
 from megalith.checkpoint.safetensors import read_header
 from megalith.cli.main import main
 from megalith.errors import CheckpointError
+from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.hf import HuggingFaceFolder
 from megalith.models.pretrained import open_pretrained
 from megalith.models.quantised import E2M1, dequantised
+from tests.models.families import CASES, Case, batch, our_model, saved
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 3]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -192,3 +194,51 @@ def test_experts_of_other_shapes_are_refused(
             tmp_path / "x", MXFP4, x_blocks=torch.zeros(blocks, dtype=torch.uint8),
             x_scales=torch.zeros(scales, dtype=torch.uint8),
         )  # fmt: skip
+
+
+def test_a_gpt_oss_with_experts_in_mxfp4_computes_what_transformers_does(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4}
+    case = Case("GptOssConfig", {**CASES["gpt_oss"].fields, **sizes, "swiglu_limit": 7.0})
+    plain, _ = saved(case, tmp_path / "x")
+    tensors, e = load_file(tmp_path / "x" / "model.safetensors"), plain.config.num_local_experts
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        _, inputs, outputs = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (e, outputs, inputs // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(121, 126, (e, outputs, inputs // 32), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "x" / "config.json").read_text()) | {"quantization_config": MXFP4}
+    (tmp_path / "x" / "config.json").write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "x", quantization_config=transformers.Mxfp4Config(dequantize=True), dtype=torch.float32,
+        attn_implementation="eager",
+    )  # fmt: skip
+    ids, _ = batch(plain.config.vocab_size)
+    folder = HuggingFaceFolder(tmp_path / "x")
+    assert folder.stored_as("model.layers.1.mlp.experts.down_proj") == "mxfp4 dequantised"
+    ours = our_model(folder)
+    with torch.no_grad():
+        scores = ours.head.logits(ours(ids.flatten(), tokens_of_rows(*ids.shape)))
+        expected = theirs(ids).logits.flatten(0, 1)
+    assert float((scores - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+def test_a_deepseek_v3_with_experts_in_fp8_is_the_model_of_their_values(tmp_path: Path) -> None:
+    plain, _ = saved(CASES["deepseek_v3, experts"], tmp_path / "x")
+    tensors, exact = load_file(tmp_path / "x" / "model.safetensors"), {}
+    scaled = [name for name in tensors if "_proj.weight" in name]
+    assert sum(".experts." in name for name in scaled) == 3 * plain.config.n_routed_experts
+    for name in scaled:
+        rows, columns = tensors[name].shape
+        tensors[name], tensors[f"{name}_scale_inv"] = fp8((rows, columns), (4, 3))
+        exact[name] = by_formula(tensors[name], tensors[f"{name}_scale_inv"], (4, 3))
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "config.json").write_text(json.dumps(config | {"quantization_config": FP8}))
+    save_file(tensors, tmp_path / "few" / "model.safetensors", metadata={"format": "pt"})
+    wide = {name: tensor for name, tensor in tensors.items() if not name.endswith("_scale_inv")} | exact
+    save_file(wide, tmp_path / "x" / "model.safetensors", metadata={"format": "pt"})
+    few = HuggingFaceFolder(tmp_path / "few")
+    assert few.stored_as("model.layers.1.mlp.experts.3.up_proj.weight") == "fp8 dequantised"
+    found, expected = our_model(few).state_dict(), our_model(HuggingFaceFolder(tmp_path / "x")).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
