@@ -52,8 +52,8 @@ def passage(workload: Workload, row: Traffic, *, pp_rank: int, tp_rank: int, dev
     if work is None or device.near_gbs == 0:
         return None
     rank = workload.rank_at(pp_rank, tp_rank)
-    spans = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp", "cp")}
-    ranks = workload.grid.group_of(rank, spans[row.axis])
+    span = ("dp", "cp") if row.axis == "dp" else tuple(row.axis.split("_"))
+    ranks = workload.grid.group_of(rank, span)
     near = len({one // device.node for one in ranks}) == 1
     rate = (device.near_gbs if near else device.far_gbs) * 1e9 * LINK_EFFICIENCY
     return Passage(near, row.nbytes / rate, _share(workload, row) * work)

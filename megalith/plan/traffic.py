@@ -16,6 +16,7 @@ from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
@@ -35,7 +36,7 @@ class Traffic:
     """One sort of collective, or of message, that a rank takes part in during a step."""
 
     axis: str
-    """tp, cp, pp or dp."""
+    """tp, cp, pp or dp; of experts ep, etp or edp; or several, joined by _."""
 
     what: str
     """What is sent."""
@@ -71,6 +72,7 @@ def step_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> list[Traffic
         *_tensor_traffic(workload, pp_rank),
         *_shared_slices(workload, pp_rank, tp_rank),
         *_context_traffic(workload, pp_rank, tp_rank),
+        *_expert_traffic(workload, pp_rank),
         *_pipeline_traffic(workload, pp_rank),
         *_data_traffic(workload, pp_rank, tp_rank),
     ]
@@ -103,6 +105,8 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         repeated = stage.layers[: sum(counts)]
         more += [x for layer in repeated for x in entered_features(run.model, layer)]
         left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
+        gates = sum(_gates(run.model, layer) for layer in stage.layers)
+        left += gates if "mlp" in modules_again(run.recompute) else 0
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
@@ -112,7 +116,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     behind = "matmuls" if run.parallel.overlap else ""
     ring = "matmuls" if run.parallel.rings else ""
     if run.parallel.sp:
-        thinking = sum(run.model.mlp_part(layer) == "full" for stage in stages for layer in stage.layers)
+        thinking = sum(divides_mlp(run.model, layer) for stage in stages for layer in stage.layers)
         inside = thinking if "mlp" in modules_again(run.recompute) else 0
         read = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer, read=True)]
         rows: list[tuple[str, Collective, list[int], str]] = [
@@ -150,19 +154,35 @@ def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> l
     short vectors, and the key that all heads share, which no weight reads (`read`: without it)."""
     mla, h = model.mla, model.hidden_size
     attention = [h] if mla is None else [mla.q_rank or h, mla.kv_rank, *([] if read else [mla.rope_dim])]
-    return attention * (model.attention_part(layer) == "full") + [h] * (model.mlp_part(layer) == "full")
+    return attention * (model.attention_part(layer) == "full") + [h] * divides_mlp(model, layer)
+
+
+def divides_mlp(model: ModelConfig, layer: int) -> bool:
+    """Whether tensor-parallel ranks divide a layer's MLP; of a mixture, the experts for all tokens."""
+    if not model.has_experts(layer):
+        return model.mlp_part(layer) == "full"
+    return model.moe is not None and model.moe.shared_ffn_hidden_size is not None
 
 
 def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
     """Attentions and MLPs of some layers, which tensor-parallel ranks divide."""
-    return sum((model.attention_part(n) == "full") + (model.mlp_part(n) == "full") for n in layers)
+    return sum((model.attention_part(n) == "full") + divides_mlp(model, n) for n in layers)
 
 
 def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
     """Spans of so many layers, from a stage's first on, whose last act is the sum of a divided part."""
     lasts = [stage.layers[end - 1] for end in accumulate(counts)]
-    ends = [model.attention_part(n) if model.mlp_part(n) == "none" else model.mlp_part(n) for n in lasts]
-    return ends.count("full")
+    return sum(
+        model.attention_part(n) == "full"
+        if model.mlp_part(n) == "none"
+        else divides_mlp(model, n) and not _gates(model, n)
+        for n in lasts
+    )
+
+
+def _gates(model: ModelConfig, layer: int) -> bool:
+    """Whether a product follows the sum over the parts of the experts for all tokens, and wants that sum once more."""
+    return model.moe is not None and model.has_experts(layer) and model.moe.shared_gate
 
 
 def spans_again(workload: Workload, stage: Stage) -> list[int]:
@@ -257,6 +277,155 @@ def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, kv_heads: int
         )
 
 
+# --- experts
+
+
+def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """Rows to the ranks with their experts and back, forward and backward, when all experts are equally busy.
+
+    The rounds of sinkhorn's plan are left out, whose number only the scores know.
+    """
+    run = workload.run
+    model, grid = run.model, workload.grid.experts
+    if model.moe is None or grid is None:
+        return
+    passes = _mixtures(workload, pp_rank)
+    if grid.size("ep") * grid.size("etp") > 1:
+        by_exchange = run.parallel.dispatcher == "exchange"
+        yield from (_exchange_rows if by_exchange else _gather_rows)(workload, model.moe, passes)
+    yield from _choices_together(workload, model.moe, passes.all + passes.again)
+    if model.moe.router.balancing_bias and passes.all:
+        ranks = workload.dp * run.parallel.cp * run.parallel.tp
+        counts = passes.all // workload.num_microbatches * model.moe.experts
+        yield _row("dp_cp_tp", "counts of choices, for biases", "all_reduce", ranks=ranks, calls=1, nbytes=8 * counts)
+
+
+class _Mixtures(NamedTuple):
+    """Mixtures times microbatches in a step."""
+
+    all: int
+    again: int
+    """Of them, those that choose, send and answer once more in backward."""
+
+    back_again: int
+    """Of these, those whose answers also come back once more, because something after them reads the sum."""
+
+
+def _mixtures(workload: Workload, pp_rank: int) -> _Mixtures:
+    model, alone = workload.run.model, "mlp" in modules_again(workload.run.recompute)
+    every = again = back = 0
+    for stage in runs_of_layers(workload, pp_rank):
+        counts = spans_again(workload, stage)
+        lasts = {stage.layers[end - 1] for end in accumulate(counts)}
+        repeated = stage.layers if alone else stage.layers[: sum(counts)]
+        for layer in (layer for layer in stage.layers if model.has_experts(layer)):
+            runs_again = layer in repeated
+            ends = (alone or layer in lasts) and not _reads_answers(model)
+            every, again, back = every + 1, again + runs_again, back + (runs_again and not ends)
+    return _Mixtures(*(count * workload.num_microbatches for count in (every, again, back)))
+
+
+def _reads_answers(model: ModelConfig) -> bool:
+    """Whether something in a mixture reads what it has summed up, or comes after it."""
+    moe = model.moe
+    return moe is not None and (moe.latent_size is not None or moe.shared_ffn_hidden_size is not None)
+
+
+def own_tokens(workload: Workload) -> int:
+    """Of a microbatch, those that one rank sends to experts."""
+    p = workload.run.parallel
+    return workload.tokens // (p.tp if p.sp else 1)
+
+
+def _sizes(workload: Workload, moe: MoEConfig) -> tuple[int, int]:
+    """Bytes of a token as experts get it, and of a weight."""
+    widths = WIDTHS[workload.run.precision.params]
+    weight = {"fp32": widths.sums, "fp64": 8, "model": widths.value}[moe.router.dtype]
+    return (moe.latent_size or workload.run.model.hidden_size) * widths.value, weight
+
+
+def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
+    """T·K·(ep - 1)/ep rows each way and direction, their weights there, and E counts of every rank."""
+    grid = workload.grid.experts
+    assert grid is not None
+    ep, etp, rows = grid.size("ep"), grid.size("etp"), own_tokens(workload) * moe.top_k
+    row, weight = _sizes(workload, moe)
+    there, back = 2 * passes.all + passes.again, 2 * passes.all + passes.back_again
+    counts = passes.all + passes.again
+    yield _row(
+        "ep_etp",
+        "counts of rows",
+        "all_gather",
+        ranks=ep * etp,
+        calls=counts,
+        nbytes=counts * ep * etp * moe.experts * 8,
+    )
+    yield _row(
+        "ep", "rows to experts and back", "all_to_all", ranks=ep, calls=there + back, nbytes=(there + back) * rows * row
+    )
+    yield _row("ep", "weights of rows", "all_to_all", ranks=ep, calls=there, nbytes=there * rows * weight)
+    forth = passes.all + passes.again
+    shared = etp * rows
+    yield _row(
+        "etp",
+        "rows, shared",
+        "all_gather",
+        ranks=etp,
+        calls=forth + passes.all,
+        nbytes=(forth + passes.all) * shared * row,
+    )
+    answers = 2 * passes.all + passes.back_again
+    yield _row("etp", "answers, summed", "reduce_scatter", ranks=etp, calls=answers, nbytes=answers * shared * row)
+    yield _row("etp", "weights of rows, shared", "all_gather", ranks=etp, calls=forth, nbytes=forth * shared * weight)
+    yield _row(
+        "etp",
+        "gradients of weights, summed",
+        "reduce_scatter",
+        ranks=etp,
+        calls=passes.all,
+        nbytes=passes.all * shared * weight,
+    )
+
+
+def _gather_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
+    """All tokens to every rank, with their choices and weights; and the sum of the answers back."""
+    grid = workload.grid.experts
+    assert grid is not None
+    ranks = grid.size("ep") * grid.size("etp")
+    tokens, forth = ranks * own_tokens(workload), passes.all + passes.again
+    row, weight = _sizes(workload, moe)
+    rows: list[tuple[str, Collective, int, int]] = [
+        ("tokens for experts", "all_gather", forth + passes.all, row),
+        ("answers, summed", "reduce_scatter", 2 * passes.all + passes.back_again, row),
+        ("choices", "all_gather", forth, moe.top_k * 8),
+        ("weights", "all_gather", forth, moe.top_k * weight),
+        ("gradients of weights, summed", "reduce_scatter", passes.all, moe.top_k * weight),
+    ]
+    for what, kind, calls, nbytes in rows:
+        yield _row("ep_etp", what, kind, ranks=ranks, calls=calls, nbytes=calls * tokens * nbytes)
+
+
+def _choices_together(workload: Workload, moe: MoEConfig, forwards: int) -> Iterator[Traffic]:
+    """What ranks that share a microbatch tell each other about choices: counts for the losses of balance, and choices
+    where experts refuse some; and what all ranks do for the global batch."""
+    p, losses = workload.run.parallel, moe.balance
+    sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.experts
+    if max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0:
+        rows = workload.run.train.micro_batch_size
+        yield _row(
+            "cp_tp", "counts of choices", "all_reduce", ranks=sharing, calls=forwards, nbytes=forwards * rows * each
+        )
+    if losses.global_batch > 0:
+        yield _row(
+            "dp_cp_tp", "counts of choices", "all_reduce", ranks=everyone, calls=forwards, nbytes=forwards * each
+        )
+    if moe.capacity.factor is not None:
+        choices = forwards * sharing * own_tokens(workload) * moe.top_k
+        yield _row("cp_tp", "choices", "all_gather", ranks=sharing, calls=forwards, nbytes=choices * 8)
+        weight = _sizes(workload, moe)[1]
+        yield _row("cp_tp", "weights of choices", "all_gather", ranks=sharing, calls=forwards, nbytes=choices * weight)
+
+
 # --- pp
 
 
@@ -300,35 +469,60 @@ def _biases(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Traffic]:
-    """Gradients over dp and cp, once a step or, with zero=2, each microbatch; with ZeRO the weights come back."""
+    """Gradients over dp and cp, and of experts over edp, once a step or, with zero=2, each microbatch; with ZeRO the
+    weights come back."""
+    parameters = workload.parameters(pp_rank, tp_rank)
+    if workload.run.parallel.zero == 3 and workload.shards > 1:
+        yield from _sharded_traffic(workload, parameters)
+        return
+    moving, grid = trained(parameters), workload.grid
+    plan = buffer_plan(workload, moving)
+    for axis, sort, ranks in (("dp", "dense", workload.shards), ("edp", "expert", workload.expert_shards)):
+        some = [bucket for bucket in plan.buckets if moving[bucket.members[0]].grid == sort]
+        if sort == "expert" and grid.experts is None:
+            continue
+        holders = grid.size("edp") if sort == "expert" else workload.dp * workload.run.parallel.cp
+        numel = sum(bucket.stop - bucket.start for bucket in some)
+        yield from _sums(workload, _Sums(axis, len(some), numel, ranks, holders // ranks))
+
+
+class _Sums(NamedTuple):
+    """The buckets of one grid."""
+
+    axis: str
+    calls: int
+    numel: int
+    ranks: int
+    """That divide what ZeRO divides."""
+
+    replicas: int
+    """That hold the same of it."""
+
+
+def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
+    """Gradients of some buckets, and their weights back."""
     run, many = workload.run, workload.num_microbatches
     p, width = run.parallel, WIDTHS[run.precision.params]
-    parameters = workload.parameters(pp_rank, tp_rank)
-    plan = buffer_plan(workload, trained(parameters))
-    calls, ranks, replicas = len(plan.buckets), workload.shards, workload.grid.size("dp_replica")
+    axis, calls, numel, ranks, replicas = sums
     backward, forward = ("last backward", "next forward") if p.overlap else ("", "")
     if ranks == 1:
-        everyone = workload.dp * p.cp
-        nbytes = width.sums * plan.numel
-        yield _row("dp", "gradients", "all_reduce", ranks=everyone, calls=calls, nbytes=nbytes, behind=backward)
-        return
-    if p.zero == 3:
-        yield from _sharded_traffic(workload, parameters)
+        nbytes = width.sums * numel
+        yield _row(axis, "gradients", "all_reduce", ranks=replicas, calls=calls, nbytes=nbytes, behind=backward)
         return
     wire = min(width.sums, WIRE_BYTES[p.reduce_dtype]) if p.reduce_dtype != "fp32" else width.sums
     rounds = many if p.zero == 2 else 1
     if p.zero == 2 and p.overlap:
         backward = "backward"
     yield _row(
-        "dp", "gradients", "reduce_scatter", ranks=ranks, calls=rounds * calls, nbytes=rounds * wire * plan.numel,
+        axis, "gradients", "reduce_scatter", ranks=ranks, calls=rounds * calls, nbytes=rounds * wire * numel,
         behind=backward,
     )  # fmt: skip
     yield _row(
-        "dp", "gradients, over replicas", "all_reduce", ranks=replicas, calls=calls,
-        nbytes=width.sums * plan.numel // ranks, behind=backward,
+        axis, "gradients, over replicas", "all_reduce", ranks=replicas, calls=calls,
+        nbytes=width.sums * numel // ranks, behind=backward,
     )  # fmt: skip
     yield _row(
-        "dp", "updated weights", "all_gather", ranks=ranks, calls=calls, nbytes=width.value * plan.numel, behind=forward
+        axis, "updated weights", "all_gather", ranks=ranks, calls=calls, nbytes=width.value * numel, behind=forward
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from megalith.config.train import TrainRun
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
+from megalith.kernels import routing
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, destroy_mesh, model_grid
 from megalith.plan.traffic import Traffic, sent, step_traffic
@@ -54,6 +55,71 @@ def recorded(rank: int, world: int, run: TrainRun) -> Sums:
     return dict(found)
 
 
+def in_turn(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Experts in turn, so that all are equally busy."""
+    t, experts = scores.shape
+    return torch.arange(t * count).view(t, count) % experts
+
+
+def recorded_in_turn(rank: int, world: int, run: TrainRun) -> Sums:
+    """`recorded`, all experts equally busy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(routing, "best", in_turn)
+        return recorded(rank, world, run)
+
+
+def without_axes(sums: Sums) -> dict[tuple[str, int], tuple[int, int]]:
+    """By kind and ranks alone: groups of both grids that are of the same ranks have one name."""
+    found: dict[tuple[str, int], tuple[int, int]] = defaultdict(lambda: (0, 0))
+    for (_, kind, ranks), (calls, nbytes) in sums.items():
+        found[kind, ranks] = found[kind, ranks][0] + calls, found[kind, ranks][1] + nbytes
+    return dict(found)
+
+
+MOE = {
+    "model.moe.experts": "32", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "4", "train.micro_batch_size": "1",
+    "train.seq_len": "64", "train.global_batch_size": "4",
+}  # fmt: skip
+SP = {"parallel.tp": "2", "parallel.sp": "true"}
+SHARED = {"model.moe.shared_ffn_hidden_size": "6", "model.moe.shared_gate": "true"}
+BIASES = {"model.moe.router.score": "sigmoid", "model.moe.router.balancing_bias": "true"}
+EXPERTS = [
+    (2, MOE | {"parallel.ep": "2"}),
+    (4, MOE | SP | SHARED | {"parallel.ep": "2", "parallel.etp": "2"}),
+    (4, MOE | {"parallel.ep": "4", "parallel.dispatcher": "gather", "precision.params": "bf16"}),
+    (2, MOE | {"parallel.ep": "2", "recompute.granularity": "full", "model.moe.latent_size": "12"}),
+    (2, MOE | SHARED | {"parallel.ep": "2", "recompute.granularity": "full"}),
+    (2, MOE | SP | {"parallel.ep": "2", "parallel.etp": "1", "recompute.granularity": "full"}),
+    (2, MOE | SP | SHARED | {"recompute.granularity": "full"}),
+    (2, MOE | SP | SHARED | {"recompute.granularity": "selective", "recompute.modules": "[mlp]"}),
+    (2, MOE | {"parallel.ep": "2", "recompute.granularity": "selective", "recompute.modules": "[mlp]"}),
+    (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "parallel.zero": "1", "model.moe.balance.batch": "0.1"}),
+    (4, MOE | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.balance.global_batch": "0.1"} | BIASES),
+    (4, MOE | {"parallel.etp": "2", "parallel.pp": "2", "model.moe.layers": "[false, true]"}),
+    (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
+]
+
+
+def assert_plan_of_experts_holds(world: int, settings: dict[str, str]) -> None:
+    run = tiny_run(settings | {"parallel.bucket_numel": "2000"})
+    for rank, found in enumerate(run_ranks(recorded_in_turn, world, run)):
+        real, expected = without_axes(found), without_axes(planned(run, world, rank))
+        assert {key: calls for key, (calls, _) in real.items()} == {key: calls for key, (calls, _) in expected.items()}
+        for key, (calls, nbytes) in real.items():
+            assert abs(nbytes - expected[key][1]) <= calls, (rank, key)
+
+
+@pytest.mark.parametrize("world, settings", [EXPERTS[0], EXPERTS[1], EXPERTS[2], EXPERTS[9]])
+def test_tokens_travel_to_experts_and_back_as_the_plan_says(world: int, settings: dict[str, str]) -> None:
+    assert_plan_of_experts_holds(world, settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world, settings", EXPERTS)
+def test_experts_on_every_axis_send_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
+    assert_plan_of_experts_holds(world, settings)
+
+
 def planned(run: TrainRun, world: int, rank: int) -> Sums:
     """The same from the plan."""
     workload = plan_workload(run, world)
@@ -72,7 +138,7 @@ def on_gloo(row: Traffic, zero: int) -> tuple[str, int, float]:
     """What a CPU's collectives make of it: kind, calls for one call, and what the recorder counts of a byte."""
     if row.axis == "cp" and row.kind == "message":
         return "all_to_all", 1, (row.ranks - 1) / row.ranks  # an exchange in which all but one part are empty
-    if row.axis == "dp" and row.kind in ("reduce_scatter", "all_gather") and zero < 3:
+    if row.axis in ("dp", "edp") and row.kind in ("reduce_scatter", "all_gather") and zero < 3:
         return "isend", row.ranks - 1, 1.0
     return {"message": "isend"}.get(row.kind, row.kind), 1, 1.0
 
