@@ -5,7 +5,7 @@ sum must not.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -70,6 +70,10 @@ class Groups:
         if self.ends is not None:
             return self.ends
         return torch.tensor(self.on_host(), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+
+    def known_on(self, device: torch.device) -> "Groups":
+        """The same, with `ends` on `device` from now on: each copy to a GPU waits for what that is at."""
+        return replace(self, ends=self.on_device(device))
 
 
 def groups_of(counts: Sequence[int] | Tensor) -> Groups:

@@ -118,8 +118,9 @@ class Exchange:
         order = order_of(choice, self.num_experts, self.refusing)
         table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
         way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
+        groups = Groups(way.plan.counts).known_on(x.device)  # now, as a GPU has just been waited for
         rows = way.there(permute(x, order))
-        return Sent(rows, way.there(weights_of_rows(choice.weights, order)), Groups(way.plan.counts)), way
+        return Sent(rows, way.there(weights_of_rows(choice.weights, order)), groups), way
 
 
 @dataclass(frozen=True, slots=True)

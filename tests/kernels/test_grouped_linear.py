@@ -209,6 +209,8 @@ def test_sizes_on_the_host_and_ends_on_the_device_are_one_thing(counts: list[int
     assert host.experts == device.experts == len(counts)
     assert device.on_host() == host.on_host() == groups_of(torch.tensor(counts)).on_host() == tuple(counts)
     assert torch.equal(host.on_device(torch.device("cpu")), device.on_device(torch.device("cpu")))
+    both = host.known_on(torch.device("cpu"))
+    assert both.counts == tuple(counts) and both.on_device(torch.device("cpu")) is both.ends, "copied once"
 
 
 def test_rows_that_the_groups_do_not_name_are_refused() -> None:
