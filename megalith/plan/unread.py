@@ -36,11 +36,21 @@ def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
 
 BELONGS: tuple[Belongs, ...] = (
     Belongs(
-        ("rope",), "positions", lambda model: model.positions == "rope", "settings of rotary positions",
+        ("attention", "qkv_bias", "rope", "relative", "dropout.attention"), "layers.attention",
+        lambda model: any(model.attention_part(layer) == "full" for layer in range(model.num_layers)),
+        "for attention, and no layer has it", "model.layers.attention to full for some layer",
+    ),
+    Belongs(
+        ("activation", "gated", "activation_clamp", "up_offset"), "layers.mlp",
+        lambda model: any(model.mlp_part(layer) == "full" for layer in range(model.num_layers)),
+        "for MLPs, and no layer has one", "model.layers.mlp to full for some layer",
+    ),
+    Belongs(
+        ("rope",), "positions", lambda model: model.positions == "rope", "for rotary positions",
         "model.positions=rope",
     ),
     Belongs(
-        ("relative",), "positions", lambda model: model.positions == "relative", "settings of relative positions",
+        ("relative",), "positions", lambda model: model.positions == "relative", "for relative positions",
         "model.positions=relative",
     ),
     Belongs(
@@ -52,19 +62,19 @@ BELONGS: tuple[Belongs, ...] = (
         f"model.rope.scaling to one of {', '.join(FROM_A_LENGTH)}",
     ),
     Belongs(
-        ("rope.low_freq_factor", "rope.high_freq_factor"), "rope.scaling", _scaled("llama3"), "settings of llama3",
+        ("rope.low_freq_factor", "rope.high_freq_factor"), "rope.scaling", _scaled("llama3"), "for llama3",
         "model.rope.scaling=llama3",
     ),
     Belongs(
         ("rope.beta_fast", "rope.beta_slow", "rope.whole_pairs", "mla.yarn_mscale"), "rope.scaling", _scaled("yarn"),
-        "settings of yarn", "model.rope.scaling=yarn",
+        "for yarn", "model.rope.scaling=yarn",
     ),
     Belongs(
         ("rope.attention_factor",), "rope.scaling", _scaled("yarn", "longrope"), "what a scaling sharpens by",
         "model.rope.scaling=yarn",
     ),
     Belongs(
-        ("rope.short_factors", "rope.long_factors"), "rope.scaling", _scaled("longrope"), "settings of longrope",
+        ("rope.short_factors", "rope.long_factors"), "rope.scaling", _scaled("longrope"), "for longrope",
         "model.rope.scaling=longrope",
     ),
     Belongs(
@@ -85,7 +95,7 @@ BELONGS: tuple[Belongs, ...] = (
         "for norms of queries and keys", "model.attention.qk_norm=head",
     ),
     Belongs(
-        ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "settings of a gate", "model.gated=true"
+        ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "for a gate", "model.gated=true"
     ),
     Belongs(
         ("moe.router.balancing_rate",), "moe.router.balancing_bias",

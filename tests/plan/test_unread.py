@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.fields import setting_names
+from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.unread import BELONGS, unread_problems
@@ -30,3 +32,15 @@ def test_a_setting_is_named_once_whatever_it_lacks() -> None:
 def test_defaults_and_what_is_read_are_no_problem() -> None:
     assert unread_problems(MODEL) == []
     assert unread_problems(replace(MODEL, rope=RopeConfig(scaling="yarn", factor=2.0, beta_fast=16.0))) == []
+
+
+def test_what_no_layer_has_needs_no_settings() -> None:
+    square = replace(MODEL, layers=LayersConfig(attention=("linear",)), attention=AttentionConfig(sinks=True))
+    (text,) = unread_problems(square)
+    assert text == (
+        "model.attention.sinks=true with model.layers.attention=[linear]: nothing would read it: this is for "
+        "attention, and no layer has it. Set model.layers.attention to full for some layer, or remove it."
+    )
+    (text,) = unread_problems(replace(MODEL, layers=LayersConfig(mlp=("none", "linear")), gated=False))
+    assert "model.gated=false with model.layers.mlp=[none, linear]: nothing would read it" in text
+    assert unread_problems(replace(square, layers=LayersConfig(attention=("linear", "full")))) == []
