@@ -12,6 +12,7 @@ from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 from megalith.recipes.lora_tiny import lora_tiny
 from megalith.recipes.mistral import mistral_7b
+from megalith.recipes.moe_tiny import moe_tiny
 from megalith.recipes.olmo2 import olmo2_1b, olmo2_7b, olmo2_13b
 from megalith.recipes.phi3 import phi3_mini
 from megalith.recipes.pythia import pythia_160m
@@ -27,6 +28,7 @@ _RECIPES = (
     tiny_cpu,
     sft_tiny,
     lora_tiny,
+    moe_tiny,
     quickstart,
     llama_6m,
     llama_29m,

@@ -1,0 +1,45 @@
+"""A small mixture of experts on two processes, minutes on two CPU cores."""
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import LoopConfig, TrainRun
+
+
+def moe_tiny() -> TrainRun:
+    """Eight experts and a shared one, divided over two processes: `--nproc 2`.
+
+    The data is made up; docs/howto/experts.md puts the corpus of `make quickstart` in its place.
+    """
+    vocab_size = 4096
+    return TrainRun(
+        name="moe_tiny",
+        model=ModelConfig(
+            vocab_size=vocab_size,
+            hidden_size=128,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_hidden_size=384,
+            max_seq_len=512,
+            tied_embeddings=True,
+            moe=MoEConfig(
+                experts=8,
+                top_k=2,
+                ffn_hidden_size=128,
+                shared_ffn_hidden_size=128,
+                layers=(False, True, True, True),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
+                balance=BalanceConfig(batch=0.01, z=1e-3),
+            ),
+        ),
+        parallel=ParallelConfig(ep=2),
+        data=DataConfig(mock=True, mock_num_documents=2000),
+        tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
+        train=LoopConfig(steps=400, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=200, eval_steps=8),
+        schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=40),
+        checkpoint=CheckpointConfig(every=200),
+    )
