@@ -179,7 +179,7 @@ class InputDropout(nn.Module):
     def __init__(self, place: str, p: float, mine: Callable[[Tensor], Tensor], *, first_feature: int = 0) -> None:
         """`mine`: what the layer has of something known of all tokens; `first_feature`: the first of x, of all."""
         super().__init__()
-        self.place, self.p, self.mine, self.first_feature = place, p, mine, first_feature
+        self.place, self.p, self.mine, self.first_feature, self.drop = place, p, mine, first_feature, dropout
         self.tokens: Tokens | None = None
         """Given by the attention or the MLP around, each time it begins: linear layers are not told of tokens."""
 
@@ -192,7 +192,7 @@ class InputDropout(nn.Module):
             return x
         seen = self.tokens.dropout
         again = with_arguments(
-            dropout, p=self.p, key=key_of(seen.seed, "adapter dropout", self.place), numbers=self.mine(seen.numbers),
+            self.drop, p=self.p, key=key_of(seen.seed, "adapter dropout", self.place), numbers=self.mine(seen.numbers),
             first_feature=self.first_feature,
         )  # fmt: skip
         return rebuilt(x).then(again(value_of(x)), again)

@@ -17,10 +17,13 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels import activation, cross_entropy, dropout, norm, rope, span_attention, swiglu, weighted
 from megalith.kernels.attention import attention
 from megalith.kernels.norm import rms_norm
+from megalith.kernels.rebuilt import value_of
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.kernels.swiglu import swiglu as swiglu_function
+from megalith.kernels.tokens import DropoutKey, tokens_of_rows
 from megalith.nn.block import RecomputedCore
 from megalith.nn.kernels import use_kernels, with_kernel
+from megalith.nn.lora import InputDropout
 from megalith.nn.rope import Turned
 from megalith.parallel.context import Gathered, Ring
 from megalith.parallel.group import alone
@@ -132,6 +135,16 @@ def test_operations_are_found_however_deep_they_are_held() -> None:
     assert isinstance(held["core"], RecomputedCore) and isinstance(held["core"].core, partial)
     assert isinstance(held["several"][0], partial) and held["several"][1] == 3
     assert all(held[name] is before[name] for name in ("number", "words", "group"))
+
+
+def test_dropout_before_adapters_is_switched_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dropout.DropoutFunction, "apply", forbid)
+    drop, x = InputDropout("layers.0.mlp.down", 0.5, lambda known: known), torch.ones(4, 6)
+    drop.tokens = replace(tokens_of_rows(1, 4), dropout=DropoutKey(3, torch.arange(4)))
+    with pytest.raises(AssertionError, match="a fast form"):
+        drop(x)
+    use_kernels([drop], "reference", mesh_of_one())
+    assert set(value_of(drop(x)).flatten().tolist()) == {0.0, 2.0}
 
 
 def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
