@@ -14,7 +14,7 @@ from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.companions import carried
 from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
-from megalith.models.names import Family, TensorRule
+from megalith.models.names import Family, TensorRule, dtype_to_write
 from megalith.models.pretrained import Pretrained
 from megalith.models.release import parameters, release_run, write_release
 from megalith.plan.shards import Shard
@@ -80,14 +80,15 @@ def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
 
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
-    kept = dtype or stored
+    kept = dtype_to_write(shard.name, stored, dtype)
     return Move(shard.name, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
-    kept = source.weights.dtype(rule.parameter or "embed.weight")
+    parameter = rule.parameter or "embed.weight"
+    kept = source.weights.dtype(parameter)
     stored = show_dtype(kept)
-    kept = dtype or kept
+    kept = dtype_to_write(parameter, kept, dtype)
     if isinstance(source.weights, HuggingFaceFolder):
         stored = source.weights.stored_as(rule.name)
     ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"

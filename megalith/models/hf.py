@@ -39,11 +39,13 @@ from megalith.models.llama import LLAMA
 from megalith.models.mistral import MISTRAL
 from megalith.models.mixtral import MIXTRAL
 from megalith.models.names import (
+    BALANCING_BIAS,
     Family,
     TensorRule,
     as_stored,
     by_parameter,
     by_tensor,
+    dtype_to_write,
     extent,
     in_our_order,
     in_their_order,
@@ -408,6 +410,11 @@ def plan_files(
     return files
 
 
+def _is_bias_of_choice(part: TensorRule) -> bool:
+    """Whether it is kept wider than the model is said to be."""
+    return part.parameter is not None and part.parameter.endswith(BALANCING_BIAS)
+
+
 def write_folder(
     path: Path,
     config: ModelConfig,
@@ -437,10 +444,11 @@ def write_folder(
 
     def dtype_of(parts: Parts) -> torch.dtype:
         sources = [rule.parameter or "embed.weight" for rule in parts]  # zeros are stored like the rest
-        return dtype or reduce(torch.promote_types, map(weights.dtype, sources))
+        return dtype_to_write(sources[0], reduce(torch.promote_types, map(weights.dtype, sources)), dtype)
 
     files = plan_files(rules, dtype_of, shard_nbytes)
-    widest = max((planned.dtype for file in files for _, planned in file), key=lambda dtype: dtype.itemsize)
+    of_model = [one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)]
+    widest = max(of_model, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
     staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     check_absent(path)

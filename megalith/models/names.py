@@ -9,10 +9,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.plan.shards import Box
+
+BALANCING_BIAS = ".balancing_bias"
+"""How parameters end that steps move by a thousandth: beyond a quarter bf16 has no such steps, so they stay wide."""
+
+
+def dtype_to_write(parameter: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """What a parameter of ours is written in, in folders of theirs and of ours; `asked` unset: as it is stored."""
+    if asked is None:
+        return stored
+    return torch.promote_types(asked, stored) if parameter.endswith(BALANCING_BIAS) else asked
 
 
 @dataclass(frozen=True, slots=True)

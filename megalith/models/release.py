@@ -22,6 +22,7 @@ from megalith.errors import CheckpointError
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights, check_absent, require_room
 from megalith.models.jobs import batches, done_in_order
+from megalith.models.names import dtype_to_write
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Box, Shard
 
@@ -70,7 +71,7 @@ def write_release(
     check_absent(path)
     work = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
     staging = work / f"{folder_name(0)}.tmp"
-    content = [(shard, dtype or weights.dtype(shard.name)) for shard in parameters(model)]
+    content = [(one, dtype_to_write(one.name, weights.dtype(one.name), dtype)) for one in parameters(model)]
     nbytes = sum(map(_nbytes, content))
     try:
         storage.make_folder(staging)

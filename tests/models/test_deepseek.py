@@ -1,5 +1,6 @@
 """DeepSeek's config.json and tensors: dense ones, and layers that predict further ahead."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,3 +211,14 @@ def test_a_config_that_promises_further_predictions_may_come_without(tmp_path: P
     kept = {name: tensor for name, tensor in load_file(file).items() if not name.startswith("model.layers.2.")}
     save_file(kept, file, metadata={"format": "pt"})
     assert HuggingFaceFolder(tmp_path / "x").model_config == replace(config, mtp=MTPConfig())
+
+
+def test_balancing_biases_stay_wide_in_a_narrow_model(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = DEEPSEEK_V3.read_config(SMALL | SPARSE)
+    tiny.folder(tmp_path / "theirs", config, dtype=torch.bfloat16)
+    raw = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    (file,) = (tmp_path / "theirs").glob("*.safetensors")
+    stored = {name: tensor.dtype for name, tensor in load_file(file).items()}
+    wide = {name for name, dtype in stored.items() if dtype == torch.float32}
+    assert raw["dtype"] == raw["torch_dtype"] == "bfloat16", "what transformers builds the rest in"
+    assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"} and set(stored.values()) > {torch.float32}

@@ -4,7 +4,17 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import lengths
-from megalith.models.names import TensorRule, by_tensor, extent, in_our_order, in_their_order, piece, region_of, rule
+from megalith.models.names import (
+    TensorRule,
+    by_tensor,
+    dtype_to_write,
+    extent,
+    in_our_order,
+    in_their_order,
+    piece,
+    region_of,
+    rule,
+)
 
 HEADS = rule("q", "q", (3, 2, 4), shape=(6, 4))
 COLUMNS = rule("o", "o", (4, 3, 2), shape=(4, 6))
@@ -70,3 +80,10 @@ def test_rules_of_one_tensor_are_found_together() -> None:
 def test_the_extent_is_what_their_tensors_fill() -> None:
     first = rule("k", "kv", (3, 2, 4), shape=(6, 4), part=0)
     assert extent([first, SECOND]) == (2, 3, 2, 4)
+
+
+def test_only_what_small_steps_move_is_not_narrowed() -> None:
+    narrow, wide, bias = torch.bfloat16, torch.float32, "layers.3.moe.balancing_bias"
+    assert dtype_to_write("layers.3.moe.router", wide, narrow) == narrow
+    assert dtype_to_write(bias, wide, narrow) == wide and dtype_to_write(bias, wide, torch.float64) == torch.float64
+    assert dtype_to_write(bias, narrow, None) == narrow == dtype_to_write(bias, narrow, narrow)
