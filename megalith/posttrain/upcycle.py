@@ -140,16 +140,17 @@ def expected_weight(moe: MoEConfig) -> float:
 def factors_of(model: ModelConfig, moe: MoEConfig, parts: int, scale: Scale) -> Factors:
     """The factors that make the sum of a token's experts the answer of the dense MLP of `parts` parts.
 
-    Of each part a token's weights are the `parts`th of their sum s, so that answers must grow by m = parts / s. An
-    activation that multiplies two factors of x, as gates and squared ReLU do, makes c² of a factor c before it, and
-    m = c³ when the last matrix is multiplied by c, too; any other c, and m = c². For ReLU and squared ReLU, gated or
-    not, that is exact; SiLU and GELU are not scaled as their input is. `down` is exact for all.
+    Of each part a token's weights are the `parts`th of their sum s, so that answers must grow by m = parts / s. With
+    both matrices multiplied by c they grow by c², once more by c for a gate and for a square: c is that root of m. For
+    ReLU and its square, gated or not, this is exact; SiLU and GELU are not scaled as their input is. `down` is exact
+    for all.
     """
     total = expected_weight(moe)
     m = parts / total
     if scale == "down":
         return Factors(1.0, m, 1 / total)
-    c = m ** (1 / 3) if model.gated or model.activation == "squared_relu" else m ** (1 / 2)
+    powers = 2 + model.gated + (model.activation == "squared_relu")
+    c = m ** (1 / powers)
     return Factors(c, c, 1 / total)
 
 

@@ -98,6 +98,8 @@ def test_parts_of_an_mlp_are_exact_for_squared_relu_and_near_for_swiglu(tmp_path
     squared = dense(tmp_path / "squared", activation="squared_relu", gated=False, mlp_bias=True)
     assert off(logits(squared), logits(squared, replace(HALVES, biases=True))) < 1e-6
     swiglu = dense(tmp_path / "swiglu")
+    gated = dense(tmp_path / "gated", activation="squared_relu")
+    assert off(logits(gated), logits(gated, HALVES)) < 1e-6
     near = off(logits(swiglu), logits(swiglu, HALVES))
     print(f"\nSwiGLU, two experts for each MLP: logits off by {near:.1%} of the largest")
     assert 1e-4 < near < 0.3
