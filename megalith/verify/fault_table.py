@@ -10,6 +10,7 @@ from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -17,10 +18,12 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
-from megalith.verify.ranks import Difference, layout_case, prove_layout
+from megalith.verify.ranks import STEPS, Difference, layout_case, prove_layout
 from megalith.verify.types import type_check
 
-Outcome = Literal["wrong shapes", "wrong loss", "wrong gradients", "wrong weights after a step", "no effect"]
+Outcome = Literal[
+    "wrong shapes", "wrong loss", "wrong gradients", "wrong weights after a step", "wrong counts", "no effect"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +86,11 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
     )  # fmt: skip
     kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
     replicas = 2 if "replicas" in needs else 1
-    return with_attention(model, fault), ParallelConfig(
+    return with_experts(with_attention(model, fault), fault), ParallelConfig(
         tp=tp, cp=cp, dp=dp * replicas, pp=pp, pipeline=pipeline, sp="sp" in needs,
         zero=3 if "fsdp" in needs else 2 if "zero 2" in needs else 1 if "zero" in needs else 0, replicas=replicas,
-        context=ContextConfig(kind=kind), rings="rings" in needs,
+        context=ContextConfig(kind=kind), rings="rings" in needs, ep=2 if "ep" in needs else 1,
+        etp=2 if "etp" in needs else None,
     )  # fmt: skip
 
 
@@ -102,6 +106,24 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
     if "places" in fault.needs:  # scores are large enough for all three places to matter
         return replace(model, attention=replace(kind, scale=30.0), rope=RopeConfig(sections=(1, 1, 1), theta=2.0))
     return replace(model, attention=kind)
+
+
+EXPERT_NEEDS = frozenset({"experts", "ep", "etp", "capacity", "balancing bias"})
+"""Of which a fault in a mixture of experts has at least one."""
+
+
+def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
+    """The model with the experts that the fault needs: four, of which each token chooses two."""
+    if not EXPERT_NEEDS & {*fault.needs}:
+        return model
+    biased = "balancing bias" in fault.needs
+    return replace(
+        model, moe=MoEConfig(
+            experts=4, ffn_hidden_size=10, balance=BalanceConfig(batch=0.5),
+            router=RouterConfig(score="sigmoid" if biased else "softmax", balancing_bias=biased, balancing_rate=0.01),
+            capacity=CapacityConfig(factor=0.8 if "capacity" in fault.needs else None),
+        ),
+    )  # fmt: skip
 
 
 def adapters_of(fault: Fault) -> LoraConfig | None:
@@ -141,5 +163,8 @@ def _first_difference(found: Sequence[Difference]) -> tuple[Outcome, str]:
     return ORDER.get(first.what, "wrong weights after a step"), f"{first.what} off by {first.error:.0e}{where}"
 
 
-ORDER: dict[str, Outcome] = {"first loss": "wrong loss", "gradients": "wrong gradients"}
+ORDER: dict[str, Outcome] = {
+    "first loss": "wrong loss", "gradients": "wrong gradients", "balancing biases": "wrong weights after a step",
+    f"weights after {STEPS} steps": "wrong weights after a step", "choices of experts": "wrong counts",
+}  # fmt: skip
 """What is looked at first, and what it means."""

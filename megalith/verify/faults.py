@@ -24,6 +24,7 @@ from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.routing import Choice
 from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
@@ -31,9 +32,13 @@ from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
+from megalith.nn.moe import balance
+from megalith.nn.moe.balance import Balance
+from megalith.nn.moe.experts import Experts
+from megalith.nn.moe.router import Gate, Router
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
-from megalith.parallel import context, data, engine, publish, recompute, tensor
+from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
 from megalith.parallel.autograd import partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
@@ -56,8 +61,9 @@ from megalith.plan.context import Numbers, Slices, Spans, plan_spans
 from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
-from megalith.train import loss, step
+from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
+from megalith.verify import expert_faults
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -66,7 +72,7 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "latent", "adapters", "places", "dropped weights",
+    "latent", "adapters", "places", "experts", "ep", "etp", "capacity", "balancing bias", "dropped weights",
 ]  # fmt: skip
 
 
@@ -89,7 +95,8 @@ class Fault:
     attention's weights `dropped weights`),
     or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
     documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
-    heads (`whole norms`), and what else attention and embeddings can have."""
+    heads (`whole norms`), and what else attention and embeddings can have; experts, which may be divided (`ep`), have
+    parts (`etp`), or refuse (`capacity`), and balancing biases."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -202,8 +209,16 @@ def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
 
 
 def _invariant_norms(model: Decoder, mesh: Mesh) -> None:
+    _call_invariant(model, mesh, RMSNorm)
+
+
+def _invariant_routers(model: Decoder, mesh: Mesh) -> None:
+    _call_invariant(model, mesh, Gate)
+
+
+def _call_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
     for declared, module, name in list(declared_parameters(model)):
-        if isinstance(module, RMSNorm):
+        if isinstance(module, kind):
             shard = replace(declared.shard, invariant=frozenset(mesh.tp.axes))
             module.__dict__["declared"][name] = replace(declared, shard=shard)
 
@@ -483,6 +498,18 @@ def _whole_gradient(weight: Shard, adapters: LoraConfig, region: Region) -> tupl
 ORIGINAL_ADAPTER = lora.column_adapter
 
 
+def _counts_before_refusal() -> AbstractContextManager[None]:
+    counts = expert_faults.BeforeRefusal()
+
+    def within_capacity(self: Router, choice: Choice, tokens: Tokens) -> Choice:
+        return counts.within_capacity(self, choice, tokens)
+
+    def balanced(self: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
+        return counts.balance(self, choice, logits, tokens)
+
+    return _both(replaced(Router, "within_capacity", within_capacity), replaced(Balance, "__call__", balanced))
+
+
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
@@ -685,6 +712,62 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "host_copy_lost", "What waited in host memory comes back as zeros.",
         "numbers", ("dp", "offload"), lambda: replaced(Away, "storage", _blank),
+    ),
+    Fault(
+        "experts_summed_over_dp", "Experts' gradients are summed over ranks with the same dense weights.",
+        "numbers", ("dp", "ep"), lambda: replaced(data, "division_of", expert_faults.division_of_dense),
+    ),
+    Fault(
+        "etp_alone_on_dense_grid", "Without ep experts are taken for dense weights, though etp is not tp.",
+        "numbers", ("dp", "etp"), lambda: replaced(data, "division_of", expert_faults.division_by_ep_alone),
+    ),
+    Fault(
+        "experts_drawn_by_place", "The first weights of an expert depend on how many experts a rank has.",
+        "numbers", ("dp", "ep"), lambda: replaced(build, "fill", expert_faults.fill_as_if_mine_were_all),
+    ),
+    Fault(
+        "router_invariant", "Routers say that every rank has their whole gradient, which under sp it has not.",
+        "types", ("tp", "sp", "experts"), lambda: changed_model(_invariant_routers),
+    ),
+    Fault(
+        "etp_sum_removed", "An expert's answer is the part of it that one rank along etp has.",
+        "types", ("dp", "etp"), lambda: replaced(expert, "reduce_scatter", expert_faults.parts_of_own_rank),
+    ),
+    Fault(
+        "etp_part_not_declared", "What one rank along etp has of an answer is taken for all of it, and still summed.",
+        "types", ("dp", "etp"), lambda: replaced(expert, "partial", lambda x, group: x),
+    ),
+    Fault(
+        "answers_in_wrong_order", "Answers go back to ranks in the order in which experts gave them.",
+        "numbers", ("dp", "ep"), lambda: replaced(expert, "undone", expert_faults.never_undone),
+    ),
+    Fault(
+        "experts_weighted_twice", "A choice's weight multiplies its expert's answer a second time.",
+        "numbers", ("dp", "experts"), lambda: replaced(Experts, "forward", expert_faults.weighted_twice),
+    ),
+    Fault(
+        "refused_by_each_rank", "Ranks that share tokens each fill their own part of an expert's seats.",
+        "numbers", ("cp", "capacity"), lambda: replaced(Router, "within_capacity", expert_faults.refused_by_each_rank),
+    ),
+    Fault(
+        "counted_before_refusal", "Choices that experts refuse count as their tokens.",
+        "numbers", ("dp", "capacity"), _counts_before_refusal,
+    ),
+    Fault(
+        "balance_of_own_tokens", "Losses of balance take a rank's own tokens for all that ranks share.",
+        "numbers", ("cp", "experts"), lambda: replaced(balance, "all_reduce_", expert_faults.own_counts_alone),
+    ),
+    Fault(
+        "balance_scaled_with_cp", "Every rank that shares tokens takes its part of a balance loss for the whole.",
+        "numbers", ("cp", "experts"), lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
+    ),
+    Fault(
+        "bias_moved_by_own_tokens", "Balancing biases move by what a rank's own tokens chose.",
+        "numbers", ("dp", "balancing bias"), lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
+    ),
+    Fault(
+        "second_pass_counted", "Tokens count once more when backward computes their layer again.",
+        "numbers", ("dp", "recompute", "experts"), lambda: replaced(Balance, "__call__", expert_faults.counted_again),
     ),
     Fault(
         "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",

@@ -38,7 +38,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.routing import Choice
-from megalith.kernels.tokens import DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.tokens import BalanceShare, DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Block
 from megalith.nn.lora import BelowAdapters, attach_adapters
@@ -50,7 +50,7 @@ from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
-from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, PARTS, Shard
+from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank
 from megalith.testing.inject import replaced
 from megalith.train.loss import share_of_means
@@ -171,18 +171,20 @@ def type_check(
         parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
-        unseen=tuple(unseen(recompute, offload)),
+        unseen=tuple(unseen(recompute, offload, model)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
-def unseen(recompute: RecomputeConfig, offload: OffloadConfig) -> list[str]:
-    """What of these settings has no types: it moves or compares bytes, and sums nothing."""
+def unseen(recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None) -> list[str]:
+    """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks for numbers."""
+    planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
     found = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
         "recompute.check: compares bits, of which there are none here": recompute.check,
+        "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores instead": planned,
     }
     if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
         found[f"recompute.modules={sorted(rebuilt)}: what one reader computes again for itself"] = True
@@ -311,8 +313,9 @@ def _build(
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
     batch = paper_batch(
-        parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh), further=model.mtp.depths
-    )
+        parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh), further=model.mtp.depths,
+        balanced=model.moe is not None and not model.moe.balance.sinkhorn,
+    )  # fmt: skip
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
     x, dy = (torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta") for _ in range(2))
     received, gradient = None if stage.embedding else x.requires_grad_(), None if stage.loss else dy
@@ -327,8 +330,13 @@ def _chunks(
     return chunks
 
 
-def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0) -> Batch:
-    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths."""
+def paper_batch(
+    *, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0, balanced: bool = False
+) -> Batch:  # fmt: skip
+    """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths.
+
+    `balanced`: as in training, with what keeps experts busy.
+    """
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
     if slicing.ranks > 1:
@@ -343,7 +351,8 @@ def paper_batch(*, parts: int, documents: bool, slicing: Slicing = WHOLE, furthe
     dropout, context = DropoutKey(0, numbers), tokens.context
     if context is not None:
         context = replace(context, whole=replace(context.whole, dropout=dropout))
-    return Batch(ids, labels, replace(tokens, dropout=dropout, context=context), pairs)
+    balance = BalanceShare(0, 1, 1.0) if balanced else None
+    return Batch(ids, labels, replace(tokens, dropout=dropout, context=context, balance=balance), pairs)
 
 
 def mesh_axes(grid: Grid, names: Sequence[str] = DENSE_AXES) -> dict[str, MeshAxis]:
@@ -626,12 +635,13 @@ def _without_gradient(place: Place) -> Iterator[Problem]:
 
 def _in_our_words(text: str, grid: Grid) -> str:
     """The checker's text with our names of axes and collectives: tp for `MeshAxis(8:1)`, leave for a P -> I sum."""
-    names = {part: part for part in DENSE_AXES}
-    for axis, parts in PARTS.items():
+    names = {part: part for part in DENSE_AXES + EXPERT_AXES}
+    for axis, parts in (PARTS if grid.experts is None else PARTS | EXPERT_PARTS).items():
         text = text.replace("_".join(parts), axis)
         if min(map(grid.size, parts)) == 1:  # then only one part is left, and is all of it
             names |= dict.fromkeys(parts, axis)
-    for name, place in mesh_axes(grid).items():
+    places = mesh_axes(grid) | (mesh_axes(grid, EXPERT_AXES) if grid.experts is not None else {})
+    for name, place in places.items():
         text = text.replace(repr(place), names[name])
         text = re.sub(rf"\b{name}\b", names[name], text)
     for theirs, ours in WORDS:

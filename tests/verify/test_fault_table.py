@@ -5,7 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from megalith.verify.fault_table import Outcome, Verdict, _first_difference, as_markdown, judge, smallest_layout
+from megalith.config.moe import MoEConfig
+from megalith.verify.fault_table import (
+    EXPERT_NEEDS,
+    Outcome,
+    Verdict,
+    _first_difference,
+    as_markdown,
+    judge,
+    smallest_layout,
+)
 from megalith.verify.faults import FAULTS, Fault, fault_named
 from megalith.verify.ranks import Difference
 
@@ -58,12 +67,26 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "adapter_mask_of_first_slice": (False, "wrong loss"),
     "stale_input_recomputed": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
+    "experts_summed_over_dp": (False, "wrong gradients"),
+    "etp_alone_on_dense_grid": (False, "wrong gradients"),
+    "experts_drawn_by_place": (False, "wrong loss"),
+    "router_invariant": (True, "wrong gradients"),
+    "etp_sum_removed": (True, "wrong loss"),
+    "answers_in_wrong_order": (False, "wrong loss"),
+    "experts_weighted_twice": (False, "wrong loss"),
+    "refused_by_each_rank": (False, "wrong loss"),
+    "counted_before_refusal": (False, "wrong counts"),
+    "balance_of_own_tokens": (False, "wrong gradients"),
+    "balance_scaled_with_cp": (False, "wrong gradients"),
+    "bias_moved_by_own_tokens": (False, "wrong weights after a step"),
+    "second_pass_counted": (False, "wrong counts"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
-    # Three more than the usual ones. The last changes nothing that one can measure: it leaves out a declaration.
+    # More than the usual ones. The last two change nothing that one can measure: they leave out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
     "bias_before_sum": (True, "wrong weights after a step"),
     "loss_not_partial": (True, "no effect"),
+    "etp_part_not_declared": (True, "no effect"),
 }
 """Of each fault: whether the type check refuses it, and what float64 on real processes finds."""
 
@@ -136,6 +159,13 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert bool(model.rope.sections) == ("places" in fault.needs)
     assert model.tied_embeddings == ("tied" in fault.needs)
     assert parallel.sp == ("sp" in fault.needs)
+    assert (model.moe is not None) == bool(EXPERT_NEEDS & {*fault.needs})
+    assert (parallel.ep > 1, parallel.etp is not None) == ("ep" in fault.needs, "etp" in fault.needs)
+    moe = model.moe or MoEConfig(experts=1, ffn_hidden_size=1)
+    assert (moe.capacity.factor is not None, moe.router.balancing_bias) == (
+        "capacity" in fault.needs,
+        "balancing bias" in fault.needs,
+    )
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
     assert (model.dropout.residual > 0) == ("dropout" in fault.needs)

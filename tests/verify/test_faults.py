@@ -12,7 +12,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
 from megalith.verify import faults
-from megalith.verify.fault_table import adapters_of, memory_settings, with_attention
+from megalith.verify.fault_table import EXPERT_NEEDS, adapters_of, memory_settings, with_attention, with_experts
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
 
@@ -33,6 +33,9 @@ REFUSALS = {
     "whole_norm_local": ("layers.0.attention.norms.q_norm", "Found types: [P, ", "over tp_copy on the Partial operand"),
     "latent_key_not_entered": ("layers.0.attention", "Found types: [V, I]", "enter over tp on the Invariant operand"),
     "adapter_invariant": ("layers.0.attention.qkv", "Found types: [V, I]", "args[1]: bf16[24, 3] {"),
+    "router_invariant": ("layers.0.mlp.router.gate", "Found types: [V, I]", "enter over tp_copy on the Invariant"),
+    "etp_sum_removed": ("layers.0.mlp", "Found types: [P]", "leave over etp on the Partial operand"),
+    "etp_part_not_declared": ("layers.0.mlp", "reduce_scatter over etp expects P", "was given V (every rank has its"),
     "loss_not_partial": ("backward", "Varying loss on axis dp", "Use partial over dp to declare"),
 }
 """Of each fault that types or shapes find: where, and two parts of the text."""
@@ -47,7 +50,8 @@ def check(
 
 def regions(fault: Fault) -> list[bool]:
     """With and without sp, as far as the fault matters there."""
-    return [sp for sp in (False, True) if ("whole tokens" if sp else "sp") not in fault.needs]
+    experts = bool(EXPERT_NEEDS & {*fault.needs})  # which tensor-parallel ranks have under sp alone
+    return [sp for sp in (False, True) if ("whole tokens" if sp else "sp") not in fault.needs and (sp or not experts)]
 
 
 CASES = [(fault, sp) for fault in FAULTS for sp in regions(fault)]
@@ -63,7 +67,7 @@ def test_without_a_fault_nothing_is_refused(sp: bool) -> None:
 def test_a_fault_is_refused_by_the_type_check_if_types_or_shapes_can_show_it(fault: Fault, sp: bool) -> None:
     with planted(fault.name):
         report = check(
-            sp=sp, recompute=memory_settings(fault)[0], model=with_attention(MODEL, fault),
+            sp=sp, recompute=memory_settings(fault)[0], model=with_experts(with_attention(MODEL, fault), fault),
             lora=adapters_of(fault),
         )  # fmt: skip
     if fault.found_by == "numbers":

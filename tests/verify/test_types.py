@@ -46,7 +46,7 @@ from megalith.verify.types import (
     type_check,
     type_check_in_child,
 )
-from megalith.verify.variants import VARIANTS
+from megalith.verify.variants import NARROW, PLANNED, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
@@ -459,3 +459,11 @@ def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
     asked = Question(model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away)
     assert from_dict(Question, to_dict(asked)) == asked  # so a child is asked the same
+
+
+def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers() -> None:
+    layout = ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1)
+    report = type_check(NARROW, layout, world=8, ranks=(5,))
+    assert report.ok and report.unseen == ()
+    planned = type_check(PLANNED, replace(layout, ep=1, cp=4), world=8, ranks=(5,))
+    assert planned.ok and [text.split(":")[0] for text in planned.unseen] == ["model.moe.balance.sinkhorn"]

@@ -1,0 +1,118 @@
+"""What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names and plants them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.balance import count_choices
+from megalith.kernels.routing import Choice, capacity_of, refuse_surplus, without
+from megalith.kernels.tokens import Tokens
+from megalith.nn.init import fill
+from megalith.nn.moe.balance import Balance, Record
+from megalith.nn.moe.experts import Experts
+from megalith.nn.moe.router import Router
+from megalith.parallel.data import Division, division_of
+from megalith.parallel.expert import Sent
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import Init
+from megalith.plan.shards import Shard, whole
+
+# --- gradients and weights
+
+
+def division_of_dense(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+    """Experts are summed and divided over the ranks of the dense grid."""
+    return division_of(zero, mesh)
+
+
+def division_by_ep_alone(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
+    """Experts have a grid of their own only where ep divides them."""
+    return division_of(zero, mesh, grid if mesh.over("ep").size > 1 else "dense")
+
+
+def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, seed: int) -> None:
+    """A rank's experts are drawn as if they were the first."""
+    first = whole(shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs)
+    fill(parameter, replace(first, flat=shard.flat) if shard.grid == "expert" else shard, init, seed=seed)
+
+
+# --- on the way to experts and back
+
+
+def parts_of_own_rank(x: Tensor, group: Group, *, sizes: Sequence[int] | None = None) -> Tensor:
+    """My rows of the part that this rank has, and no sum."""
+    each = sizes or [len(x) // len(group.ranks)] * len(group.ranks)
+    return x.narrow(0, sum(each[: group.rank]), each[group.rank])
+
+
+def never_undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Answers go back in the order in which experts worked on them."""
+    return [sizes[chunk] for chunk in order], list(range(len(order)))
+
+
+def weighted_twice(self: Experts, sent: Sent) -> Tensor:
+    """The weight of a row multiplies its answer once more."""
+    return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
+
+
+def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice:
+    """Every rank fills its own part of an expert's seats, whatever the others' tokens weigh."""
+    capacity, moe = self.moe.capacity, self.moe
+    if capacity.factor is None or tokens.balance is None:
+        return choice
+    limit = capacity_of(capacity.factor, len(choice.experts), moe.top_k, moe.experts)
+    return without(choice, refuse_surplus(choice, limit, capacity.drop, num_experts=moe.experts))
+
+
+ORIGINAL_EXPERTS = Experts.forward
+
+
+# --- balance
+
+
+class BeforeRefusal:
+    """Counts of choices as they were before experts refused some."""
+
+    def __init__(self) -> None:
+        self.choice: Choice | None = None
+
+    def within_capacity(self, router: Router, choice: Choice, tokens: Tokens) -> Choice:
+        """Remembers what was chosen."""
+        self.choice = choice
+        return ORIGINAL_WITHIN_CAPACITY(router, choice, tokens)
+
+    def balance(self, balance: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
+        """Counts that."""
+        balanced = ORIGINAL_BALANCE(balance, choice, logits, tokens)
+        record, share = balance.record, tokens.balance
+        if record is not None and share is not None and self.choice is not None:
+            valid = balance.region.mine(tokens.valid)
+            one, experts = torch.zeros_like(valid), balance.moe.experts
+            used = count_choices(self.choice.experts, one, valid, sequences=1, num_experts=experts)
+            record.counts[share.microbatch] = used[0].detach()
+        return balanced
+
+
+def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int, Tensor]]:
+    """Each of the ranks that share tokens takes its part of a loss for all of it."""
+    return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
+
+
+def own_counts_alone(x: Tensor, group: Group) -> Tensor:
+    """No sum over other ranks."""
+    return x
+
+
+def counted_again(self: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
+    """A microbatch that comes again in backward counts a second time."""
+    balanced = ORIGINAL_BALANCE(self, choice, logits, tokens)
+    record: Record | None = self.record
+    if record is not None and tokens.balance is not None and torch._C._current_graph_task_id() != -1:
+        record.counts[tokens.balance.microbatch] *= 2
+    return balanced
+
+
+ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_WITHIN_CAPACITY = Balance.__call__, Balance.losses, Router.within_capacity

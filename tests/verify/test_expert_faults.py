@@ -1,0 +1,39 @@
+"""Faults in mixtures of experts change what they say, and nothing where there is nothing to change."""
+
+import torch
+
+from megalith.nn.init import fill
+from megalith.parallel.group import alone
+from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.tensor import Init
+from megalith.plan.shards import cut_dim, whole
+from megalith.verify.expert_faults import (
+    division_by_ep_alone,
+    division_of_dense,
+    fill_as_if_mine_were_all,
+    never_undone,
+    own_counts_alone,
+    parts_of_own_rank,
+)
+
+
+def test_experts_of_the_second_rank_are_drawn_as_the_first_ranks() -> None:
+    second = cut_dim(whole("experts.down", (4, 3, 2), inputs=2), 0, [2, 2], 1, ("ep",))
+    right, wrong, dense = (torch.zeros(second.matrix_shape) for _ in range(3))
+    fill(right, second, Init(1.0), seed=0)
+    fill_as_if_mine_were_all(dense, second, Init(1.0), seed=0)
+    assert torch.equal(right, dense), "what lies on the dense grid is drawn as it should be"
+    fill_as_if_mine_were_all(wrong, type(second)(
+        second.name, second.shape, second.box, second.cut, grid="expert", inputs=second.inputs
+    ), Init(1.0), seed=0)  # fmt: skip
+    assert not torch.equal(right, wrong)
+
+
+def test_nobody_else_means_no_fault() -> None:
+    mesh, x = mesh_of_one(), torch.arange(6.0)
+    assert division_of_dense(0, mesh, "expert").replicas.size == division_by_ep_alone(0, mesh, "expert").replicas.size
+    assert torch.equal(parts_of_own_rank(x, alone("etp")), x) and own_counts_alone(x, alone("dp")) is x
+
+
+def test_answers_stay_where_experts_had_them() -> None:
+    assert never_undone([5, 6, 7], [2, 0, 1]) == ([7, 5, 6], [0, 1, 2])
