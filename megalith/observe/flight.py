@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 from weakref import ReferenceType
 
-from megalith.plan.shards import PARTS
+from megalith.plan.shards import EXPERT_PARTS, PARTS
 
 RECORDED = 1024
 """Collectives that are remembered: more than a step of a large model has between two waits (a guess)."""
@@ -266,8 +266,10 @@ def axes_name(axes: Sequence[str]) -> str:
 
     >>> axes_name(("pp", "dp_replica", "dp_shard", "cp_ring", "tp_copy"))
     'pp_dp_cp_ring_tp_copy'
+    >>> axes_name(("edp_replica", "edp_shard"))
+    'edp'
     """
-    whole = {parts: axis for axis, parts in PARTS.items() if set(parts) <= set(axes)}
+    whole = {parts: axis for axis, parts in (PARTS | EXPERT_PARTS).items() if set(parts) <= set(axes)}
     names = [next((name for parts, name in whole.items() if axis in parts), axis) for axis in axes]
     return "_".join(dict.fromkeys(names))
 

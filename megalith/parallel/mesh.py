@@ -30,6 +30,10 @@ EXPERT_SPANS: tuple[tuple[str, ...], ...] = (
 )  # fmt: skip
 """The same in a model with experts."""
 
+WAYS_TO_EXPERTS = frozenset({"ep", "etp"})
+"""Axes along which tokens travel while sums of gradients do. Messages of one process group wait for one another, so
+groups along these are never those of other axes, even where their ranks are the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
@@ -93,14 +97,15 @@ def build_mesh(grid: Grid, *, rank: int, timeout_seconds: float = 600.0, flight:
 
     A grid may be built several times in one world, and at any offset. `flight` records what this rank then enters.
     """
-    made: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+    made: dict[tuple[bool, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
     groups = {}
     for span in spans_of(grid):
         every = tuple(grid.groups(span))
-        if every not in made:
-            made[every] = _new_groups(every, rank, "_".join(span), timeout_seconds)
+        wanted = {*span} <= WAYS_TO_EXPERTS, every
+        if wanted not in made:
+            made[wanted] = _new_groups(every, rank, "_".join(span), timeout_seconds)
         if rank in grid.ranks:
-            groups[span] = _group(span, grid.group_of(rank, span), rank, made[every], flight)
+            groups[span] = _group(span, grid.group_of(rank, span), rank, made[wanted], flight)
     return Mesh(grid, rank, groups)
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.parallel.group import Group, all_reduce_, gather_objects
@@ -90,6 +91,18 @@ def _world(rank: int, world: int) -> Group:
 
 def test_a_grid_may_be_built_again_and_released_without_harm_to_the_rest() -> None:
     run_ranks(_twice, 2)
+
+
+def _names(rank: int, world: int) -> dict[str, str]:
+    grid = model_grid(ParallelConfig(ep=2), replace(MODEL, moe=MoEConfig(experts=2, ffn_hidden_size=4)), world)
+    mesh = build_mesh(grid, rank=rank, timeout_seconds=30)
+    assert all_reduce_(torch.tensor([1.0]), mesh.over("ep")).item() == 2.0
+    return {axis: mesh.over(axis).name for axis in ("dp", "ep")} | {"both": mesh.over("ep", "etp").name}
+
+
+def test_tokens_on_their_way_to_experts_wait_for_no_gradients_of_the_same_ranks() -> None:
+    names, _ = run_ranks(_names, 2)
+    assert names["ep"] == names["both"] != names["dp"]
 
 
 @pytest.mark.parametrize(("tp", "world"), [(1, 6), (2, 6), (3, 6), (4, 12), (8, 4096)])
