@@ -72,10 +72,21 @@ def lora_layers(lora: LoraConfig, model: ModelConfig) -> tuple[int, ...]:
 
 def has_adapters(parameter: str, lora: LoraConfig, model: ModelConfig) -> bool:
     """Whether adapters are trained beside a parameter, by its canonical name."""
-    parts = parameter.split(".")  # layers, a number, attention or mlp, a matrix
-    if len(parts) != 4 or parts[0] != "layers":
+    matrix = matrix_of(parameter)
+    if matrix is None:
         return False
-    return int(parts[1]) in lora_layers(lora, model) and parts[3] in lora_targets(lora, model)
+    return int(parameter.split(".")[1]) in lora_layers(lora, model) and matrix in lora_targets(lora, model)
+
+
+def matrix_of(parameter: str) -> str | None:
+    """The word for a layer's matrix that may have adapters, by its canonical name; None: experts, and what is in no
+    layer.
+
+    >>> matrix_of("layers.3.mlp.down"), matrix_of("layers.3.moe.experts.down")
+    ('down', None)
+    """
+    parts = parameter.split(".")  # layers, a number, attention or mlp, a matrix
+    return parts[3] if len(parts) == 4 and parts[0] == "layers" else None
 
 
 def adapts_something(lora: LoraConfig, model: ModelConfig) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.checkpoint.boxes import Entry, lengths, pieces
 from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
-from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_matrices, lora_targets
+from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_matrices, lora_targets, matrix_of
 from megalith.config.model import ModelConfig
 from megalith.config.tree import from_dict
 from megalith.errors import CheckpointError, ConfigError
@@ -65,8 +65,8 @@ class AdaptedWeights:
         if f"{parameter}.lora_a" not in self.adapters.names:
             return self.base.read(parameter, box, dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        weight = self.base.read(parameter, box, wide)
-        return weight.add_(self._product(parameter, box, wide), alpha=self.adapters.lora.scale).to(dtype)
+        weight, product = self.base.read(parameter, box, wide), self._product(parameter, box, wide)
+        return torch.add(weight, product, alpha=self.adapters.lora.scale, out=product).to(dtype)  # never into the base
 
     def fill(self, entries: Sequence[Entry]) -> None:
         """Fill the tensors of `entries`, a piece at a time."""
@@ -173,8 +173,8 @@ def peft_parts(
     """
     found, refused = [], {}
     for rule in family.rules(model):
-        word = (rule.parameter or "").rsplit(".", 1)[-1]
-        if word not in targets or not (rule.parameter or "").startswith("layers."):
+        word = matrix_of(rule.parameter or "")
+        if word is None or word not in targets:
             continue
         if not _is_linear(rule):
             refused[word] = rule.name

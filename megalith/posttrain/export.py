@@ -18,7 +18,7 @@ from megalith.models.companions import carried
 from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, check_absent, family_for
 from megalith.models.pretrained import Pretrained
 
-TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures of which PEFT 0.21, under transformers 5, takes the MLP of every layer for experts: it would load
 adapters of those without experts as nothing, with no more than a warning."""
 
@@ -39,13 +39,14 @@ def plan_peft(source: Pretrained) -> list[PeftPart]:
     family = base.family if isinstance(base, HuggingFaceFolder) else family_for(source.model)
     lora = weights.adapters.lora
     targets = lora_targets(lora, source.model)
-    if family.architecture in TAKEN_FOR_EXPERTS and {"gate_up", "down"} & set(targets):
+    parts = peft_parts(family, source.model, targets, lora_layers(lora, source.model))
+    if family.architecture in TAKEN_FOR_EXPERTS and any(".mlp." in part.parameter for part in parts):
         raise ConfigError(
             f"--to=peft: of {family.architecture} PEFT takes every MLP for experts, and would leave out adapters of "
             f"lora.targets={list(targets)}. Use --to huggingface, which merges them, or set lora.targets to matrices "
             f"of attention when training."
         )
-    return peft_parts(family, source.model, targets, lora_layers(lora, source.model))
+    return parts
 
 
 def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = None) -> int:

@@ -81,6 +81,19 @@ def test_every_box_is_that_of_the_sum(word: str) -> None:
         torch.testing.assert_close(weights.read(name, box, torch.float64), part.double(), rtol=1e-5, atol=1e-5)
 
 
+def test_a_base_in_memory_stays_as_it_is() -> None:
+    class Kept(Values):
+        values = drawn("down", SHAPES["layers.0.mlp.down"])
+
+        def read(self, parameter: str, box: Box, dtype: torch.dtype) -> Tensor:
+            return self.values.to(dtype)
+
+    before, box = Kept.values.clone(), tuple((0, size) for size in Kept.values.shape)
+    weights = AdaptedWeights(Path("adapters"), MODEL, Kept(), Path("base"), adapters(LoraConfig(rank=3)))
+    assert not torch.equal(weights.read("layers.0.mlp.down", box, torch.float32), before)
+    assert torch.equal(Kept.values, before)
+
+
 def test_what_has_no_adapter_is_the_base_to_the_bit() -> None:
     weights = AdaptedWeights(Path("adapters"), MODEL, Values(torch.bfloat16), Path("base"), adapters(LoraConfig()))
     box: Box = ((0, 12),)

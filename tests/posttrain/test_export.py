@@ -183,12 +183,32 @@ def test_matrices_of_latent_attention_have_the_librarys_names(tmp_path: Path) ->
     torch.testing.assert_close(ours(tmp_path / "adapters"), ours(run), rtol=0, atol=1e-6)
 
 
-def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(tmp_path: Path) -> None:
-    run = train(tmp_path / "run", folder(tmp_path / "base", "DeepseekV3Config", **DEEPSEEK))
-    with pytest.raises(ConfigError, match=r"of DeepseekV3ForCausalLM PEFT takes every MLP for experts.*--to huggingf"):
+EXPERTS: dict[str, dict[str, Any]] = {
+    "MixtralConfig": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3MoeConfig": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 6},
+}
+
+
+@pytest.mark.parametrize("model", ["DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_an_mlp_that_the_library_would_take_for_experts_is_no_adapter_of_its(model: str, tmp_path: Path) -> None:
+    kind = model.replace("ForCausalLM", "Config")
+    sizes = DEEPSEEK if "Deepseek" in kind else LLAMA | EXPERTS[kind] | {"mlp_only_layers": [0]}
+    run = train(tmp_path / "run", folder(tmp_path / "base", kind, **sizes))
+    with pytest.raises(ConfigError, match=rf"of {model} PEFT takes every MLP for experts.*--to huggingf"):
         plan_peft(open_pretrained(locate(str(run))))
     assert main(["convert", str(run), str(tmp_path / "merged")]) == 0
     torch.testing.assert_close(logits(theirs(tmp_path / "merged")), ours(run), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_layers_with_experts_have_adapters_beside_them_there_too(kind: str, tmp_path: Path) -> None:
+    base = folder(tmp_path / "base", kind, **LLAMA | EXPERTS[kind])
+    run = train(tmp_path / "run", base)
+    assert main(["convert", str(run), str(tmp_path / "adapters"), "--to", "peft"]) == 0
+    model = peft.PeftModel.from_pretrained(theirs(base), tmp_path / "adapters")
+    torch.testing.assert_close(logits(model.eval()), ours(run), rtol=0, atol=2e-5)
+    assert (ours(run) - logits(theirs(base))).abs().max() > 1e-3, "adapters do something"
+    torch.testing.assert_close(ours(tmp_path / "adapters"), ours(run), rtol=0, atol=1e-6)
 
 
 def test_layers_that_the_library_chose_are_read(trained: Path, tmp_path: Path) -> None:
