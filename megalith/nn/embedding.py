@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.errors import DataError
 from megalith.kernels.embedding import embedding
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import Step, dropping
@@ -30,7 +31,17 @@ class LearnedPositions(nn.Module):
         declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h] -> [t, h]."""
+        """x [t, h] -> [t, h].
+
+        Raises:
+            DataError: a document has more places than the table.
+        """
+        # Rows that ranks share may end with filler beyond the table, which is given zeros.
+        if tokens.context is None and tokens.max_kv > len(self.weight):
+            raise DataError(
+                f"a document of {tokens.max_kv} tokens with model.positions=learned, which knows {len(self.weight)} "
+                f"places. Use documents of at most {len(self.weight)} tokens, or set model.max_seq_len to as many."
+            )
         return x + embedding(self.region.mine(tokens.positions), self.weight)
 
 

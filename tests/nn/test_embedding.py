@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from megalith.errors import DataError
 from megalith.models.decoder import declared_parameters
 from megalith.nn.embedding import Entrance, Scale
 from megalith.parallel.mesh import mesh_of_one
@@ -46,3 +48,11 @@ def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(layers: Simp
     group = layers.paper(layers.config(), 3, 1).tp
     assert SplitTokens(group).mine(torch.arange(9)).tolist() == [3, 4, 5]
     assert WholeTokens(group).mine(torch.arange(9)).tolist() == list(range(9))
+
+
+def test_a_document_longer_than_the_table_of_places_is_refused(layers: SimpleNamespace) -> None:
+    entrance, tokens = built(layers, positions="learned"), layers.tokens(layers.config(positions="learned"), [1, 33])
+    with pytest.raises(
+        DataError, match=r"document of 33 tokens .* knows 32 places. Use documents of at most 32 tokens"
+    ):
+        entrance(layers.inputs(34), tokens)
