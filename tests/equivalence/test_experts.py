@@ -1,0 +1,261 @@
+"""Mixtures of experts beyond one layout: checkpoints that move, recomputation to the bit, experts nobody chooses, and
+balance that is learnt. That each layout equals one process is in test_layouts.py."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.save import save_checkpoint
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.optim import PrecisionConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import RecomputeConfig
+from megalith.data.loader import Loader, Masks
+from megalith.data.sample import Sample
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tolerance import FP64, assert_close
+from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
+from megalith.train.experts import routers_of, use_of_experts
+from megalith.train.step import train_step
+from megalith.verify.ranks import Gathered, LayoutCase, _gather, _joined, _loader, _slices, layout_case
+from megalith.verify.variants import BIASED_CHOICE, NARROW, NOISY
+
+CPU = torch.device("cpu")
+
+
+def mesh_of(case: LayoutCase, rank: int, world: int) -> Mesh:
+    torch.set_num_threads(1)
+    return build_mesh(model_grid(case.run.parallel, case.run.model, world), rank=rank) if world > 1 else mesh_of_one()
+
+
+def on_ranks(function: Any, case: LayoutCase, *others: object) -> Any:  # Any: whatever it gives back, of rank 0
+    """Run it on the case's processes, or here if there is one."""
+    if case.world == 1:
+        return function(0, 1, case, *others)
+    return run_ranks(function, case.world, case, *others)[0]
+
+
+def case_of(model: ModelConfig, parallel: ParallelConfig) -> LayoutCase:
+    world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+    return layout_case(model, parallel, world, micro_batch_size=2)
+
+
+# --- checkpoints
+
+
+def steps_between(
+    rank: int, world: int, case: LayoutCase, folder: str, first: int, last: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Steps `first` to `last`, from what was saved before them if there are any; losses, and all that is stored."""
+    mesh, root = mesh_of(case, rank, world), Path(folder)
+    trainer = build_trainer(case.run, mesh, CPU, fill=first == 0)
+    if first:
+        open_checkpoint(root / f"step_{first:07d}").load_into(checkpoint_entries(trainer), mesh.world)
+        trainer.optimizer.set_updates(first)
+        publish_loaded(trainer)
+    loader = _loader(case.run, mesh, consumed=12 * first, steps=last - first)
+    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(last - first)]
+    trainer.data.settle()
+    save_checkpoint(root, last, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    stored = open_checkpoint(root / f"step_{last:07d}")
+    return losses, {name: stored.read(name) for name in stored.keys()} if rank == 0 else {}  # noqa: SIM118  # no mapping
+
+
+ONE = ParallelConfig()
+STAGES = ParallelConfig(pp=2, dp=2, ep=2, pipeline=PipelineConfig(schedule="1f1b"))
+MOVES = {
+    "dp2 etp2 to tp2 sp ep2 etp1": (ParallelConfig(dp=2, etp=2), ParallelConfig(tp=2, sp=True, ep=2, etp=1)),
+    "tp2 sp etp2 to dp2 ep2, zero 2": (ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, ep=2, zero=2)),
+    "dp3 ep3, zero 1 to pp2 dp2 ep2": (ParallelConfig(dp=3, ep=3, zero=1), STAGES),
+    "pp2 dp2 ep2 to dp4 ep2 etp2, zero 1": (STAGES, ParallelConfig(dp=4, ep=2, etp=2, zero=1)),
+    "dp4 ep2 etp2, zero 1 to one process": (ParallelConfig(dp=4, ep=2, etp=2, zero=1), ONE),
+    "one process to cp2 ep2, zero 2": (ONE, ParallelConfig(cp=2, ep=2, zero=2)),
+    "tp2 dp2 sp ep2 etp1, zero 2 to dp3 ep3": (
+        ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=2), ParallelConfig(dp=3, ep=3),
+    ),
+}  # fmt: skip
+IN_EVERY_RUN = ("dp2 etp2 to tp2 sp ep2 etp1",)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in MOVES]
+)
+def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) -> None:
+    """Weights, moments and balancing biases; losses are those of one process that was never interrupted."""
+    expected, weights = on_ranks(steps_between, case_of(BIASED_CHOICE, ONE), str(tmp_path / "alone"), 0, 4)
+    losses: list[float] = []
+    for layout, first in zip(MOVES[name], (0, 2), strict=True):
+        case = case_of(BIASED_CHOICE, layout)
+        some, stored = on_ranks(steps_between, case, str(tmp_path / "moved"), first, first + 2)
+        losses += some
+    assert losses == pytest.approx(expected, rel=FP64.relative)
+    assert_close(stored, weights, FP64)
+    biases = [key for key in weights if key.endswith("balancing_bias")]
+    assert len(biases) == 4 and all(torch.equal(stored[key], weights[key]) and weights[key].any() for key in biases)
+    assert {f"optimizer.{kind}.layers.0.moe.experts.down" for kind in ("exp_avg", "exp_avg_sq")} <= stored.keys()
+
+
+@pytest.mark.parametrize("zero", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_stops_and_goes_on_has_the_losses_of_one_that_did_not_to_the_bit(zero: Any, tmp_path: Path) -> None:
+    case = case_of(BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=zero))
+    whole, kept = on_ranks(steps_between, case, str(tmp_path / "whole"), 0, 4)
+    first, _ = on_ranks(steps_between, case, str(tmp_path / "parts"), 0, 2)
+    second, again = on_ranks(steps_between, case, str(tmp_path / "parts"), 2, 4)
+    assert first + second == whole
+    assert all(torch.equal(again[key], kept[key]) for key in kept)
+
+
+# --- recomputation
+
+AGAIN = [
+    RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block"),
+    RecomputeConfig(granularity="selective", modules=("mlp",)),
+    RecomputeConfig(granularity="selective", modules=("mlp_act",)),
+    RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act")),
+]  # fmt: skip
+
+
+def first_step(rank: int, world: int, case: LayoutCase, ways: list[RecomputeConfig]) -> list[tuple[list[Tensor], Any]]:
+    """Of each way: every gradient of a step in fp32 as it was applied, and what the experts did."""
+    found = []
+    for way in ways:
+        run = replace(case.run, recompute=way, precision=PrecisionConfig(params="fp32"))
+        mesh = mesh_of(case, rank, world)
+        trainer = build_trainer(run, mesh, CPU)
+        train_step(trainer, _loader(run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0)
+        gradients = [owned.gradient.clone() for owned in trainer.data.owned]
+        found.append((gradients, use_of_experts(trainer.staged.modules, mesh)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        (BIASED_CHOICE, ONE), (NOISY, ONE), (NARROW, ParallelConfig(dp=2, ep=2)),
+        pytest.param(BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), marks=pytest.mark.slow),
+    ],
+    ids=["biased choice", "noisy", "narrow ep2", "biased choice tp2 ep2"],
+)  # fmt: skip
+def test_recomputation_changes_no_bit_and_counts_nothing_twice(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """`mlp` is the whole mixture with its messages; `mlp_act` the shared experts' activation, as those of the others
+    are never kept; `norm` what the router and both kinds of experts read."""
+    (kept, uses), *others = on_ranks(first_step, case_of(model, parallel), [RecomputeConfig(), *AGAIN])
+    assert sum(sum(use.counts) for use in uses) > 0 and all(bool(one.any()) for one in kept)
+    for way, (gradients, counted) in zip(AGAIN, others, strict=True):
+        assert counted == uses, way
+        assert all(torch.equal(mine, one) for mine, one in zip(gradients, kept, strict=True)), way
+
+
+def test_evaluation_touches_no_record_and_no_bias() -> None:
+    case = case_of(BIASED_CHOICE, ONE)
+    trainer = build_trainer(case.run, mesh_of_one(), CPU)
+    loader = _loader(case.run, trainer.mesh, consumed=0, steps=2)
+    train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0)
+    routers = list(routers_of(trainer.staged.modules))
+    before = [(router.balance.record, router.moved) for router in routers]
+    kept = [[part.clone() for part in (record.counts, record.losses, bias)] for record, bias in before if record]  # type: ignore[union-attr]  # a bias is there
+    trainer.staged.forward(loader.next().microbatches)
+    after = [[r.balance.record.counts, r.balance.record.losses, r.moved] for r in routers]  # type: ignore[union-attr]  # as before
+    assert all(torch.equal(a, b) for old, new in zip(kept, after, strict=True) for a, b in zip(old, new, strict=True))  # type: ignore[arg-type]  # tensors
+
+
+# --- experts that nobody chooses
+
+
+def pushed(
+    rank: int, world: int, case: LayoutCase, push: list[float]
+) -> tuple[list[Any], Gathered, Gathered, Gathered]:
+    """A step whose routers are pushed towards some experts: their use; weights before, gradients, weights after."""
+    mesh = mesh_of(case, rank, world)
+    trainer = build_trainer(case.run, mesh, CPU)
+    for slot in trainer.optimizer.slots:
+        if slot.shard.name.endswith("router_bias"):
+            slot.weight.copy_(torch.tensor(push))
+    before = _gather(weights_of(trainer), mesh)
+    train_step(trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0)
+    gradients = _gather(_slices([(o.shard, o.gradient) for o in trainer.data.owned]), mesh)
+    use = [one.counts for one in use_of_experts(trainer.staged.modules, mesh)]
+    return use, before, gradients, _gather(weights_of(trainer), mesh)
+
+
+def weights_of(trainer: Trainer) -> Gathered:
+    return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
+
+
+@pytest.mark.parametrize("dispatcher", ["exchange", "gather"])
+@pytest.mark.parametrize(
+    ("push", "top_k"), [([0.0, 90.0, 0.0, 0.0], 1), ([90.0, 90.0, 0.0, 0.0], 2)], ids=["one expert", "one rank"]
+)
+def test_experts_and_ranks_without_any_token_have_no_gradient_and_stay(
+    dispatcher: Any, push: list[float], top_k: int
+) -> None:
+    router = RouterConfig(score="softmax", renormalise=top_k > 1, bias=True)
+    moe = MoEConfig(experts=4, top_k=top_k, ffn_hidden_size=10, router=router)
+    model = replace(BIASED_CHOICE, num_layers=2, moe=moe)
+    layout = ParallelConfig(dp=2, ep=2, dispatcher=dispatcher)
+    use, before, gradients, after = on_ranks(pushed, case_of(model, layout), push)
+    _, _, expected, reached = on_ranks(pushed, case_of(model, ONE), push)
+    chosen = [value > 0 for value in push]
+    assert [[count > 0 for count in counts] for counts in use] == [chosen] * 2
+    assert_close(_joined(after), _joined(reached), FP64)
+    for name in ("layers.0.moe.experts.gate_up", "layers.1.moe.experts.down"):
+        assert [bool(part.any()) for part in _joined(gradients)[name]] == chosen
+        assert torch.allclose(_joined(gradients)[name], _joined(expected)[name], rtol=1e-9, atol=0)
+        moved = (_joined(after)[name] != _joined(before)[name]).flatten(1).any(1)
+        assert moved.tolist() == chosen
+
+
+# --- balance is learnt
+
+
+@dataclass(frozen=True)
+class Skewed:
+    """Rows in which few tokens are frequent."""
+
+    num_samples: int = 12 * 200
+    fingerprint: str = "skewed"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def sample(self, k: int) -> Sample:
+        draw = np.random.default_rng(k)
+        share = 1 / np.arange(4, 65)
+        ids = draw.choice(61, 25, p=share / share.sum())
+        return Sample(ids, 25)
+
+
+def violation(balance: BalanceConfig, router: RouterConfig) -> float:
+    """Tokens of the busiest expert over the mean, less 1, over the last 20 of 200 steps and the worst layer."""
+    moe = MoEConfig(experts=8, ffn_hidden_size=10, balance=balance, router=router)
+    model = replace(BIASED_CHOICE, num_layers=2, moe=moe, init_std=0.2)
+    case = layout_case(model, ONE, 1, micro_batch_size=12, seq_len=24)
+    run = replace(case.run, precision=PrecisionConfig(params="fp32"))
+    trainer = build_trainer(run, mesh_of_one(), CPU)
+    loader = Loader(
+        Skewed(), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=12, consumed=0, steps=200, device=CPU
+    )
+    total = torch.zeros(2, 8)
+    for step in range(200):
+        train_step(trainer, loader.next(), lr=3e-3, weight_decay=0.0)
+        if step >= 180:
+            total += torch.tensor([use.counts for use in use_of_experts(trainer.staged.modules, trainer.mesh)])
+    return float((total.amax(1) / total.mean(1) - 1).max())
+
+
+@pytest.mark.slow
+def test_experts_learn_to_be_equally_busy_with_either_means_and_not_without() -> None:
+    """Of Wang et al. 2024 (arXiv:2408.15664), MaxVio."""
+    plain = RouterConfig(score="sigmoid")
+    assert violation(BalanceConfig(), plain) > 0.5
+    assert violation(BalanceConfig(batch=0.1), plain) < 0.5
+    assert violation(BalanceConfig(), replace(plain, balancing_bias=True, balancing_rate=0.01)) < 0.5
