@@ -14,7 +14,6 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, ignore, print_now
-from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
@@ -163,11 +162,11 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
 
     from megalith.data.tokenizer import build_tokenizer
     from megalith.infer.chat import Chat, template_of
-    from megalith.infer.load import load_writer
+    from megalith.infer.load import load_writer, writing_layout
     from megalith.parallel.mesh import build_mesh, model_grid
 
     template = template_of(source, build_tokenizer(source.tokenizer), options.template)
-    grid = model_grid(ParallelConfig(tp=worker.world), source.model, worker.world)
+    grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
     writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
     return Chat(writer, template, settings(options), options.system)

@@ -146,11 +146,11 @@ def write_all(
     """Load this rank's slice of the model and write on from every prompt; the texts, and the seconds for them."""
     import torch
 
-    from megalith.infer.load import load_writer
+    from megalith.infer.load import load_writer, writing_layout
     from megalith.infer.text import write_texts
     from megalith.parallel.mesh import build_mesh, model_grid
 
-    grid = model_grid(ParallelConfig(tp=worker.world), source.model, worker.world)
+    grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
     writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
     show = print_now if worker.rank == 0 and not options.json else ignore

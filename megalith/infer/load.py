@@ -16,6 +16,7 @@ from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
 from megalith.models.release import release_run
 from megalith.parallel.mesh import Mesh
+from megalith.plan.experts import expert_layout_problems
 from megalith.train.rules import model_problems
 
 FURTHER = ("mtp.*",)
@@ -43,9 +44,17 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
     opened = open_pretrained(locate(source), base=base)
     if base is not None:
         require_adapters(opened, base)
-    run = release_run("generate", opened.model, opened.tokenizer, opened.path)
-    raise_all(model_problems(replace(run, parallel=ParallelConfig(tp=tp))) + writing_problems(opened.model))
+    run, layout = release_run("generate", opened.model, opened.tokenizer, opened.path), writing_layout(opened.model, tp)
+    problems = model_problems(replace(run, parallel=layout)) + writing_problems(opened.model)
+    raise_all(problems or expert_layout_problems(opened.model, layout, tp, trains=False))
     return opened
+
+
+def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:
+    """How ranks share a model that writes: each has some of the features, and some of the experts where these divide
+    evenly. All have all tokens, so that all take part in every exchange."""
+    whole_experts = model.moe is not None and model.moe.experts % ranks == 0
+    return ParallelConfig(tp=ranks, ep=ranks, etp=1) if whole_experts else ParallelConfig(tp=ranks)
 
 
 def writing_problems(model: ModelConfig) -> list[str]:

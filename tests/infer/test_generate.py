@@ -8,14 +8,16 @@ import torch
 from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
 from megalith.infer import cache
 from megalith.infer.generate import Written, divide_room, generate, remember, windows_of_layers
+from megalith.infer.load import writing_layout
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
+from megalith.nn.moe.router import Router
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.verify.variants import VARIANTS
@@ -217,7 +219,7 @@ def test_room_is_given_in_order(wanted: list[int], counts: list[int]) -> None:
 
 
 def on_a_rank(rank: int, world: int, config: ModelConfig, make: Any, sample: SampleConfig) -> list[Written]:
-    mesh = build_mesh(model_grid(ParallelConfig(tp=world), config, world), rank=rank)
+    mesh = build_mesh(model_grid(writing_layout(config, world), config, world), rank=rank)
     return list(generate(make(config, mesh, dtype=torch.float64), PROMPTS, sample))
 
 
@@ -227,3 +229,28 @@ def test_every_rank_writes_what_one_process_writes(tp: int, kv_heads: int, tiny:
     expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, sample))
     for found in run_ranks(on_a_rank, tp, config, tiny.model, sample):
         assert found == expected
+
+
+ROUTER = RouterConfig(score="sigmoid", balancing_bias=True, jitter=0.3)
+EXPERTS = MoEConfig(
+    experts=4, top_k=2, ffn_hidden_size=7, shared_ffn_hidden_size=5, shared_gate=True, router=ROUTER,
+    balance=BalanceConfig(batch=0.1), capacity=CapacityConfig(factor=0.3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("moe", [EXPERTS, replace(EXPERTS, experts=5)])
+def test_experts_on_several_ranks_write_what_one_process_writes(moe: MoEConfig, tiny: SimpleNamespace) -> None:
+    config = tiny.config(moe=moe)
+    assert (writing_layout(config, 2).ep, writing_layout(config, 2).etp) == ((2, 1) if moe is EXPERTS else (1, None))
+    expected = list(generate(tiny.model(config, dtype=torch.float64), PROMPTS, GREEDY))
+    for found in run_ranks(on_a_rank, 2, config, tiny.model, GREEDY):
+        assert found == expected
+
+
+def test_while_text_is_written_nothing_is_counted_and_nobody_refused(tiny: SimpleNamespace) -> None:
+    model = tiny.model(tiny.config(moe=EXPERTS), dtype=torch.float64)
+    found = texts(list(generate(model, PROMPTS, GREEDY)))
+    assert all(router.balance.record is None for router in model.modules() if isinstance(router, Router))
+    for changes in ({"capacity": CapacityConfig()}, {"router": replace(ROUTER, jitter=0.0)}):
+        roomy = tiny.model(tiny.config(moe=replace(EXPERTS, **changes)), dtype=torch.float64)
+        assert texts(list(generate(roomy, PROMPTS, GREEDY))) == found
