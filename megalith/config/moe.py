@@ -28,7 +28,7 @@ class RouterConfig:
     Source: DeepSeek-AI 2024, arXiv:2405.04434, section 2.2.2."""
 
     top_groups: int | None = None
-    """Groups that a token chooses from."""
+    """Groups that a token chooses from; unset: all, as `groups`."""
 
     group_score: Literal["top", "max"] = "top"
     """A group is as good as the sum of its best top_k / top_groups scores (DeepSeek-V3), or as its best (V2)."""
@@ -93,7 +93,12 @@ class CapacityConfig:
     """An expert takes ceil(factor K N / E) of a microbatch's N tokens; unset: all that choose it."""
 
     drop: Drop = "least"
-    """Which it refuses: those that weigh least, or that come last."""
+    """Which it refuses: padding first, and then those that weigh least, or that come last."""
+
+    pad: bool = False
+    """While training, every expert computes equally many rows, zeros where fewer chose it, so that no shape depends on
+    the choices and no counts travel. Of a rank's n tokens, of N that ranks share, each of the E experts gets
+    min(n, ceil(factor K N / E)) rows: with ep and etp a rank computes E etp times as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

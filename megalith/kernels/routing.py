@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -181,4 +182,4 @@ def without(choice: Choice, taken: Tensor) -> Choice:
 
 def capacity_of(factor: float, tokens: int, top_k: int, experts: int) -> int:
     """Tokens that an expert takes of a microbatch: at most all of them."""
-    return min(tokens, math.ceil(tokens * top_k / experts * factor))
+    return min(tokens, math.ceil(Fraction(str(factor)) * tokens * top_k / experts))  # 1.1 · 100 is 110, not a bit more

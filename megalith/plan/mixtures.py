@@ -18,6 +18,7 @@ The activation is never kept: its input is, and backward computes it again.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
@@ -99,7 +100,7 @@ class Mixture:
         if factor is None:
             return most
         together = self.tokens * self.sharing
-        each = min(together, ceil(together * self.moe.top_k / self.moe.experts * factor))
+        each = min(together, ceil(Fraction(str(factor)) * together * self.moe.top_k / self.moe.experts))
         return min(most, here * each * self.ranks // self.sharing) if self.ranks >= self.sharing else most
 
 

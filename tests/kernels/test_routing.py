@@ -141,6 +141,10 @@ def test_capacity_is_rounded_up_and_never_more_than_all_tokens(factor: float, ca
     assert capacity_of(factor, tokens=4, top_k=2, experts=4) == capacity
 
 
+def test_capacities_are_those_of_the_decimal_that_was_written() -> None:
+    assert capacity_of(1.1, tokens=1000, top_k=1, experts=10) == 110
+
+
 def test_the_gate_computes_in_its_own_dtype_forward_and_backward() -> None:
     x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(3, 7, dtype=torch.bfloat16, requires_grad=True)

@@ -143,17 +143,20 @@ class Router(nn.Module):
         if capacity.factor is None or tokens.balance is None:
             return choice
         group, mine = self.sharing, len(choice.experts)
-        every = Choice(*(gathered_again(part.detach().contiguous(), group) for part in choice))
+        padding = ~self.noise.region.mine(tokens.valid)  # refused first: it must not take the place of text
+        seen = Choice(choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0))
+        every = Choice(*(gathered_again(part.contiguous(), group) for part in seen))
         limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
-        places = self.places(tokens)
+        places = self.places(tokens, every.weights[:, 0] < 0)
         taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=places)
         return without(choice, taken.narrow(0, group.rank * mine, mine))
 
-    def places(self, tokens: Tokens) -> Tensor | None:
-        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank: int64 [t of all]; None:
-        in order."""
-        if tokens.context is None:
-            return None
-        back, slices = tokens.context.everyone.back, tokens.context.slices.ranks
-        parts = back.view(slices, self.sharing.size // slices, -1)
-        return (parts.transpose(0, 1) if self.cp_first else parts).flatten()
+    def places(self, tokens: Tokens, padding: Tensor) -> Tensor:
+        """Where in the microbatch the tokens of all ranks that share it stand, rank after rank, padding behind all
+        others: padding bool [t of all] -> int64 [t of all]."""
+        order = torch.arange(len(padding), device=padding.device)
+        if tokens.context is not None:
+            back, slices = tokens.context.everyone.back, tokens.context.slices.ranks
+            parts = back.view(slices, self.sharing.size // slices, -1)
+            order = (parts.transpose(0, 1) if self.cp_first else parts).flatten()
+        return order + padding * len(padding)

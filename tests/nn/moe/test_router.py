@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, Drop, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import BalanceShare, DropoutKey, Tokens, tokens_of_rows, tokens_of_slices
@@ -84,6 +84,17 @@ def test_the_last_tokens_are_refused_whatever_the_order_of_ranks_that_share_them
     expected = alone(moe)(X, replace(tokens_of_rows(1, 12), balance=BalanceShare(0, 1, 1.0))).experts
     numbers, experts = map(torch.cat, zip(*run_ranks(shared, 4, moe, order), strict=True))
     assert torch.equal(experts[numbers.argsort()], expected)
+
+
+@pytest.mark.parametrize("drop", ["least", "last"])
+def test_padding_takes_no_place_of_text(drop: Drop) -> None:
+    router = alone(
+        replace(MOE, capacity=CapacityConfig(factor=0.5, drop=drop))
+    )  # 3 places, of 12 tokens with 2 choices
+    text = torch.arange(12) >= 9
+    tokens, x = replace(training(), valid=text), torch.where(text.unsqueeze(1), X[11], X[11] * 9)
+    assert bool((router(x, tokens).experts[9:] >= 0).all()), "all there is room for"
+    assert bool((router(x, tokens).experts[:9] < 0).all())
 
 
 def test_a_plan_for_equal_use_is_made_by_all_ranks_together() -> None:
