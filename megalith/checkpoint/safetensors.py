@@ -145,8 +145,8 @@ def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, st
     return starts[:-1]
 
 
-def write_part(file: Path, start: int, values: Iterable[Tensor]) -> None:
-    """Write tensors one after the other into a file that was allocated, from `start` on.
+def write_part(file: Path, start: int, values: Iterable[Tensor]) -> int:
+    """Write tensors one after the other into a file that was allocated, from `start` on; returns where they end.
 
     They are on the disk after `storage.sync_written`.
     """
@@ -156,6 +156,7 @@ def write_part(file: Path, start: int, values: Iterable[Tensor]) -> None:
                 out.write(data)
             storage.begin_sync(out, start, tensor.nbytes)
             start += tensor.nbytes
+    return start
 
 
 def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:

@@ -463,6 +463,7 @@ def write_folder(
                 storage.write_new(staging / name, (json.dumps(document, indent=2) + "\n").encode())
         storage.sync_folder(staging)
         storage.rename(staging, path)
+        storage.sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
     finally:
@@ -523,8 +524,10 @@ def _write_tensors(
     file: Path, start: int, content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
 ) -> int:
     """Some neighbours in a file of weights, from `start` on; returns the bytes of these tensors."""
-    write_part(file, start, _read_tensors(content, weights, wrote))
-    return sum(planned.nbytes for _, planned in content)
+    nbytes = sum(planned.nbytes for _, planned in content)
+    stop = write_part(file, start, _read_tensors(content, weights, wrote))
+    assert stop == start + nbytes, (file.name, start, stop, nbytes)  # a hole would read as zeros, and nobody would know
+    return nbytes
 
 
 def _shard_name(number: int, count: int) -> str:

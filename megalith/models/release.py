@@ -88,6 +88,7 @@ def write_release(
             storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
         storage.rename(finished, path)
+        storage.sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
     finally:

@@ -82,6 +82,7 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
             storage.write_new(staging / name, carried_along[name])
         storage.sync_folder(staging)
         storage.rename(staging, path)
+        storage.sync_folder(path.parent)
     except OSError as error:
         raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
     finally:

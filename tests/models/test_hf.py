@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalith import storage
 from megalith.checkpoint import safetensors
 from megalith.checkpoint.boxes import Entry
 from megalith.config.parallel import ParallelConfig
@@ -329,6 +330,30 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNamesp
     with pytest.raises(CheckpointError, match="x: not written .*No space left on device.*Free some space"):
         write_folder(tmp_path / "x", tiny.config(), Broken(tiny.tensors(tiny.model(tiny.config()))))
     assert os.listdir(tmp_path) == []
+
+
+def test_fewer_values_than_were_planned_leave_no_hole(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    class Short(tiny.InMemory):  # type: ignore[misc, name-defined]  # a fixture's class
+        def read(self, parameter: str, *rest: Any) -> Tensor:
+            values: Tensor = super().read(parameter, *rest)
+            return values[1:] if parameter == "norm.weight" else values
+
+    with pytest.raises(AssertionError, match="model.safetensors"):
+        write_folder(tmp_path / "x", tiny.config(), Short(tiny.tensors(tiny.model(tiny.config()))))
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_name_is_on_the_disk_at_the_end(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[list[str]] = []
+
+    def seen(folder: Path) -> None:
+        names.append(os.listdir(folder) if folder == tmp_path else [])
+
+    monkeypatch.setattr(storage, "sync_folder", seen)
+    tiny.folder(tmp_path / "x", tiny.config())
+    assert names[-1] == ["x"]
 
 
 def test_an_existing_target_is_left_as_it_is(tmp_path: Path, tiny: SimpleNamespace) -> None:

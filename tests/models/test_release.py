@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith import storage
 from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
@@ -54,6 +55,19 @@ def test_a_release_appears_whole_or_not_at_all(tmp_path: Path, tiny: SimpleNames
     with pytest.raises(CheckpointError, match="y exists already"):
         write_release(tmp_path / "y", tiny.config(), Broken({}), config_text="")
     assert os.listdir(tmp_path) == ["y"]
+
+
+def test_the_name_is_on_the_disk_at_the_end(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[list[str]] = []
+
+    def seen(folder: Path) -> None:
+        names.append(os.listdir(folder) if folder == tmp_path else [])
+
+    monkeypatch.setattr(storage, "sync_folder", seen)
+    write_release(tmp_path / "x", tiny.config(), tiny.InMemory(tiny.tensors(tiny.model(tiny.config()))), config_text="")
+    assert "x" in names[-1]
 
 
 def test_parameters_are_those_of_the_paper_in_the_order_of_the_forward_pass(tiny: SimpleNamespace) -> None:
