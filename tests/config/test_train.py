@@ -32,6 +32,9 @@ def test_only_what_has_no_usual_value_must_be_given() -> None:
         "model.num_kv_heads",
         "model.ffn_hidden_size",
         "model.mla.kv_rank",  # of a model that has latent attention at all
+        "model.moe.experts",  # of one with experts
+        "model.moe.ffn_hidden_size",
+        "model.mup.base_hidden_size",  # of one whose first weights follow its width
         "train.steps",
         "train.global_batch_size",
         "schedule.lr",
@@ -41,7 +44,7 @@ def test_only_what_has_no_usual_value_must_be_given() -> None:
 def test_no_setting_is_named_like_another_section() -> None:
     names = setting_names(TrainRun)
     assert len(names) == len(set(names))
-    assert {name for name in names if "." not in name} == {"name", "seed"}
+    assert {name for name in names if "." not in name} == {"kernels", "name", "seed"}
 
 
 def test_a_run_never_changes() -> None:
