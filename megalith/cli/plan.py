@@ -19,7 +19,7 @@ from megalith.plan.automatic import chosen_recompute, chosen_words
 from megalith.plan.devices import Device, device_named
 from megalith.plan.explain import explain
 from megalith.plan.layout import fewest_ranks
-from megalith.plan.memory import PlaceMemory, distinct_places, memory_ledger, worst
+from megalith.plan.memory import PlaceMemory, crowded_bytes, distinct_places, memory_ledger, worst
 from megalith.plan.times import rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import Workload, plan_workload
@@ -142,6 +142,7 @@ def _estimate_json(
         "world": workload.world,
         "device": asdict(device),
         "verdict": verdict(place.memory.total, device),
+        "crowded_bytes": crowded_bytes(workload, device),
         "worst": _place_json(place) | {"rank": workload.rank_at(place.pp_rank, place.tp_rank)},
         "places": [_place_json(one) for one in ledger],
         "num_places": len(distinct_places(workload)),

@@ -11,7 +11,7 @@ from rich.table import Table
 from megalith.plan.advice import Change, notes, verdict
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device
 from megalith.plan.explain import Explanation, GroupRow, StageRow
-from megalith.plan.memory import PlaceMemory, worst
+from megalith.plan.memory import PlaceMemory, crowded_bytes, worst
 from megalith.plan.times import Passage, passage, rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import Traffic, step_traffic
 from megalith.plan.workload import Workload
@@ -33,7 +33,12 @@ def print_layout(
     for table in (_group_table(layout.groups), _stage_table(workload, layout, ledger), _part_table(layout)):
         if table.row_count:
             console.print(table)
-    for line in (*_rhythm_lines(layout), *_traffic_lines(traffic, place), *_adapter_lines(workload, place)):
+    for line in (
+        *_expert_lines(layout),
+        *_rhythm_lines(layout),
+        *_traffic_lines(traffic, place),
+        *_adapter_lines(workload, place),
+    ):
         console.print(line)
 
 
@@ -52,7 +57,8 @@ def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
         product = " · ".join(f"{row.axis} {row.size}" for row in rows)
         strides = ", ".join(f"{row.axis} {row.stride}" for row in rows if row.size > 1)
         yield f"  {name} grid  {layout.world} = {product}" + (f"   (rank numbers apart: {strides})" if strides else "")
-    yield "  The model has no experts; ep divides ranks that the dense grid has already, and is no factor of its own."
+    told = "The model has no experts; ep" if layout.experts is None else "Both grids are of the same ranks; ep"
+    yield f"  {told} divides ranks that the dense grid has already, and is no factor of its own."
 
 
 def _group_table(groups: Sequence[GroupRow]) -> Table:
@@ -95,6 +101,27 @@ def _part_table(layout: Explanation) -> Table:
         shared = f" (on {row.kv_copies} ranks)" if row.kv_copies > 1 else ""
         table.add_row(row.tp_ranks, str(row.heads), f"{row.kv_heads}{shared}", str(row.ffn), str(row.vocab))
     return table
+
+
+def _expert_lines(layout: Explanation) -> Iterator[str]:
+    """Experts of a rank, what they take and what they are sent."""
+    e = layout.experts
+    if e is None:
+        return
+    yield (
+        f"Experts: {e.layers} layers with {e.experts}, {e.experts_here} of them on each rank; a token goes to "
+        f"{e.top_k} and meets {_count(e.active)} parameters."
+    )
+    yield (
+        f"A rank holds up to {_count(e.parameters)} parameters of experts, {_gib(e.state)} GiB with gradients and "
+        f"optimizer state."
+    )
+    yield (
+        f"In a microbatch its experts of a layer work on {e.rows:,} rows if all are equally busy, on "
+        f"{e.crowded_rows:,} if all tokens choose them."
+    )
+    if e.exchanged:
+        yield f"An exchange of rows, of 4 in each layer and microbatch, sends {_bytes(e.exchanged)} from each rank."
 
 
 def _rhythm_lines(layout: Explanation) -> Iterator[str]:
@@ -145,6 +172,8 @@ def print_estimate(
     if len(ledger) > 1:
         console.print(_places_table(ledger))
     console.print(_verdict_line(workload, device, place))
+    if (crowded := crowded_bytes(workload, device)) is not None:
+        console.print(f"If all tokens go to the experts of one rank: {_gib(crowded)} GiB there.")
     host = max(one.host for one in ledger)
     if host:
         console.print(f"In host memory: {_gib(host)} GiB of activations a rank, {_gib(host * device.node)} GiB a node.")

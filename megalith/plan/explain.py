@@ -5,13 +5,14 @@ Everything here is data that prints as a table or as JSON; `megalith plan explai
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megalith.config.model import ModelConfig
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
-from megalith.plan.costs import num_parameters
+from megalith.plan.costs import WIDTHS, active_parameters, num_parameters
 from megalith.plan.grid import Grid, expert_grid
+from megalith.plan.memory import mixture_of
 from megalith.plan.parameters import held_parameters, tensor_part
 from megalith.plan.simulate import even_costs, simulate
 from megalith.plan.workload import Workload
@@ -31,6 +32,13 @@ PURPOSES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("dp", "cp"), "sum gradients: same weights, other tokens"),
     (("dp_shard", "cp"), "divide what ZeRO divides"),
     (("dp_replica",), "hold the same of what ZeRO divides"),
+)
+OF_EXPERTS: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("etp",), "split every expert's matrices"),
+    (("ep",), "divide the experts of each layer, and exchange tokens for them"),
+    (("ep", "etp"), "together hold every expert once"),
+    (("edp",), "hold the same of experts, and sum its gradients"),
+    (("edp_shard",), "divide what ZeRO divides of experts"),
 )
 """Spans of axes, and what the ranks of such a group do together."""
 
@@ -91,6 +99,39 @@ class PartRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsRow:
+    """Mixtures of experts, as each rank meets them; all experts equally busy."""
+
+    layers: int
+    """That have experts, over all stages."""
+
+    experts: int
+    """Of a layer."""
+
+    experts_here: int
+    """Of a layer on one rank, whole or a part of each."""
+
+    top_k: int
+    active: int
+    """Parameters that a token meets."""
+
+    parameters: int
+    """Of the experts of one rank, where that has most layers with experts."""
+
+    state: int
+    """Bytes of these: weights, gradients and optimizer state."""
+
+    rows: int
+    """That a rank's experts of one layer work on in a microbatch."""
+
+    crowded_rows: int
+    """The same if all tokens choose them."""
+
+    exchanged: int
+    """Bytes that a rank sends in one exchange of rows, of four in each layer and microbatch; 0 without."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rhythm:
     """One step as a rank lives it."""
 
@@ -129,6 +170,9 @@ class Explanation:
     groups: tuple[GroupRow, ...]
     stages: tuple[StageRow, ...]
     parts: tuple[PartRow, ...]
+    experts: ExpertsRow | None
+    """None: there are none."""
+
     rhythm: Rhythm
 
 
@@ -136,7 +180,7 @@ def explain(workload: Workload) -> Explanation:
     """Everything about where the work of a run goes."""
     p = workload.run.parallel
     # Experts would be divided over the ranks that share a stage; a model without any has one of each weight.
-    expert = expert_grid(world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order)
+    expert = workload.grid.experts or expert_grid(world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order)
     parameters, stages = num_parameters(workload.run.model), tuple(stage_rows(workload))
     return Explanation(
         world=workload.world,
@@ -148,6 +192,7 @@ def explain(workload: Workload) -> Explanation:
         groups=tuple(group_rows(workload.grid)),
         stages=stages,
         parts=tuple(part_rows(workload)),
+        experts=experts_row(workload),
         rhythm=rhythm(workload),
     )
 
@@ -165,9 +210,24 @@ def kind_text(model: ModelConfig) -> str:
     positions = {"rope": _rope_text(model), "none": "no positions"}
     words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
+    words += _mixture_text(model)
     words += _unlike_text(model)
     words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
+
+
+def _mixture_text(model: ModelConfig) -> Iterator[str]:
+    """Experts, and where they are."""
+    moe, layers = model.moe, model.num_layers
+    if moe is None:
+        return
+    count = sum(model.has_experts(layer) for layer in range(layers))
+    where = "" if count == layers else f" in {count} of {layers} layers"
+    yield f"{moe.top_k} of {moe.experts} experts of {moe.ffn_hidden_size} features{where}"
+    if moe.shared_ffn_hidden_size is not None:
+        yield f"{moe.shared_ffn_hidden_size} features for all tokens"
+    if moe.latent_size is not None:
+        yield f"experts on {moe.latent_size} features"
 
 
 def _unlike_text(model: ModelConfig) -> Iterator[str]:
@@ -219,9 +279,12 @@ def axis_rows(grid: Grid, axes: Sequence[str]) -> tuple[AxisRow, ...]:
 
 
 def group_rows(grid: Grid) -> Iterator[GroupRow]:
-    """Every sort of group with more than one rank, once: spans that mean the same ranks as one before are left out."""
-    seen = set()
-    for span, purpose in PURPOSES:
+    """Every sort of group with more than one rank, once: spans that mean the same ranks as one before are left out, but
+    for those of experts."""
+    seen: set[tuple[int, ...]] = set()
+    spans = [*((PURPOSES,) if grid.experts is None else (PURPOSES, OF_EXPERTS))]
+    for number, (span, purpose) in ((number, row) for number, rows in enumerate(spans) for row in rows):
+        seen = set() if number and span == OF_EXPERTS[0][0] else seen
         first = grid.group_of(grid.offset, span)
         if len(first) == 1 or first in seen:
             continue
@@ -229,6 +292,53 @@ def group_rows(grid: Grid) -> Iterator[GroupRow]:
         groups = grid.groups(span)
         shown = groups if len(groups) <= LISTED else [groups[0], groups[1], groups[-1]]
         yield GroupRow(" · ".join(span), purpose, len(first), len(groups), tuple(map(ranks_text, shown)))
+
+
+def experts_row(workload: Workload) -> ExpertsRow | None:
+    """What is to know about experts."""
+    run, grid = workload.run, workload.grid
+    model = run.model
+    if model.moe is None or grid.experts is None:
+        return None
+    most = max(range(run.parallel.pp), key=lambda pp: sum(_has(workload, pp)))
+    held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
+    part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
+    one = mixture_of(workload, 0)
+    exchanges = run.parallel.dispatcher == "exchange"
+    row = one.features * WIDTHS[run.precision.params].value
+    return ExpertsRow(
+        layers=sum(model.has_experts(layer) for layer in range(model.num_layers)) + model.mtp.depths * _last_has(model),
+        experts=model.moe.experts,
+        experts_here=model.moe.experts // part.ep,
+        top_k=model.moe.top_k,
+        active=active_parameters(model),
+        parameters=numel,
+        state=state_bytes(workload, numel),
+        rows=one.rows,
+        crowded_rows=replace(one, crowded=True).rows,
+        exchanged=one.tokens * one.moe.top_k * row * (part.ep - 1) // part.ep if exchanges else 0,
+    )
+
+
+def _has(workload: Workload, pp_rank: int) -> list[bool]:
+    """Of the layers of a pipeline rank, which have experts."""
+    return [workload.run.model.has_experts(layer) for stage in workload.chunks(pp_rank) for layer in stage.layers]
+
+
+def _last_has(model: ModelConfig) -> bool:
+    """Whether predictions further ahead, which are as the last layer, have experts."""
+    return model.has_experts(model.num_layers - 1)
+
+
+def state_bytes(workload: Workload, numel: int) -> int:
+    """Weights, gradients, master copies and moments of so many parameters of experts: in bf16 with AdamW 18 bytes each,
+    6 + 12 / edp with zero=1, 2 + 16 / edp with zero=2."""
+    run, ranks = workload.run, workload.expert_shards
+    width, zero = WIDTHS[run.precision.params], run.parallel.zero
+    moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
+    whole = width.value + (0 if zero == 2 else width.sums)
+    divided = width.master + moments + (width.sums if zero == 2 else 0)
+    return 0 if run.lora is not None else numel * whole + numel * divided // ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -267,7 +377,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             layers=layers_text(stage.layers),
             embedding=stage.embedding,
             loss=stage.loss,
-            parameters=sum(one.numel for one in held),
+            parameters=sum(one.numel for one in held if one.counts),
             trained=sum(one.numel for one in trained(with_adapters(held, c, run.lora))),
             flops_share=(sum(each[layer] for layer in stage.layers) + stage.loss * rest) / whole,
         )

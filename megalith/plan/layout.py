@@ -1,6 +1,7 @@
 """The grid of a run: its settings' degrees as axes over the ranks, each of dp, cp and tp in two parts."""
 
 from dataclasses import replace
+from math import lcm
 
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
@@ -39,6 +40,11 @@ def grid_of_experts(parallel: ParallelConfig, world: int, *, offset: int = 0) ->
 
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
-    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say."""
+    """The smallest world that a layout can have; 1 where a degree is no count, which is for the rules to say.
+
+    Of all experts, ep · etp ranks of each stage hold a part; with ep=1 and etp unset those of the rest will do.
+    """
     p = parallel
-    return max(1, p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1)))
+    dense = p.tp * p.cp * p.pp * (p.dp if p.dp is not None else max(p.replicas, 1))
+    experts = p.ep * (p.tp if p.etp is None else p.etp) * p.pp * max(p.replicas, 1)
+    return max(1, dense if p.dp is not None or (p.ep == 1 and p.etp is None) else lcm(dense, experts))

@@ -125,6 +125,13 @@ def worst(ledger: Sequence[PlaceMemory]) -> PlaceMemory:
     return max(ledger, key=lambda place: place.memory.total)
 
 
+def crowded_bytes(workload: Workload, device: Device | None = None) -> int | None:
+    """What the worst rank holds if all tokens choose its experts, as far as they can; None where there are none."""
+    if workload.run.model.moe is None:
+        return None
+    return worst(memory_ledger(replace(workload, crowded=True), device)).memory.total
+
+
 def distinct_places(workload: Workload) -> list[tuple[int, int]]:
     """(pp rank, tp rank) of every sort of rank; of tensor-parallel ranks with equal parts the first stands for all."""
     run = workload.run

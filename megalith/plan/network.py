@@ -445,7 +445,7 @@ def one_norm_comes_first(model: ModelConfig) -> str | None:
 
 def first_values_have_names(model: ModelConfig) -> str | None:
     """A pattern that fits no parameter changes nothing."""
-    if not model.init_overrides or model.moe is not None:  # experts' names are not counted here
+    if not model.init_overrides:
         return None
     held = held_parameters(model, tp=1, tp_rank=0, layers=range(model.num_layers), embedding=True, loss=True)
     idle = [pattern for pattern, _ in model.init_overrides if not any(fnmatchcase(one.name, pattern) for one in held)]

@@ -1,7 +1,8 @@
-"""Qwen3 in two of its published sizes. Source: Yang et al. 2025, arXiv:2505.09388."""
+"""Qwen3 in three of its published sizes. Source: Yang et al. 2025, arXiv:2505.09388."""
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
@@ -46,3 +47,25 @@ def qwen3_8b() -> TrainRun:
         attention=AttentionConfig(qk_norm="head"),
     )
     return pretraining("qwen3_8b", model, warmed_cosine(3e-4), parallel=ParallelConfig(tp=2, sp=True))
+
+
+def qwen3_30b_a3b() -> TrainRun:
+    """Qwen3 30B-A3B, 16 of the 128 experts of each layer on each of 8 GPUs, the layers in 2 stages: 3.4 of 30.5 billion
+    parameters for each token; balanced over the global batch, as the report says. Rate and weight of balance are ours.
+    """
+    model = ModelConfig(
+        vocab_size=151_936,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=32,
+        num_kv_heads=4,
+        head_dim=128,
+        ffn_hidden_size=6144,
+        max_seq_len=40_960,
+        norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        attention=AttentionConfig(qk_norm="head"),
+        moe=MoEConfig(experts=128, top_k=8, ffn_hidden_size=768, balance=BalanceConfig(global_batch=1e-3)),
+    )
+    parallel = ParallelConfig(ep=8, pp=2, zero=1)
+    return pretraining("qwen3_30b_a3b", model, warmed_cosine(3e-4), parallel=parallel)

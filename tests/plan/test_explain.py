@@ -32,6 +32,32 @@ def test_both_grids_multiply_to_the_world() -> None:
     assert layout.parameters == 405_853_388_800
 
 
+def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
+    layout = explain(plan_workload(resolve("deepseek_v3"), 2048))
+    assert [(row.axis, row.size, row.stride) for row in layout.expert] == [
+        ("etp", 1, 1), ("ep", 64, 1), ("edp", 2, 64), ("pp", 16, 128),
+    ]  # fmt: skip
+    groups = {row.axes: row for row in layout.groups}
+    assert groups["ep"].examples[0] == "0-63" and groups["edp"].examples[0] == "0, 64"
+    assert "8 of 256 experts of 2048 features in 58 of 61 layers" in layout.kind
+    e = layout.experts
+    assert e is not None and (e.layers, e.experts_here) == (59, 4)
+    assert e.parameters == 4 * 4 * 3 * 7168 * 2048, "four layers of four experts"
+    assert e.state == e.parameters * (6 + 12 // 2)
+    assert e.exchanged == 4096 * 8 * 63 // 64 * 7168 * 2
+    assert (e.rows, e.crowded_rows) == (4096 * 8, 4096 * 64 * 4)
+
+
+def test_groups_that_experts_are_divided_over_are_told() -> None:
+    settings = {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "8", "train.micro_batch_size": "1"}
+    run = tiny_run(settings | {"parallel.tp": "2", "parallel.sp": "true", "parallel.ep": "2", "parallel.pp": "2"})
+    rows = {row.axes: row.examples for row in group_rows(plan_workload(run, 8).grid)}
+    assert rows["etp"] == ("0, 1", "2, 3", "4, 5", "6, 7")
+    assert rows["ep"] == ("0, 2", "1, 3", "4, 6", "5, 7")
+    assert rows["ep · etp"] == ("0-3", "4-7")
+    assert explain(plan_workload(tiny_run({}), 1)).experts is None
+
+
 def test_groups_of_a_small_world_are_all_listed() -> None:
     settings = {"parallel.tp": "2", "parallel.cp": "2", "parallel.pp": "2", "train.micro_batch_size": "1"}
     rows = {row.axes: row for row in group_rows(plan_workload(tiny_run(settings), 16).grid)}

@@ -28,6 +28,7 @@ from megalith.plan.live import peak_held
 from megalith.plan.memory import (
     Sharer,
     chunk_kept,
+    crowded_bytes,
     distinct_places,
     gathered_units,
     keeps_gathered,
@@ -215,6 +216,20 @@ def test_experts_are_divided_over_the_ranks_that_hold_the_same_ones(zero: str, e
     of_dense = {"0": 18, "1": 6 + 12 / 64, "2": 2 + 16 / 64}[zero]
     expected = routed * each + dense * of_dense
     assert place_memory(workload, 0, 0).memory.state == pytest.approx(expected, rel=1e-3)
+
+
+def test_experts_that_all_tokens_choose_take_more_and_only_where_they_are_divided() -> None:
+    def both(settings: dict[str, str], world: int) -> tuple[int, int | None]:
+        workload = plan_workload(tiny_run(EXPERTS | settings), world)
+        return worst(memory_ledger(workload)).memory.total, crowded_bytes(workload)
+
+    even, crowded = both({"parallel.ep": "4"}, 4)
+    assert crowded is not None and crowded > even
+    alone, here = both({}, 1)
+    assert here == alone, "all rows are here anyway"
+    assert crowded_bytes(plan_workload(tiny_run({}), 1)) is None
+    again, still = both({"parallel.ep": "4", "recompute.granularity": "full"}, 4)
+    assert still is not None and still > again, "what is computed again is there for a while"
 
 
 def test_the_70b_model_on_8_ranks_and_the_405b_model_on_16384() -> None:

@@ -1,6 +1,5 @@
 """All recipes, and how a command line finds one."""
 
-import math
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yaml, to_dict
 from megalith.errors import ConfigError
 from megalith.plan.costs import num_parameters
+from megalith.plan.layout import fewest_ranks
 from megalith.recipes import recipes, resolve
 from megalith.train.rules import run_problems
 
@@ -26,9 +26,7 @@ def test_a_recipe_builds_bears_its_name_and_survives_yaml(name: str, tmp_path: P
 @pytest.mark.parametrize("name", recipes())
 def test_a_recipe_fits_together(name: str) -> None:
     run = recipes()[name]()
-    p = run.parallel
-    smallest = math.lcm(p.tp * p.cp * p.pp, (p.etp or p.tp) * p.ep * p.pp)
-    assert run_problems(run, world=smallest) == []
+    assert run_problems(run, world=fewest_ranks(run.parallel)) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
 
@@ -60,7 +58,7 @@ def test_a_folder_without_a_run_is_told_so(tmp_path: Path) -> None:
     "target, text",
     [
         ("tiny-cpu", "tiny-cpu is neither a recipe nor a file. Did you mean tiny_cpu?"),
-        ("qqqq", "Recipes: tiny_cpu, sft_tiny, lora_tiny, quickstart"),
+        ("qqqq", "Recipes: tiny_cpu, sft_tiny, lora_tiny, moe_tiny, quickstart"),
         ("nowhere/run.yaml", "nowhere/run.yaml: no such file."),
     ],
 )

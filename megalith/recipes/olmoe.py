@@ -1,0 +1,31 @@
+"""OLMoE, in the size that its paper gives. Source: Muennighoff et al. 2024, arXiv:2409.02060."""
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.train import TrainRun
+from megalith.recipes.published import pretraining, warmed_cosine
+
+
+def olmoe_7b() -> TrainRun:
+    """OLMoE 1B-7B over 8 GPUs, 8 of the 64 experts of each layer on each: 1.3 of 6.9 billion parameters for each token.
+
+    4 million tokens a step, the learning rate and the losses of balance are the authors' (appendix B).
+    """
+    model = ModelConfig(
+        vocab_size=50_304,
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_hidden_size=1024,
+        max_seq_len=4096,
+        attention=AttentionConfig(qk_norm="whole"),
+        moe=MoEConfig(
+            experts=64, top_k=8, ffn_hidden_size=1024, router=RouterConfig(renormalise=False),
+            balance=BalanceConfig(batch=0.01, z=0.001),
+        ),
+    )  # fmt: skip
+    parallel = ParallelConfig(ep=8, zero=1)
+    return pretraining("olmoe_7b", model, warmed_cosine(4e-4), global_batch_size=1024, parallel=parallel)
