@@ -36,7 +36,18 @@ def _has_weights(run: TrainRun) -> bool:
         return True
 
 
+def _all_turn_locally(run: TrainRun, world: int) -> bool:
+    """Whether no layer turns by the angles that are for layers without a window."""
+    model = run.model
+    turning = [layer for layer in range(model.num_layers) if model.turns(layer)]
+    return model.rope.local_theta is not None and all(model.has_window(layer) for layer in turning)
+
+
 UNUSED: tuple[Unused, ...] = (
+    Unused(
+        ("model.rope.theta", "model.rope.scaling", "model.rope.factor", "model.rope.original_max_position"),
+        _all_turn_locally, "all layers that turn have a window, and do so by model.rope.local_theta",
+    ),
     Unused(
         ("parallel.pipeline",), _one_stage, "with parallel.pp=1 and parallel.pipeline.vpp=1 there is one stage"
     ),

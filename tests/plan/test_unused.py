@@ -34,6 +34,10 @@ CASES = [
         {"precision.params": "fp16", "precision.loss_scale.constant": "8", "precision.loss_scale.window": "5"}, 1,
         "precision.loss_scale.window=5: no effect here, because with precision.loss_scale.constant the scale nev",
     ),
+    (
+        {"model.rope.theta": "500", "model.rope.local_theta": "100", "model.attention.window": "4"}, 1,
+        "model.rope.theta=500.0: no effect here, because all layers that turn have a window, and do so by model.rope.l",
+    ),
     ({"model.fp32_residual": "true"}, 1, "model.fp32_residual=true: no effect here, because the residual stream is as"),
     ({"schedule.wsd_decay_style": "linear"}, 1, "schedule.wsd_decay_style=linear: no effect here, because it belongs"),
     ({"offload.min_numel": "3"}, 1, "offload.min_numel=3: no effect here, because with offload.layers=0 nothing moves"),
@@ -68,6 +72,15 @@ def test_a_setting_without_effect_is_named_with_the_reason(
         ({"parallel.overlap": "false", "parallel.bucket_numel": "7"}, 2),
         ({"parallel.tp": "2", "parallel.sp": "true", "parallel.rings": "true", "parallel.ring_products": "fused"}, 2),
         ({"optim.kind": "sgd", "optim.momentum": "0.5"}, 1),
+        (
+            {
+                "model.rope.theta": "500",
+                "model.rope.local_theta": "100",
+                "model.attention.window": "4",
+                "model.attention.window_layers": "[true, false]",
+            },
+            1,
+        ),
         ({"precision.params": "fp16", "precision.loss_scale.window": "5"}, 1),
         ({"schedule.style": "wsd", "schedule.wsd_decay_steps": "2", "schedule.wsd_decay_style": "linear"}, 1),
         ({"data.mock": "false", "data.path": ["0.5", "a", "0.5", "b"], "data.mid_level_dataset_surplus": "0.1"}, 1),
