@@ -10,6 +10,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
@@ -59,8 +60,20 @@ def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
     words += [f"zero {p.zero}"] if p.zero else []
     words += [_size_words("replicas", p.replicas, run.parallel.replicas)] if p.replicas > 1 else []
     words += [f"recompute {case.run.recompute.granularity}"] if case.run.recompute.granularity != "none" else []
+    words += _expert_words(run, case)
     layers, rows = case.run.model.num_layers, case.run.train
     return ", ".join([*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a row"])
+
+
+def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
+    before, after, p = run.model.moe, case.run.model.moe, case.run.parallel
+    if before is None or after is None:
+        return []
+    words = [_size_words("ep", p.ep, run.parallel.ep)] if run.parallel.ep > 1 else []
+    words += [_size_words("etp", p.etp, run.parallel.etp or 1)] if p.etp is not None else []
+    words.append(f"{after.experts} of {before.experts} experts")
+    moved = before.balance.global_batch > 0 and after.balance.global_batch == 0
+    return [*words, "balance by microbatch, as over the global batch it depends on dp"] if moved else words
 
 
 def _size_words(axis: str, now: int, before: int) -> str:
@@ -83,7 +96,8 @@ def _smallest_sizes(run: TrainRun, sizes: Mapping[str, int]) -> dict[str, int]:
     shared = keys > 1 and key_value_ranks(keys, p.tp) < p.tp  # two heads, and two ranks for each
     groups = "a2a+ring" in (*p.context.layers, p.context.kind)  # two neighbours, and two groups
     divided = 1 < p.replicas < sizes["dp"]  # two replicas, and two ranks in each
-    least = {"tp": 4 if shared else 2, "cp": 4 if groups else 2, "pp": 2, "dp": 4 if divided else 2}
+    alone = p.tp == p.cp == 1 and 1 < p.ep < sizes["dp"] // (p.etp or 1)  # ranks with other experts, and with the same
+    least = {"tp": 4 if shared else 2, "cp": 4 if groups else 2, "pp": 2, "dp": 4 if divided or alone else 2}
     return {axis: min(least[axis], size) for axis, size in sizes.items() if size > 1}
 
 
@@ -127,8 +141,11 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
     pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
     model = _shrink_kinds(replace(model, num_layers=layers))
+    etp, ep = _shrink_expert_ranks(run, tp=tp, ranks=tp * cp * dp)
+    if model.moe is not None:
+        model = replace(model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp))
     parallel = replace(
-        p, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
+        p, ep=ep, etp=etp, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
         ring_products=p.ring_products if p.rings and tp > 1 else "auto", cp=cp,
         context=_shrink_context(p, cp, layers), pp=pp, pipeline=pipeline, dp=dp,
         replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",
@@ -149,6 +166,42 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),
     )  # fmt: skip
     return replace(case, run=tiny)
+
+
+def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | None, int]:
+    """etp and ep of a copy whose stages have so many ranks: experts are divided if the run's are, and the ranks with
+    the same ones are several if the run's are and there is room."""
+    p, etp = run.parallel, run.parallel.etp
+    if etp is not None:
+        etp = tp if etp == p.tp else next((n for n in (2, 3, 1) if n <= etp and ranks % n == 0), 1)
+    left = ranks // (etp or tp)
+    return etp, next((n for n in (2, 3) if left % n == 0), 1) if p.ep > 1 else 1
+
+
+def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int) -> MoEConfig:
+    """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and layers with and without.
+
+    Balance over the global batch depends on dp by its definition, so copies with dp balance each microbatch. And first
+    tokens of documents weigh exactly alike, so that rounding would decide which of them a full expert refuses: experts
+    refuse the last ones there.
+    """
+    p, router, balance, capacity = run.parallel, moe.router, moe.balance, moe.capacity
+    top_k, single = min(moe.top_k, 2), moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2)
+    experts = ep if single else 6 if ep == 3 else 4
+    groups = None if router.groups is None else experts // 2
+    before = p.tp if p.etp is None else p.etp
+    ffn = next(n for n in range(10, 20) if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0))
+    if balance.global_batch > 0 and dp > 1:
+        balance = replace(balance, batch=balance.batch + balance.global_batch, global_batch=0.0)
+    if run.data.documents:
+        capacity = replace(capacity, drop="last")
+    pattern = _shrink_pattern(moe.layers, layers)
+    return replace(
+        moe, experts=experts, top_k=top_k, ffn_hidden_size=ffn, layers=pattern if any(pattern) else (),
+        shared_ffn_hidden_size=moe.shared_ffn_hidden_size and 9, latent_size=moe.latent_size and 14,
+        router=replace(router, groups=groups, top_groups=None if groups is None else 1),
+        balance=balance, capacity=capacity,
+    )  # fmt: skip
 
 
 def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:

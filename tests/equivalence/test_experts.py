@@ -46,7 +46,7 @@ def on_ranks(function: Any, case: LayoutCase, *others: object) -> Any:  # Any: w
 
 def case_of(model: ModelConfig, parallel: ParallelConfig) -> LayoutCase:
     world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
-    return layout_case(model, parallel, world, micro_batch_size=2)
+    return layout_case(model, parallel, world)
 
 
 # --- checkpoints

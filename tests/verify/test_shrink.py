@@ -316,3 +316,71 @@ def test_adapters_stay_where_they_lay() -> None:
         copy = case.run
         assert copy.lora is not None and copy.lora.rank == 3 and copy.lora.layers is not None
         assert set(copy.lora.layers) == {n * copy.model.num_layers // 12 for n in (1, 10, 11)}
+
+
+def with_experts(settings: dict[str, str], moe: dict[str, str] | None = None) -> TrainRun:
+    """A run with 64 experts, of which a token chooses 8."""
+    mixture = {"experts": "64", "top_k": "8", "ffn_hidden_size": "96"} | (moe or {})
+    given = {
+        "train.global_batch_size": "128",
+        "train.seq_len": "16",
+        "model.num_layers": "8",
+        "model.num_heads": "8",
+        "model.num_kv_heads": "8",
+    }
+    named = {f"parallel.{name}": value for name, value in settings.items()}
+    return tiny_run(given | named | {f"model.moe.{name}": value for name, value in mixture.items()})
+
+
+MIXED = {
+    "ep alone, edp 2": ({"dp": "16", "ep": "8"}, {}, (2, None, 4)),
+    "ep alone, edp 1": ({"dp": "8", "ep": "8"}, {}, (3, None, 3)),
+    "one expert on each rank": ({"dp": "64", "ep": "64"}, {"top_k": "1", "router.score": "sigmoid"}, (3, None, 3)),
+    "etp is tp": ({"tp": "4", "sp": "true", "dp": "16", "ep": "8"}, {}, (2, None, 4)),
+    "etp 1": ({"tp": "4", "sp": "true", "dp": "8", "ep": "16", "etp": "1"}, {}, (2, 1, 4)),
+    "etp 2 without tp": ({"dp": "8", "ep": "2", "etp": "2"}, {}, (2, 2, 4)),
+    "stages": ({"pp": "4", "dp": "16", "ep": "8", "zero": "1"}, {}, (2, None, 8)),
+    "replicas": ({"dp": "16", "ep": "4", "zero": "1", "replicas": "2"}, {}, (2, None, 4)),
+    "contexts": ({"cp": "4", "dp": "2", "ep": "8"}, {}, (2, None, 4)),
+    "groups": (
+        {"dp": "16", "ep": "8"}, {"router.score": "sigmoid", "router.groups": "8", "router.top_groups": "4"},
+        (2, None, 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_copy_of_a_mixture_divides_its_experts_as_the_run_does(name: str) -> None:
+    settings, moe, (ep, etp, world) = MIXED[name]
+    if moe.get("top_k") == "1":
+        moe = moe | {"router.renormalise": "false"}
+    run = with_experts(settings, moe)
+    case = only(run)
+    assert run_problems(run, world_of(run.parallel)) == [] and run_problems(case.run, case.world) == []
+    assert (case.run.parallel.ep, case.run.parallel.etp, case.world) == (ep, etp, world)
+    mixture = case.run.model.moe
+    assert mixture is not None and mixture.experts <= 6 and mixture.top_k <= 2
+    assert (mixture.experts == ep) == (name == "one expert on each rank")
+    assert (mixture.router.groups is None) == (name != "groups")
+    assert f"{mixture.experts} of 64 experts" in shrunk_words(run, world_of(run.parallel), case)
+
+
+def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> None:
+    run = with_experts({"dp": "4", "ep": "2"}, {
+        "layers": "[false,true,true,true]", "shared_ffn_hidden_size": "128", "shared_gate": "true", "latent_size": "32",
+        "capacity.factor": "1.25", "balance.global_batch": "0.1",
+    })  # fmt: skip
+    case = only(run)
+    mixture = case.run.model.moe
+    assert mixture is not None and mixture.layers == (False, True)
+    assert (mixture.shared_ffn_hidden_size, mixture.latent_size, mixture.capacity.factor) == (9, 14, 1.25)
+    assert mixture.shared_gate and mixture.capacity.drop == "least"
+    assert (mixture.balance.global_batch, mixture.balance.batch) == (0.0, 0.1)
+    assert "balance by microbatch, as over the global batch it depends on dp" in shrunk_words(run, 4, case)
+
+
+def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() -> None:
+    run = with_experts({"tp": "2", "sp": "true", "cp": "2", "pp": "2", "dp": "2", "ep": "4", "etp": "1"})
+    for case in shrink(run, 16):
+        assert run_problems(case.run, case.world) == []
+        assert case.run.parallel.ep == 2 and case.run.parallel.etp == 1

@@ -1,72 +1,110 @@
-"""Experts' matrices: whose part they are, and the same first values however they are divided."""
+"""An MLP for each expert: the rows of each, the ranks that have some of them or a part of each, and first weights."""
 
+import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels.grouped_linear import groups_of
+from megalith.kernels.grouped_linear import Groups
 from megalith.models.decoder import allocate, declared_parameters, initialise
-from megalith.nn.moe.experts import Experts
+from megalith.nn.moe.experts import Experts, weighted_activation
 from megalith.parallel.expert import Sent
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
-from megalith.plan.shards import copies
 
 MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(
-    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=2, ffn_hidden_size=8, init_std=1.0, moe=MOE
+    vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8, init_std=0.5, moe=MOE
 )
+COUNTS = (3, 0, 2, 1)
 
 
-def built(parallel: ParallelConfig, world: int, rank: int, moe: MoEConfig = MOE) -> Experts:
-    mesh = mesh_of_one() if world == 1 else mesh_on_paper(model_grid(parallel, MODEL, world), rank=rank)
-    experts = Experts("layers.0.moe.experts", MODEL, moe, mesh, dtype=torch.float64)
-    allocate(experts, torch.device("cpu"))
-    initialise(experts, seed=5)
-    return experts
+def build(
+    moe: MoEConfig = MOE, model: ModelConfig = MODEL, parallel: ParallelConfig | None = None, *, rank: int = 0
+) -> Experts:
+    """Experts of one of the ranks, without processes, and with their first weights."""
+    world = 1 if parallel is None else parallel.dp or 1
+    mesh = mesh_of_one() if parallel is None else mesh_on_paper(model_grid(parallel, model, world), rank=rank)
+    layer = Experts("layers.0.moe.experts", model, moe, mesh, dtype=torch.float64)
+    allocate(layer, torch.device("cpu"))
+    initialise(layer, seed=3)
+    return layer
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("etp", [1, 2])
-def test_a_rank_holds_its_part_of_the_same_first_weights(ep: int, etp: int) -> None:
-    whole = {declared.shard.name: getattr(module, name) for declared, module, name in _parameters(built_alone())}
-    for rank in range(4):
-        for declared, module, name in _parameters(built(ParallelConfig(dp=4, ep=ep, etp=etp), 4, rank)):
-            shard = declared.shard
-            box = tuple(slice(start, stop) for start, stop in shard.box)
-            expected = whole[shard.name].view(shard.shape)[box].reshape(shard.matrix_shape)
-            assert torch.equal(getattr(module, name), expected), shard
-            assert shard.grid == "expert" and copies(shard) == ("edp_replica", "edp_shard")
+def sent(counts: tuple[int, ...] = COUNTS, features: int = 6) -> Sent:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(sum(counts), features, dtype=torch.float64, generator=draw)
+    return Sent(rows, torch.rand(sum(counts), dtype=torch.float64, generator=draw), Groups(counts))
 
 
-def built_alone() -> Experts:
-    return built(ParallelConfig(), 1, 0)
+def of_one_expert(layer: Experts, e: int, x: Tensor) -> Tensor:
+    """The MLP of an expert, by its formula."""
+    up = layer.up.gate_up.view(-1, 2, 7, x.shape[1])[e]  # type: ignore[operator]  # a parameter
+    down = layer.down.down.view(-1, x.shape[1], 7)[e]  # type: ignore[operator]  # a parameter
+    return (torch.nn.functional.silu(x @ up[0].t()) * (x @ up[1].t())) @ down.t()
 
 
-def _parameters(experts: Experts) -> list[Any]:
-    return list(declared_parameters(experts))
+def test_each_row_is_answered_by_its_expert_and_weighed_once() -> None:
+    layer, given = build(), sent()
+    parts = [of_one_expert(layer, e, x) for e, x in enumerate(given.rows.split(COUNTS))]
+    assert torch.allclose(layer(given), torch.cat(parts) * given.weights.unsqueeze(1), rtol=1e-12)
 
 
-def test_a_weight_multiplies_what_its_expert_gives() -> None:
-    experts, rows = built_alone(), torch.randn(5, 6, dtype=torch.float64)
-    groups, ones = groups_of([2, 0, 3, 0]), torch.ones(5, dtype=torch.float64)
-    plain = experts(Sent(rows, ones, groups))
-    doubled = experts(Sent(rows, ones * torch.tensor([2.0, 1, 0, 1, 1]), groups))
-    assert torch.allclose(doubled, plain * torch.tensor([[2.0], [1], [0], [1], [1]]), rtol=1e-12)
+def test_a_weight_that_meets_the_input_meets_nothing_else() -> None:
+    layer, given = build(replace(MOE, top_k=1, weigh_input=True)), sent()
+    weighed = given.rows * given.weights.unsqueeze(1)
+    parts = [of_one_expert(layer, e, x) for e, x in enumerate(weighed.split(COUNTS))]
+    assert torch.allclose(layer(given), torch.cat(parts), rtol=1e-12)
 
 
-def test_no_rows_at_all_are_no_rows() -> None:
-    experts = built_alone()
-    out = experts(Sent(torch.empty(0, 6, dtype=torch.float64), torch.empty(0, dtype=torch.float64), groups_of([0] * 4)))
-    assert out.shape == (0, 6)
-    out.sum().backward()
-    assert experts.up.gate_up.grad is not None and not experts.up.gate_up.grad.any()  # type: ignore[union-attr]
+@pytest.mark.parametrize("ep", [2, 4])
+def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_weights(ep: int) -> None:
+    """So that runs with other ep can be compared, which the original's could not."""
+    whole, given = build(), sent()
+    each, rows = 4 // ep, given.rows.split(COUNTS)
+    for rank in range(ep):
+        mine = slice(rank * each, (rank + 1) * each)
+        layer = build(parallel=ParallelConfig(dp=ep, ep=ep), rank=rank)
+        assert torch.equal(layer.down.down.view(each, -1), whole.down.down.view(4, -1)[mine])  # type: ignore[operator]
+        counts: tuple[int, ...] = COUNTS[mine]
+        weights = given.weights.split(COUNTS)[mine]
+        y = layer(Sent(torch.cat(rows[mine]), torch.cat(weights), Groups(counts)))
+        assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[mine]), rtol=1e-12)
 
 
-def test_biases_belong_to_experts() -> None:
-    names = {d.shard.name for d, _, _ in declared_parameters(built(ParallelConfig(), 1, 0, replace(MOE, biases=True)))}
-    assert {name.rsplit(".", 1)[1] for name in names} == {"gate_up", "gate_up_bias", "down", "down_bias"}
+def test_ranks_along_etp_have_parts_of_every_expert_that_add_up() -> None:
+    whole, given = build(), sent()
+    parts = [build(parallel=ParallelConfig(dp=3, etp=3), rank=rank)(given) for rank in range(3)]
+    assert torch.allclose(torch.stack(parts).sum(0), whole(given), rtol=1e-12)
+
+
+def test_parameters_lie_on_the_grid_of_experts_and_start_as_other_mlps_do() -> None:
+    layer = build(replace(MOE, biases=True, experts=40), replace(MODEL, hidden_size=64))
+    found = {declared.shard.name.rsplit(".", 1)[1]: (declared, module, name)
+             for declared, module, name in declared_parameters(layer)}  # fmt: skip
+    assert set(found) == {"gate_up", "gate_up_bias", "down", "down_bias"}
+    assert {declared.shard.grid for declared, _, _ in found.values()} == {"expert"}
+    stds = {kind: float(getattr(module, name).detach().std()) for kind, (_, module, name) in found.items()}
+    assert stds["gate_up"] == pytest.approx(0.5, rel=0.05)
+    assert stds["down"] == pytest.approx(0.5 / math.sqrt(2 * MODEL.num_layers), rel=0.05)
+    assert stds["gate_up_bias"] == stds["down_bias"] == 0
+
+
+def test_no_rows_at_all_give_zero_gradients_and_not_none() -> None:
+    layer = build()
+    layer(sent((0, 0, 0, 0))).sum().backward()
+    for _, module, name in declared_parameters(layer):
+        gradient = getattr(module, name).grad
+        assert gradient is not None and not gradient.any()
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_the_activation_is_that_of_the_models_mlp_times_the_weight(gated: bool) -> None:
+    inner = weighted_activation(replace(MODEL, gated=gated, activation="silu" if gated else "relu"))
+    x, w = torch.randn(3, 8, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    plain = torch.nn.functional.silu(x[:, :4]) * x[:, 4:] if gated else x.relu()
+    assert torch.allclose(inner(x, w), plain * w.unsqueeze(1), rtol=1e-12)
