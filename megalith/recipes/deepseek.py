@@ -15,11 +15,11 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def deepseek_v3() -> TrainRun:
-    """DeepSeek-V3, at least 1024 GPUs: 4 of the 256 experts of each layer on each of 64 ranks, the layers in 16 stages;
-    37.6 of 671.0 billion parameters for each token, and a further prediction.
+    """DeepSeek-V3 over 1024 GPUs or more: 4 of the 256 experts of each layer on each of 64, the layers in 16 stages.
 
-    Batch, learning rate and balance as in sections 4.2 and 4.3 of the report, which trained on 2048 GPUs and held the
-    rate for long before it fell. As there, rows are 4096 tokens long before positions are stretched.
+    A token meets 37.6 of 671.0 billion parameters, those of the further prediction not counted. Batch, learning rate
+    and balance as in sections 4.2 and 4.3 of the report, which trained on 2048 GPUs and held the rate for long before
+    it fell. As there, rows are 4096 tokens long before positions are stretched.
     """
     model = ModelConfig(
         vocab_size=129_280,

@@ -10,9 +10,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def gpt_oss_20b() -> TrainRun:
-    """gpt-oss 20B over 8 GPUs, 4 of the 32 experts of each layer on each: 4.2 of 20.9 billion parameters for a token.
+    """gpt-oss 20B over 8 GPUs, 4 of the 32 experts of each layer on each.
 
-    How it was trained its authors did not tell: learning rate and balance are ours.
+    A token meets 4.2 of 20.9 billion parameters, the table of tokens counted. How it was trained its authors did not
+    tell: learning rate and balance are ours.
     """
     model = ModelConfig(
         vocab_size=201_088,

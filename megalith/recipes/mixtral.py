@@ -9,11 +9,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def mixtral_8x7b() -> TrainRun:
-    """Mixtral 8x7B, an expert of each layer on each of 8 GPUs, the layers in 4 stages: 12.9 of 46.7 billion parameters
-    for each token.
+    """Mixtral 8x7B over 32 GPUs: an expert of each layer on each of 8, the layers in 4 stages.
 
-    The learning rate, which the authors did not tell, is ours; the weight of the balancing loss is that of the released
-    settings.
+    A token meets 12.9 of 46.7 billion parameters. The learning rate, which the authors did not tell, is ours; the
+    weight of the balancing loss is that of the released settings.
     """
     model = ModelConfig(
         vocab_size=32_000,

@@ -9,9 +9,10 @@ from megalith.recipes.published import pretraining, warmed_cosine
 
 
 def olmoe_7b() -> TrainRun:
-    """OLMoE 1B-7B over 8 GPUs, 8 of the 64 experts of each layer on each: 1.3 of 6.9 billion parameters for each token.
+    """OLMoE 1B-7B over 8 GPUs, 8 of the 64 experts of each layer on each.
 
-    4 million tokens a step, the learning rate and the losses of balance are the authors' (appendix B).
+    A token meets 1.3 of 6.9 billion parameters. 4 million tokens a step, the learning rate and the losses of balance
+    are the authors' (appendix B).
     """
     model = ModelConfig(
         vocab_size=50_304,

@@ -50,8 +50,10 @@ def qwen3_8b() -> TrainRun:
 
 
 def qwen3_30b_a3b() -> TrainRun:
-    """Qwen3 30B-A3B, 16 of the 128 experts of each layer on each of 8 GPUs, the layers in 2 stages: 3.4 of 30.5 billion
-    parameters for each token; balanced over the global batch, as the report says. Rate and weight of balance are ours.
+    """Qwen3 30B-A3B over 16 GPUs: 16 of the 128 experts of each layer on each of 8, the layers in 2 stages.
+
+    A token meets 3.4 of 30.5 billion parameters. Experts are balanced over the global batch, as the report says; the
+    weight of that and the learning rate are ours.
     """
     model = ModelConfig(
         vocab_size=151_936,
