@@ -89,7 +89,29 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             f"{file} is {nbytes:,} bytes, expected {whole:,}: {show_names(cut)} cut off. "
             f"Copy the folder again, or use another one."
         )
+    _refuse_gaps(file, spans, data)
     return found
+
+
+def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) -> None:
+    """The data of a file's tensors lie one after the other: none shares bytes with another, and none are left over.
+
+    Raises:
+        CheckpointError: a header that says otherwise is not that of these bytes.
+    """
+    end = 0
+    for name, (start, stop) in sorted(spans.items(), key=lambda item: item[1]):
+        if start != end or stop < start:
+            raise CheckpointError(
+                f"{file}: {name} has bytes {start:,} to {stop:,} of the data, expected from {end:,} on, where the "
+                f"tensor before it ends. Copy the folder again, or use another one."
+            )
+        end = stop
+    if end != data:
+        raise CheckpointError(
+            f"{file} has {data:,} bytes of data, expected {end:,}, as its header says. Copy the folder again, or use "
+            f"another one."
+        )
 
 
 def _refuse_pointer(file: Path) -> None:

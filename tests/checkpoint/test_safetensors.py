@@ -93,6 +93,27 @@ def test_other_bytes_are_refused_in_words(data: bytes, tmp_path: Path) -> None:
         read_header(tmp_path / "x.safetensors")
 
 
+@pytest.mark.parametrize(
+    "spans, behind, text",
+    [
+        ([(0, 8), (0, 8)], 0, "b has bytes 0 to 8 of the data, expected from 8 on"),
+        ([(0, 8), (4, 12)], 0, "b has bytes 4 to 12 of the data, expected from 8 on"),
+        ([(0, 8), (12, 20)], 0, "b has bytes 12 to 20 of the data, expected from 8 on"),
+        ([(0, 8), (8, 16)], 3, "has 19 bytes of data, expected 16, as its header says"),
+    ],
+)
+def test_tensors_that_share_bytes_or_leave_some_are_refused(
+    spans: list[tuple[int, int]], behind: int, text: str, tmp_path: Path
+) -> None:
+    entries = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": span} for name, span in zip("ab", spans, strict=True)
+    }
+    header, nbytes = json.dumps(entries).encode(), max(stop for _, stop in spans) + behind
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    with pytest.raises(CheckpointError, match=f"{text}.*Copy the folder again"):
+        read_header(tmp_path / "x.safetensors")
+
+
 def test_a_file_that_is_cut_off_after_its_header_was_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.safetensors"
     write(file)
