@@ -43,3 +43,13 @@ class AttentionConfig:
 
     gated: bool = False
     """Multiply each head's output by the sigmoid of a projection of the layer's input. Source: arXiv:2505.06708."""
+
+
+def attention_notes(attention: AttentionConfig) -> list[str]:
+    """What a run says at its start of attention that makes the next token known."""
+    if attention.causal:
+        return []
+    return [
+        "model.attention.causal=false: every token sees the one that it is to predict, so the loss tells how well a "
+        "model copies; set model.attention.causal=true to learn to write"
+    ]

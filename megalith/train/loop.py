@@ -14,6 +14,7 @@ from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
+from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.config.tree import dump_yaml
@@ -145,7 +146,7 @@ class _Loop:
         self.metrics = self._open_metrics() if self.writer else None
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
-        notes += balance_notes(run.model)
+        notes += balance_notes(run.model) + attention_notes(run.model.attention)
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
         notes.append(f"kernels: {kernels_in_use(run.kernels, self.trainer.device, compiled=run.train.compile)}")
         for line in [*self.data.splits.notes, *notes]:

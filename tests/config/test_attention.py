@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from megalith.config.attention import AttentionConfig
+from megalith.config.attention import AttentionConfig, attention_notes
 from megalith.config.model import ModelConfig
 
 MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
@@ -18,3 +18,10 @@ def test_windows_are_in_all_layers_or_in_those_of_the_pattern() -> None:
     assert windows(window=3) == [True] * 7
     assert windows(window=3, window_layers=(True, True, False)) == [True, True, False, True, True, False, True]
     assert windows(window_layers=(True, False)) == [False] * 7
+
+
+def test_only_attention_that_sees_the_next_token_is_warned_of() -> None:
+    (note,) = attention_notes(AttentionConfig(causal=False))
+    assert "model.attention.causal=false: every token sees the one that it is to predict" in note
+    assert "set model.attention.causal=true" in note
+    assert attention_notes(AttentionConfig(window=4)) == []
