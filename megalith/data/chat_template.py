@@ -143,8 +143,9 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
         plain = [{name: value for name, value in message.items() if name != "train"} for message in messages]
+        template = self._compiled
         try:
-            text: str = self._compiled.render(
+            text: str = template.render(
                 messages=plain, tools=None if tools is None else list(tools), documents=None,
                 add_generation_prompt=prompt, **self.specials,
             )  # fmt: skip

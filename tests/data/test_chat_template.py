@@ -88,7 +88,7 @@ def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_differe
         ("{{ messages[99].content }}", r"t: the chat template refuses the conversation \(UndefinedError"),
         ("{{ messages.append(1) }}", r"t: the chat template refuses the conversation \(SecurityError"),
         ("{{ ''.__class__.__mro__ }}", r"t: the chat template refuses the conversation \(SecurityError"),
-        ("{% for %}", r"t: not a Jinja template \(TemplateSyntaxError: .*Use the file that came with the model"),
+        ("{% for %}", r"^t: not a Jinja template \(TemplateSyntaxError: .*Use the file that came with the model"),
     ],
 )
 def test_templates_that_fail_or_do_what_they_should_not_are_told(source: str, message: str) -> None:
