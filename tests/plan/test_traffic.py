@@ -1,19 +1,24 @@
 """Tests of megalith/plan/traffic.py: what real ranks give their collectives is what the plan says."""
 
 from collections import defaultdict
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.kernels import routing
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, destroy_mesh, model_grid
+from megalith.plan.devices import DEVICES
+from megalith.plan.memory import crowded_bytes, memory_ledger, worst
 from megalith.plan.traffic import Traffic, sent, step_traffic
 from megalith.plan.workload import plan_workload
+from megalith.recipes import resolve
 from megalith.testing.inject import slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -264,6 +269,22 @@ def test_recomputation_sends_its_part_again(sp: str, again: dict[str, str]) -> N
 
 def test_shared_inputs_of_recomputed_layers_are_gathered() -> None:
     assert_plan_holds(2, {"parallel.tp": "2", "recompute.granularity": "full", "recompute.shard_inputs": "true"})
+
+
+def test_the_page_on_experts_says_what_the_plan_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts" / "experts.md").read_text()
+    run = resolve("qwen3_30b_a3b")
+    for dispatcher in ("exchange", "gather"):
+        sent_by_ep = []
+        for ep in ("2", "4", "8", "16"):
+            layout = {"parallel.dispatcher": dispatcher, "parallel.ep": ep}
+            workload = plan_workload(apply_overrides(run, dict(layout)), 64)
+            sums = sum(row.nbytes for row in step_traffic(workload, 0, 0) if row.axis.startswith("ep"))
+            sent_by_ep.append(f"{sums / 2**30 / workload.num_microbatches / 24:.2f}")
+        assert f"| `{dispatcher}`, GiB | {' | '.join(sent_by_ep)} |" in page
+    workload, device = plan_workload(run, 64), DEVICES["h100"]
+    even, crowded = worst(memory_ledger(workload, device)).memory.total, crowded_bytes(workload, device)
+    assert crowded is not None and f"{crowded / 2**30:.0f} GiB instead of {even / 2**30:.0f}" in page
 
 
 def test_a_ring_sends_all_but_one_part() -> None:
