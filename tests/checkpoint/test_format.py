@@ -103,6 +103,15 @@ def test_parts_of_ranks_make_one_table() -> None:
         merge_tensors(parts[:1])
 
 
+def test_experts_that_no_rank_wrote_are_named_by_their_numbers() -> None:
+    """Numbers of experts are the first dimension of their tensors, over all ranks."""
+    key, shape = "model.layers.3.moe.experts.down", (8, 3, 5)
+    boxes = [((first, first + 2), (0, 3), (0, 5)) for first in (0, 2, 6)]
+    parts = [{key: StoredTensor(shape, "float32", (StoredBox(box, "f", 0, 30, DIGEST),))} for box in boxes]
+    with pytest.raises(CheckpointError, match=r"experts.down: \[4:6, 0:3, 0:5\] of \[8, 3, 5\] is written by nobody"):
+        merge_tensors(parts)
+
+
 def test_folders_are_found_by_step_and_one_moved_aside_stands_in(tmp_path: Path) -> None:
     for name in (
         "step_0000100", "step_0000020", "step_0000020.old-0123abcd", "step_10000000", "step_0000030.old-0123abcd",

@@ -168,6 +168,24 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     assert all(torch.equal(a, b) for old, new in zip(kept, after, strict=True) for a, b in zip(old, new, strict=True))  # type: ignore[arg-type]  # tensors
 
 
+def losses_of(trainers: list[Trainer], steps: int) -> list[list[float]]:
+    """Of all trainers, whose steps take turns."""
+    loaders = [_loader(trainer.run, trainer.mesh, consumed=0, steps=steps) for trainer in trainers]
+    pairs = list(zip(trainers, loaders, strict=True))
+    every = [
+        [train_step(t, loader.next(), lr=1e-2, weight_decay=0.0).loss for t, loader in pairs] for _ in range(steps)
+    ]
+    return [list(losses) for losses in zip(*every, strict=True)]
+
+
+def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
+    """A teacher and a student, or a policy and its reference: neither loads, losses nor biases are shared."""
+    runs = [case_of(model, ONE).run for model in (BIASED_CHOICE, NARROW, BIASED_CHOICE)]
+    alone = [losses_of([build_trainer(run, mesh_of_one(), CPU)], 3)[0] for run in runs]
+    assert losses_of([build_trainer(run, mesh_of_one(), CPU) for run in runs], 3) == alone
+    assert alone[0] == alone[2] != alone[1]
+
+
 # --- experts that nobody chooses
 
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
+from megalith.errors import CheckpointError
 from megalith.models.experts import canonical_experts
 from megalith.models.hf import HuggingFaceFolder
 from tests.models.families import CASES, our_model, saved
@@ -43,3 +44,16 @@ def test_a_folder_with_all_experts_in_two_tensors_is_the_same_model(name: str, t
     found = our_model(HuggingFaceFolder(tmp_path / "joined")).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_experts_that_a_folder_lacks_are_named_by_their_numbers(tmp_path: Path) -> None:
+    """The original's converter left them as they were first drawn, and said nothing."""
+    saved(CASES["mixtral"], tmp_path / "whole")
+    tensors = load_file(tmp_path / "whole" / "model.safetensors")
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "config.json").write_text((tmp_path / "whole" / "config.json").read_text())
+    kept = {key: value for key, value in tensors.items() if "layers.0." not in key or ".experts.1." not in key}
+    assert len(kept) == len(tensors) - 3
+    save_file(kept, tmp_path / "lacking" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.0\.block_sparse_moe\.experts\.1\.w1"):
+        our_model(HuggingFaceFolder(tmp_path / "lacking"))

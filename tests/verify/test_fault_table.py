@@ -16,6 +16,7 @@ from megalith.verify.fault_table import (
     smallest_layout,
 )
 from megalith.verify.faults import FAULTS, Fault, fault_named
+from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import Difference
 
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "concepts" / "types.md"
@@ -126,6 +127,22 @@ def test_the_page_about_types_says_the_same() -> None:
         assert types.startswith("refused: " if EXPECTED[name][0] else "not seen"), name
         assert types.endswith(fault_named(name).found_by), name
         assert numbers.startswith(EXPECTED[name][1]), name
+
+
+def test_every_known_fault_of_mixtures_of_experts_is_seen_by_a_test_that_is_there() -> None:
+    """The page lists what others found; a test, a planted fault or a row of the matrix that it names must exist."""
+    section = (PAGE.parent / "verify.md").read_text().split("## Mixtures of experts")[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(lines) == 16
+    root = PAGE.parent.parent.parent
+    for line in lines:
+        seen = line.strip("| ").split(" | ")[2]
+        tests = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", seen)
+        named = re.findall(r"`(\w+)`", seen)
+        assert tests or named, line
+        assert all(f"def {name}(" in (root / path).read_text() for path, name in tests), line
+        assert {*named} <= {*EXPECTED}, line
+        assert {*re.findall(r'row "([^"]+)"', seen)} <= {row.name for row in MATRIX}, line
 
 
 def test_the_table_is_markdown(verdicts: Verdicts) -> None:

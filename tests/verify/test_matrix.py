@@ -68,3 +68,22 @@ def test_what_divides_gradients_meets_what_delays_repeats_or_moves_them() -> Non
 def test_rows_come_in_the_order_of_their_processes() -> None:
     assert [row.world for row in rows_of_matrix(sample=False)] == sorted(row.world for row in MATRIX)
     assert len(rows_of_matrix(sample=True)) == len(SAMPLE) < len(MATRIX) / 3
+
+
+def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
+    rows = [row for row in MATRIX if row.area == "experts"]
+    layouts = [row.parallel for row in rows]
+    assert {p.ep for p in layouts} == {1, 2, 3, 4} and {p.etp for p in layouts} == {None, 1, 2}
+    assert {p.dispatcher for p in layouts} == {"exchange", "gather"} and {p.zero for p in layouts} == {0, 1, 2}
+    for axis in ("tp", "cp", "pp", "dp"):
+        assert any((getattr(p, axis) or 1) > 1 and p.ep > 1 for p in layouts), axis
+    assert {schedule_name(p.pipeline) for p in layouts if p.pp > 1} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    assert {row.rows for row in rows} == {1, 2, 3} and any(row.documents for row in rows)
+    assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
+    assert any(p.replicas > 1 for p in layouts) and any(p.order.startswith("dp") for p in layouts)
+    assert any(p.etp not in (None, p.tp) and p.ep == 1 for p in layouts), "the original's fault"
+    whole_batch = [row.parallel.dp for row in rows if row.model.moe and row.model.moe.balance.global_batch]
+    assert whole_batch and {dp or 1 for dp in whole_batch} == {1}, "which depends on dp by its definition"
+    few = [row.parallel for row in rows if row.sample]
+    assert {p.dispatcher for p in few} == {"exchange", "gather"} and {p.zero for p in few} >= {0, 1, 2}
+    assert all(any((getattr(p, axis) or 1) > 1 for p in few) for axis in ("tp", "cp", "pp", "dp", "etp"))

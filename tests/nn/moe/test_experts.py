@@ -20,7 +20,7 @@ MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=7)
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=6, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8, init_std=0.5, moe=MOE
 )
-COUNTS = (3, 0, 2, 1)
+COUNTS: tuple[int, ...] = (3, 0, 2, 1)
 
 
 def build(
@@ -70,7 +70,7 @@ def test_ranks_along_ep_have_the_experts_that_one_rank_has_with_the_same_first_w
         mine = slice(rank * each, (rank + 1) * each)
         layer = build(parallel=ParallelConfig(dp=ep, ep=ep), rank=rank)
         assert torch.equal(layer.down.down.view(each, -1), whole.down.down.view(4, -1)[mine])  # type: ignore[operator]
-        counts: tuple[int, ...] = COUNTS[mine]
+        counts = COUNTS[mine]
         weights = given.weights.split(COUNTS)[mine]
         y = layer(Sent(torch.cat(rows[mine]), torch.cat(weights), Groups(counts)))
         assert torch.allclose(y, torch.cat(whole(given).split(COUNTS)[mine]), rtol=1e-12)
