@@ -33,6 +33,7 @@ from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.recipes import resolve
 from megalith.recipes.llama3 import llama3_70b
 from megalith.testing.inject import replaced
+from megalith.train.rules import run_problems
 from megalith.verify.faults import FAULTS, changed_model, planted
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
@@ -264,6 +265,19 @@ def test_llama_405b_on_16384_ranks_is_checked_at_every_kind_of_stage_within_two_
     report = type_check_in_child(run.model, run.parallel, world=16_384)
     print(f"type check of 405B at 16,384 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
     assert report.ok and len(report.ranks) == 9, "three kinds of stages, at three places each"
+    assert report.seconds < 120 and report.peak_gib < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"parallel.tp": "8", "parallel.sp": "true", "parallel.etp": "1"}], ids=str)
+def test_deepseek_v3_on_2048_ranks_is_checked_on_both_grids_within_two_minutes_and_8_gib(
+    layout: dict[str, str],
+) -> None:
+    run = apply_overrides(resolve("deepseek_v3"), dict(layout))
+    assert (run.parallel.ep, run.parallel.pp) == (64, 16) and run_problems(run, 2048) == []
+    report = type_check_in_child(run.model, run.parallel, world=2048, recompute=run.recompute)
+    print(f"type check of 671B at 2048 ranks: {report.seconds:.1f} s, {report.peak_gib:.2f} GiB")
+    assert report.ok and any("over ep" in name for name in report.collectives)
     assert report.seconds < 120 and report.peak_gib < 8
 
 
