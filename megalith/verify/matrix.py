@@ -489,77 +489,90 @@ def _adapters() -> Iterator[Layout]:
         )  # fmt: skip
 
 
+GATHER: DispatcherName = "gather"
+NO, MIXTURE = RecomputeConfig(), replace(PARTS, modules=("mlp",))
+
+Mixed = Mapping[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]]
+"""Rows with experts by name, with the rows of a microbatch."""
+
+
+def _experts_under_one_axis() -> Mixed:
+    tp2, norms = ParallelConfig(tp=2, sp=True), replace(PARTS, modules=("norm", "mlp_act"))
+    return {
+        "biased choice, dp2": (BIASED_CHOICE, ParallelConfig(dp=2), 1, NO),
+        "biased choice, dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), 2, NO),
+        "clamped, dp2 ep2 gather, documents": (CLAMPED, ParallelConfig(dp=2, ep=2, dispatcher=GATHER), 1, NO),
+        "biased choice, dp2 etp2 and ep1": (BIASED_CHOICE, ParallelConfig(dp=2, etp=2), 1, NO),
+        "narrow, dp2 etp2, gather": (NARROW, ParallelConfig(dp=2, etp=2, dispatcher=GATHER), 1, NO),
+        "narrow, tp2 sp ep2 etp1, the mixture again": (NARROW, replace(tp2, ep=2, etp=1), 1, MIXTURE),
+        "biased choice, tp2 sp etp2, documents": (BIASED_CHOICE, tp2, 1, NO),
+        "noisy, tp2 sp ep2 etp1, full": (NOISY, replace(tp2, ep=2, etp=1), 3, FULL),
+        "biased choice, tp2 sp etp1 and ep1": (BIASED_CHOICE, replace(tp2, etp=1), 1, norms),
+        "planned, tp2 sp etp1, full": (PLANNED, replace(tp2, etp=1), 1, FULL),
+        "narrow, cp2 ep2": (NARROW, ParallelConfig(cp=2, ep=2), 1, NO),
+        "clamped, cp2 ep2, documents": (CLAMPED, ParallelConfig(cp=2, ep=2), 2, NO),
+        "biased choice, cp2 ep2 gather": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2, dispatcher=GATHER), 2, FULL),
+        "noisy, pp2": (NOISY, staged(2), 2, NO),
+        "planned, cp3 ep3": (PLANNED, ParallelConfig(cp=3, ep=3), 1, NO),
+        "biased choice, dp3 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=3, ep=3, zero=1), 2, NO),
+        "clamped, dp4 ep4": (CLAMPED, ParallelConfig(dp=4, ep=4), 3, NO),
+        "biased choice, dp4 ep2, zero 2": (BIASED_CHOICE, ParallelConfig(dp=4, ep=2, zero=2), 1, NO),
+        "narrow, dp4 ep2 etp2, zero 1": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, zero=1), 1, PARTS),
+        "narrow, dp4 ep2 etp2, gather": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher=GATHER), 3, NO),
+        "clamped, dp4 ep2 in two replicas, zero 1": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=1, replicas=2), 1, NO),
+    }  # fmt: skip
+
+
+def _experts_under_several_axes() -> Mixed:
+    staged2, inside = staged(2, dp=2), ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")
+    return {
+        "narrow, tp2 dp2 sp ep2 etp2": (NARROW, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, NO),
+        "biased choice, tp2 dp2 sp ep2 etp1, zero 1": (
+            BIASED_CHOICE, ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=1), 2, MIXTURE,
+        ),
+        "clamped, tp2 dp2 sp ep4 etp1, zero 2": (
+            CLAMPED, ParallelConfig(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+        ),
+        "biased choice, tp2 dp2 sp ep2, dp inside": (BIASED_CHOICE, replace(inside, ep=2, etp=1), 1, NO),
+        "narrow, cp2 tp2 sp ep4 etp1": (NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 1, NO),
+        "noisy, cp2 tp2 sp ep2": (NOISY, ParallelConfig(cp=2, tp=2, sp=True, ep=2), 1, MIXTURE),
+        "biased choice, cp2 tp2 sp ep2 etp1 gather": (
+            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, NO,
+        ),
+        "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
+        "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, NO),
+        "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
+            BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
+        ),
+        "biased choice, pp2 vpp2 dp2 ep2": (BIASED_CHOICE, replace(staged(2, dp=2, vpp=2), ep=2), 1, MIXTURE),
+        "narrow, tp2 pp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, sp=True), ep=2, etp=1), 3, NO),
+        "noisy, cp2 pp2 ep2": (NOISY, replace(staged(2, cp=2), ep=2), 1, NO),
+        "further experts, dp2 ep2, zero 1": (FURTHER_EXPERTS, ParallelConfig(dp=2, ep=2, zero=1), 1, NO),
+        "further experts, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged2, ep=2), 1, NO),
+        "further experts, pp2 dp2 ep2 zb-v, zero 2": (
+            FURTHER_EXPERTS, replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2), 1, NO,
+        ),
+        "biased choice, dp6 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=6, ep=3, zero=1), 1, NO),
+        "biased choice, tp3 dp2 sp ep2 etp3": (
+            replace(BIASED_CHOICE, num_kv_heads=3), ParallelConfig(tp=3, dp=2, sp=True, ep=2), 1, NO,
+        ),
+        "clamped, pp2 dp4 ep2, zero 1": (CLAMPED, replace(staged(2, dp=4, zero=1), ep=2), 1, NO),
+        "narrow, tp2 pp2 dp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
+        "clamped, cp2 dp2 tp2 sp ep4 etp1, zero 2": (
+            CLAMPED, ParallelConfig(cp=2, dp=2, tp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+        ),
+        "narrow, tp2 dp4 sp ep2 in two replicas, zero 1": (
+            NARROW, ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2), 1, NO,
+        ),
+    }  # fmt: skip
+
+
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
     again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. Packed
     documents do not meet experts that refuse those of least weight: first tokens of documents weigh exactly alike, and
     rounding would decide who has the last seat."""
-    gather: DispatcherName = "gather"
-    no = RecomputeConfig()
-    mixture, norms = replace(PARTS, modules=("mlp",)), replace(PARTS, modules=("norm", "mlp_act"))
-    tp2 = ParallelConfig(tp=2, sp=True)
-    staged2, inside = staged(2, dp=2), ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")
-    rows: dict[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]] = {
-        "biased choice, dp2": (BIASED_CHOICE, ParallelConfig(dp=2), 1, no),
-        "biased choice, dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), 2, no),
-        "clamped, dp2 ep2 gather, documents": (CLAMPED, ParallelConfig(dp=2, ep=2, dispatcher=gather), 1, no),
-        "biased choice, dp2 etp2 and ep1": (BIASED_CHOICE, ParallelConfig(dp=2, etp=2), 1, no),
-        "narrow, dp2 etp2, gather": (NARROW, ParallelConfig(dp=2, etp=2, dispatcher=gather), 1, no),
-        "narrow, tp2 sp ep2 etp1, the mixture again": (NARROW, replace(tp2, ep=2, etp=1), 1, mixture),
-        "biased choice, tp2 sp etp2, documents": (BIASED_CHOICE, tp2, 1, no),
-        "noisy, tp2 sp ep2 etp1, full": (NOISY, replace(tp2, ep=2, etp=1), 3, FULL),
-        "biased choice, tp2 sp etp1 and ep1": (BIASED_CHOICE, replace(tp2, etp=1), 1, norms),
-        "planned, tp2 sp etp1, full": (PLANNED, replace(tp2, etp=1), 1, FULL),
-        "narrow, cp2 ep2": (NARROW, ParallelConfig(cp=2, ep=2), 1, no),
-        "clamped, cp2 ep2, documents": (CLAMPED, ParallelConfig(cp=2, ep=2), 2, no),
-        "biased choice, cp2 ep2 gather": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2, dispatcher=gather), 2, FULL),
-        "noisy, pp2": (NOISY, staged(2), 2, no),
-        "planned, cp3 ep3": (PLANNED, ParallelConfig(cp=3, ep=3), 1, no),
-        "biased choice, dp3 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=3, ep=3, zero=1), 2, no),
-        "clamped, dp4 ep4": (CLAMPED, ParallelConfig(dp=4, ep=4), 3, no),
-        "biased choice, dp4 ep2, zero 2": (BIASED_CHOICE, ParallelConfig(dp=4, ep=2, zero=2), 1, no),
-        "narrow, dp4 ep2 etp2, zero 1": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, zero=1), 1, PARTS),
-        "narrow, dp4 ep2 etp2, gather": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher=gather), 3, no),
-        "clamped, dp4 ep2 in two replicas, zero 1": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=1, replicas=2), 1, no),
-        "narrow, tp2 dp2 sp ep2 etp2": (NARROW, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, no),
-        "biased choice, tp2 dp2 sp ep2 etp1, zero 1": (
-            BIASED_CHOICE, ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=1), 2, mixture,
-        ),
-        "clamped, tp2 dp2 sp ep4 etp1, zero 2": (
-            CLAMPED, ParallelConfig(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2), 1, no,
-        ),
-        "biased choice, tp2 dp2 sp ep2, dp inside": (BIASED_CHOICE, replace(inside, ep=2, etp=1), 1, no),
-        "narrow, cp2 tp2 sp ep4 etp1": (NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 1, no),
-        "noisy, cp2 tp2 sp ep2": (NOISY, ParallelConfig(cp=2, tp=2, sp=True, ep=2), 1, mixture),
-        "biased choice, cp2 tp2 sp ep2 etp1 gather": (
-            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=gather), 1, no,
-        ),
-        "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, no),
-        "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, no),
-        "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
-            BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
-        ),
-        "biased choice, pp2 vpp2 dp2 ep2": (BIASED_CHOICE, replace(staged(2, dp=2, vpp=2), ep=2), 1, mixture),
-        "narrow, tp2 pp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, sp=True), ep=2, etp=1), 3, no),
-        "noisy, cp2 pp2 ep2": (NOISY, replace(staged(2, cp=2), ep=2), 1, no),
-        "further experts, dp2 ep2, zero 1": (FURTHER_EXPERTS, ParallelConfig(dp=2, ep=2, zero=1), 1, no),
-        "further experts, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged2, ep=2), 1, no),
-        "further experts, pp2 dp2 ep2 zb-v, zero 2": (
-            FURTHER_EXPERTS, replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2), 1, no,
-        ),
-        "biased choice, dp6 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=6, ep=3, zero=1), 1, no),
-        "biased choice, tp3 dp2 sp ep2 etp3": (
-            replace(BIASED_CHOICE, num_kv_heads=3), ParallelConfig(tp=3, dp=2, sp=True, ep=2), 1, no,
-        ),
-        "clamped, pp2 dp4 ep2, zero 1": (CLAMPED, replace(staged(2, dp=4, zero=1), ep=2), 1, no),
-        "narrow, tp2 pp2 dp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, no),
-        "clamped, cp2 dp2 tp2 sp ep4 etp1, zero 2": (
-            CLAMPED, ParallelConfig(cp=2, dp=2, tp=2, sp=True, ep=4, etp=1, zero=2), 1, no,
-        ),
-        "narrow, tp2 dp4 sp ep2 in two replicas, zero 1": (
-            NARROW, ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2), 1, no,
-        ),
-    }  # fmt: skip
+    rows = {**_experts_under_one_axis(), **_experts_under_several_axes()}
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
         "narrow, cp2 ep2", "planned, cp3 ep3", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
