@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_targets
 from megalith.config.model import ModelConfig
-from megalith.plan.costs import attention_flops, layer_flops, step_flops
+from megalith.plan.costs import attention_flops, layer_flops, met, step_flops
 from megalith.plan.parameters import HeldParameter, layer_parameters
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
@@ -108,7 +108,7 @@ def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, c
     needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
     held = layer_parameters(config, layer)
     readers = [one for one in held if one.matrix] + [one for one in _adapters(config, lora, layer) if _is_a(one)]
-    spared = sum(2 * tokens * one.numel for one in readers if _word(one) in needless)
+    spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in needless)
     return spared + (core * 2 // 3 if "core" in needless else 0)
 
 

@@ -124,6 +124,8 @@ def _levers(workload: Workload, device: Device) -> Iterator[tuple[dict[str, str]
         yield {"parallel.pipeline.vpp": "1"}, f"a bubble {p.pipeline.vpp} times as large"
     if again == "none":
         yield _selective("mlp"), f"{100 * mlp_share(run) / 3:.0f} % more work"
+    if run.model.moe is not None:
+        yield {"parallel.ep": str(2 * p.ep)}, "rows for experts sent to more ranks"
     if p.tp < device.node:
         sp = {"parallel.sp": "true"} if not p.sp else {}
         yield {"parallel.tp": str(2 * p.tp)} | sp, "more bytes sent inside each layer, smaller products"
@@ -190,9 +192,32 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"{workload.num_microbatches} microbatches for parallel.pp={p.pp} stages leave a large bubble. Use a "
             f"larger train.global_batch_size, or parallel.pipeline.vpp."
         )
+    found += _expert_notes(workload, device)
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))
     return [*found, *_offload_notes(workload, device)]
+
+
+def _expert_notes(workload: Workload, device: Device) -> list[str]:
+    """Exchanges between nodes, and what a router without balance may come to."""
+    grid = workload.grid.experts
+    if grid is None or not device.accelerator:
+        return []
+    p, found = workload.run.parallel, []
+    ranks = grid.group_of(grid.offset, ("ep", "etp"))
+    if len({rank // device.node for rank in ranks}) > 1:
+        found.append(
+            f"parallel.ep={p.ep} spans nodes of {device.node}: rows for experts wait for the network four times in "
+            f"each layer and microbatch. Set parallel.ep to {max(1, device.node // grid.size('etp'))} and use parallel.pp "
+            f"for the rest, where memory allows."
+        )
+    moe, etp = workload.run.model.moe, grid.size("etp")
+    if moe is not None and etp > 1 and moe.experts % (p.ep * etp) == 0:
+        found.append(
+            f"parallel.etp={etp} sends every row to as many ranks. Set parallel.etp=1 and parallel.ep to {p.ep * etp}, "
+            f"which divides experts as far."
+        )
+    return found
 
 
 def _offload_notes(workload: Workload, device: Device) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.plan.parameters import bias_table, distinct_ranks, held_parameters, layer_parameters
+from megalith.plan.parameters import HeldParameter, bias_table, distinct_ranks, held_parameters, layer_parameters
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -145,9 +145,14 @@ def _further_flops(config: ModelConfig, seen: _Seen) -> int:
 def _matrices(config: ModelConfig, layer: int, inside: str = "") -> int:
     """Elements of all matrices of a layer that a token is multiplied by, or of those in one part of it."""
     held, name = layer_parameters(config, layer), f"layers.{layer}.{inside}"
-    all_met = [one for one in held if one.matrix and one.name.startswith(name)]
-    dense, routed = (sum(one.numel for one in all_met if one.grid == grid) for grid in ("dense", "expert"))
-    return dense if config.moe is None else dense + routed // config.moe.experts * config.moe.top_k
+    return sum(met(config, one) for one in held if one.matrix and one.name.startswith(name))
+
+
+def met(config: ModelConfig, one: HeldParameter) -> int:
+    """Elements of a whole matrix that a token is multiplied by: of experts, those that it goes to."""
+    if config.moe is None or one.grid == "dense":
+        return one.numel
+    return one.numel // config.moe.experts * config.moe.top_k
 
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:

@@ -55,6 +55,10 @@ UNUSED: tuple[Unused, ...] = (
         ("parallel.ring_products",), lambda run, world: not run.parallel.rings,
         "with parallel.rings=false nothing goes round",
     ),
+    Unused(
+        ("parallel.dispatcher",), lambda run, world: run.parallel.ep * (run.parallel.etp or run.parallel.tp) == 1,
+        "with parallel.ep=1 every rank has all experts",
+    ),
     Unused(("parallel.context",), lambda run, world: run.parallel.cp == 1, "with parallel.cp=1 no rows are shared"),
     Unused(
         ("parallel.bucket_numel",), lambda run, world: run.parallel.zero == 3 and world > 1,

@@ -51,6 +51,23 @@ def test_every_change_is_true_and_breaks_no_rule() -> None:
         assert change.verdict == verdict(after, H100) and change.price
 
 
+def test_experts_are_divided_further_where_it_helps() -> None:
+    found = changes(workload("mixtral_8x7b", 64, parallel__ep="2"), H100, run_problems)
+    (change,) = (change for change in found if change.overrides == {"parallel.ep": "4"})
+    assert change.saved > 10 * GIB and "sent to more ranks" in change.price
+    assert not any(
+        "parallel.ep" in change.overrides for change in changes(workload("llama3_8b", 16), H100, run_problems)
+    )
+
+
+def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
+    (note,) = (text for text in notes(workload("deepseek_v3", 2048), H100) if "parallel.ep" in text)
+    assert note.startswith("parallel.ep=64 spans nodes of 8") and "Set parallel.ep to 8" in note
+    assert not any("parallel.ep" in text for text in notes(workload("mixtral_8x7b", 64), H100))
+    parts = workload("mixtral_8x7b", 64, parallel__tp="2", parallel__sp="true", parallel__ep="4")
+    assert any("parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text for text in notes(parts, H100))
+
+
 def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
     base = workload("llama3_70b", 64)
     tight = device(30)

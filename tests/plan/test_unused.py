@@ -24,6 +24,10 @@ CASES = [
         {"parallel.ring_products": "messages"}, 2,
         "parallel.ring_products=messages: no effect here, because with parallel.rings=false nothing goes round",
     ),
+    (
+        {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "8", "parallel.dispatcher": "gather"}, 2,
+        "parallel.dispatcher=gather: no effect here, because with parallel.ep=1 every rank has all experts",
+    ),
     ({"parallel.bucket_numel": "7"}, 1, "parallel.bucket_numel=7: no effect here, because one rank has nobody to talk"),
     ({"parallel.bucket_numel": "7", "parallel.zero": "3"}, 2, "parallel.bucket_numel=7: no effect here, because with"),
     ({"parallel.overlap": "false"}, 1, "parallel.overlap=false: no effect here, because one rank has nobody to talk"),
