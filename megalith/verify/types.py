@@ -100,7 +100,7 @@ class TypeReport:
     """Ranks of the layout."""
 
     axes: dict[str, int]
-    """Ranks along each axis, and along its two parts where both have several."""
+    """Ranks along each axis, and along its two parts where both have several; with experts, along theirs, too."""
 
     ranks: tuple[int, ...]
     """The places of the world at which the model was built and run."""
@@ -240,7 +240,8 @@ def spots_of(grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Se
 def _sizes(grid: Grid) -> dict[str, int]:
     sizes = {axis: grid.size(axis) for axis in (*PARTS, *(["pp"] if grid.size("pp") > 1 else []))}
     divided = [parts for parts in PARTS.values() if min(map(grid.size, parts)) > 1]
-    return sizes | {part: grid.size(part) for parts in divided for part in parts}
+    experts = {} if grid.experts is None else {axis: grid.size(axis) for axis in ("edp", "ep", "etp")}
+    return sizes | {part: grid.size(part) for parts in divided for part in parts} | experts
 
 
 def _also_on(problem: Problem, rank: int) -> Problem:

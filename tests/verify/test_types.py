@@ -479,5 +479,6 @@ def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers()
     layout = ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1)
     report = type_check(NARROW, layout, world=8, ranks=(5,))
     assert report.ok and report.unseen == ()
+    assert {axis: report.axes[axis] for axis in ("edp", "ep", "etp")} == {"edp": 4, "ep": 2, "etp": 1}
     planned = type_check(PLANNED, replace(layout, ep=1, cp=4), world=8, ranks=(5,))
     assert planned.ok and [text.split(":")[0] for text in planned.unseen] == ["model.moe.balance.sinkhorn"]
