@@ -204,14 +204,14 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
     if grid is None or not device.accelerator:
         return []
     p, found = workload.run.parallel, []
+    moe, etp = workload.run.model.moe, grid.size("etp")
     ranks = grid.group_of(grid.offset, ("ep", "etp"))
     if len({rank // device.node for rank in ranks}) > 1:
         found.append(
             f"parallel.ep={p.ep} spans nodes of {device.node}: rows for experts wait for the network four times in "
-            f"each layer and microbatch. Set parallel.ep to {max(1, device.node // grid.size('etp'))} and use parallel.pp "
-            f"for the rest, where memory allows."
+            f"each layer and microbatch. Set parallel.ep to {max(1, device.node // etp)} and use parallel.pp for the "
+            f"rest, where memory allows."
         )
-    moe, etp = workload.run.model.moe, grid.size("etp")
     if moe is not None and etp > 1 and moe.experts % (p.ep * etp) == 0:
         found.append(
             f"parallel.etp={etp} sends every row to as many ranks. Set parallel.etp=1 and parallel.ep to {p.ep * etp}, "

@@ -4,12 +4,24 @@ from dataclasses import fields
 
 import pytest
 
-from megalith.cli.plan_tables import SHOWN, WHAT, _bytes, _count, _gib, _ms, _some, passages, print_layout
+from megalith.cli.plan_tables import (
+    SHOWN,
+    WHAT,
+    _bytes,
+    _count,
+    _gib,
+    _ms,
+    _some,
+    passages,
+    print_estimate,
+    print_layout,
+)
 from megalith.plan.devices import DEVICES, GIB
 from megalith.plan.explain import StageRow, explain
 from megalith.plan.memory import RankMemory, memory_ledger, worst
 from megalith.plan.traffic import step_traffic
 from megalith.plan.workload import plan_workload
+from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_run
 
 
@@ -45,6 +57,25 @@ def test_a_layout_is_shown_with_its_parameters_and_what_a_rank_sends(capsys: pyt
     told = capsys.readouterr().out
     assert "tiny: " in told and "parameters on 4 ranks" in told and "4 = tp 2 · cp 1 · dp 2 · pp 1" in told
     assert f"A rank of pp {place.pp_rank}, tp {place.tp_rank} sends in a step: tp " in told
+
+
+def test_experts_of_a_rank_are_told_with_what_they_are_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    workload = plan_workload(resolve("olmoe_7b"), 16)
+    ledger = memory_ledger(workload)
+    print_layout(workload, explain(workload), ledger, [])
+    told = capsys.readouterr().out
+    assert "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told and "Both grids are of the same ranks; ep" in told
+    assert "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B parameters." in told
+    assert "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer state." in told
+    assert "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
+    assert "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank." in told
+
+
+def test_an_estimate_tells_what_crowded_experts_take(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, there in (("olmoe_7b", True), ("llama3_8b", False)):
+        workload, device = plan_workload(resolve(name), 16), DEVICES["h100"]
+        print_estimate(workload, device, memory_ledger(workload, device), [], None)
+        assert ("If all tokens go to the experts of one rank: " in capsys.readouterr().out) == there
 
 
 def test_with_adapters_what_is_frozen_and_what_is_trained_is_told_apart(
