@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from megalith.config.parallel import DispatcherName
-from megalith.kernels.grouped_linear import Groups, groups_of
+from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
 from megalith.kernels.permute import (
     Order,
     expert_major,
     order_choices,
+    order_padded,
     permute,
     sort_chunks,
     undone,
     unpermute,
     weights_of_rows,
 )
-from megalith.kernels.routing import NOWHERE, Choice
+from megalith.kernels.routing import NOWHERE, Choice, capacity_of
 from megalith.parallel.autograd import all_to_all, gather, gathered_again, partial, reduce_scatter
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
@@ -59,14 +60,35 @@ class Dispatcher(Protocol):
         """My tokens x [t, d] and their choices [t, k] -> what my experts work on, and the way back. Collective."""
 
 
-def build_dispatcher(name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False) -> Dispatcher:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Rows that every expert gets of a rank's tokens, whatever they chose: as many as may be taken of them."""
+
+    factor: float
+    """Of its capacity."""
+
+    top_k: int
+    experts: int
+
+    sharing: int
+    """Ranks that share a microbatch, and the capacity."""
+
+    def of(self, tokens: int) -> int:
+        """For so many tokens of a rank, of which none goes twice to an expert."""
+        return min(tokens, capacity_of(self.factor, tokens * self.sharing, self.top_k, self.experts))
+
+
+def build_dispatcher(
+    name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False, room: Room | None = None
+) -> Dispatcher:
     """The dispatcher of that name; where one rank holds all experts whole, tokens stay. `refusing`: experts may refuse
-    choices, so that how many rows there are is known only once they are made."""
+    choices, so that how many rows there are is known only once they are made; unless each has `room` for so many."""
     ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
     if both.size == 1:
-        return Stay(num_experts, refusing)
+        return Stay(num_experts, refusing, room)
     if name == "exchange":
-        return Exchange(num_experts, refusing, ep, etp, both)
+        return Exchange(num_experts, refusing, room, ep, etp, both)
+    assert room is None, "a gather takes what tokens chose"
     return Gather(num_experts, ep, both)
 
 
@@ -79,12 +101,13 @@ class Stay:
 
     num_experts: int
     refusing: bool
+    room: Room | None = None
 
     def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
         """No message."""
-        order = order_of(choice, self.num_experts, self.refusing)
-        rows = permute(x, order)
-        return Sent(rows, weights_of_rows(choice.weights, order), groups_here(order)), Stayed(order)
+        order = order_of(choice, self.num_experts, self.refusing, self.room)
+        groups = groups_here(order) if self.room is None else equal_groups(self.num_experts, self.room.of(len(x)))
+        return Sent(permute(x, order), weights_of_rows(choice.weights, order), groups), Stayed(order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +130,7 @@ class Exchange:
 
     num_experts: int
     refusing: bool
+    room: Room | None
     ep: Group
     etp: Group
 
@@ -114,11 +138,16 @@ class Exchange:
     """Ranks that together hold every expert once."""
 
     def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
-        """Two messages each way and one with the counts; along etp, two gathers there and a sum back."""
-        order = order_of(choice, self.num_experts, self.refusing)
-        table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
+        """Two messages each way and, unless every expert has room for as many rows, one with the counts; along etp, two
+        gathers there and a sum back."""
+        order = order_of(choice, self.num_experts, self.refusing, self.room)
+        if self.room is None:
+            table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
+        else:  # all ranks have equally many tokens
+            table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
         way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
-        groups = Groups(way.plan.counts).known_on(x.device)  # now, as a GPU has just been waited for
+        groups = Groups(way.plan.counts, equal=self.room is not None)
+        groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
         rows = way.there(permute(x, order))
         return Sent(rows, way.there(weights_of_rows(choice.weights, order)), groups), way
 
@@ -195,8 +224,11 @@ class Gathered:
 # --- how many rows
 
 
-def order_of(choice: Choice, num_experts: int, refusing: bool) -> Order:
-    """The order of all rows; if none may be refused, their number is known and no device is waited for."""
+def order_of(choice: Choice, num_experts: int, refusing: bool, room: Room | None = None) -> Order:
+    """The order of all rows; if none may be refused, or there is room for so many, their number is known and no device
+    is waited for."""
+    if room is not None:
+        return order_padded(choice.experts, num_experts, capacity=room.of(len(choice.experts)))
     known = None if refusing and not choice.experts.is_meta else choice.experts.numel()
     return order_choices(choice.experts, num_experts, num_rows=known)
 

@@ -189,6 +189,7 @@ def expert_layout_problems(model: ModelConfig, parallel: ParallelConfig, world: 
         return problems
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
     checks = [_experts_divide(moe, p.ep), _experts_have_features(moe, etp), _biases_are_whole(moe, etp)]
+    checks += [_filler_is_sent(moe, p)]
     checks += [_replicas_divide(p, grid)] if p.replicas > 1 else []
     checks += [_tokens_are_divided(p), _weights_stay(p)] if trains else []
     problems = [text for text in checks if text is not None]
@@ -232,6 +233,15 @@ def _biases_are_whole(moe: MoEConfig, etp: int) -> str | None:
     return (
         f"parallel.etp={etp} with model.moe.biases=true: an expert's output bias would be added by every rank that has "
         f"a part of the expert. Set parallel.etp=1 and parallel.ep to divide experts instead."
+    )
+
+
+def _filler_is_sent(moe: MoEConfig, p: ParallelConfig) -> str | None:
+    if not moe.capacity.pad or p.dispatcher == "exchange":
+        return None
+    return (
+        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: ranks that get all tokens compute what "
+        f"chose their experts, and no filler. Set parallel.dispatcher=exchange, or model.moe.capacity.pad=false."
     )
 
 

@@ -88,20 +88,33 @@ class Mixture:
         return max(self.logit, 4)
 
     @property
+    def limit(self) -> int | None:
+        """Tokens of a microbatch that an expert takes."""
+        if self.moe.capacity.factor is None:
+            return None
+        together, factor = self.tokens * self.sharing, Fraction(str(self.moe.capacity.factor))
+        return min(together, ceil(factor * together * self.moe.top_k / self.moe.experts))
+
+    @property
+    def room(self) -> int | None:
+        """Rows that each expert has of a rank's tokens, whatever they chose; None: as many as chose it."""
+        return None if self.limit is None or not self.moe.capacity.pad else min(self.tokens, self.limit)
+
+    @property
     def rows(self) -> int:
         """r.
 
         Crowded, each of all tokens has a row for each of its choices that can be of this rank's experts.
         """
         every, here = self.tokens * self.ranks, self.moe.experts // self.experts.ep
+        if (room := self.room) is not None:
+            return here * room * self.ranks
         if not self.crowded:
             return every * self.moe.top_k // self.experts.ep
-        most, factor = every * min(self.moe.top_k, here), self.moe.capacity.factor
-        if factor is None:
+        most, each = every * min(self.moe.top_k, here), self.limit
+        if each is None or self.ranks < self.sharing:
             return most
-        together = self.tokens * self.sharing
-        each = min(together, ceil(Fraction(str(factor)) * together * self.moe.top_k / self.moe.experts))
-        return min(most, here * each * self.ranks // self.sharing) if self.ranks >= self.sharing else most
+        return min(most, here * each * self.ranks // self.sharing)
 
 
 def mixture_tensors(m: Mixture) -> Iterator[KeptTensor]:
@@ -162,6 +175,9 @@ def _losses(m: Mixture) -> Iterator[KeptTensor]:
 
 def _order(m: Mixture) -> Iterator[KeptTensor]:
     """Which row is whose: int64, of the tokens whose choices this rank puts in order."""
+    if m.room is not None:
+        yield from _padded_order(m, m.moe.experts * m.room)
+        return
     gathers = m.dispatcher == "gather" and m.ranks > 1
     tokens = m.tokens * (m.ranks if gathers else 1)
     rows, mine = tokens * m.moe.top_k, m.moe.experts // (m.experts.ep if gathers else 1)
@@ -171,6 +187,16 @@ def _order(m: Mixture) -> Iterator[KeptTensor]:
     yield KeptTensor("order", "token of each row", sent, 8 * sent)
     yield KeptTensor("order", "rows of each token", sent, 8 * sent)
     yield KeptTensor("order", "first of them, and counts", tokens + mine, 8 * (tokens + mine) + ends)
+
+
+def _padded_order(m: Mixture, rows: int) -> Iterator[KeptTensor]:
+    """The same where every expert has as many rows."""
+    choices, others = m.tokens * m.moe.top_k, m.tokens + m.moe.experts
+    yield KeptTensor("", "choice of each row", rows, 8 * rows)
+    yield KeptTensor("", "rows that are filler", rows, rows)
+    yield KeptTensor("order", "token of each row", rows, 8 * rows)
+    yield KeptTensor("order", "rows of each token, and which are missing", choices, 9 * choices)
+    yield KeptTensor("order", "first of them, and counts", others, 8 * others)
 
 
 def _experts(m: Mixture) -> Iterator[KeptTensor]:

@@ -108,7 +108,7 @@ BELONGS: tuple[Belongs, ...] = (
         "model.moe.router.groups to 8 or so",
     ),
     Belongs(
-        ("moe.capacity.drop",), "moe.capacity.factor",
+        ("moe.capacity.drop", "moe.capacity.pad"), "moe.capacity.factor",
         lambda model: model.moe is not None and model.moe.capacity.factor is not None, "for experts with a limit",
         "model.moe.capacity.factor=1.25",
     ),

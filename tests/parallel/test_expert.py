@@ -10,7 +10,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.kernels.routing import NOWHERE, Choice
-from megalith.parallel.expert import build_dispatcher, counts_of_all
+from megalith.parallel.expert import Room, build_dispatcher, counts_of_all
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
@@ -41,14 +41,14 @@ def answer(rows: Tensor, weights: Tensor, expert: Tensor, part: float) -> Tensor
 
 
 def there_and_back(
-    rank: int, world: int, ep: int, etp: int, name: DispatcherName, kind: str
+    rank: int, world: int, ep: int, etp: int, name: DispatcherName, kind: str, room: Room | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     parallel = ParallelConfig(dp=world, ep=ep, etp=etp)
     mesh = build_mesh(model_grid(parallel, MODEL, world), rank=rank)
     x, choice = made(rank, kind)
     x.requires_grad_()
     choice = Choice(choice.experts, choice.weights.requires_grad_())
-    sent, way = build_dispatcher(name, mesh, 4, refusing=True)(x, choice)
+    sent, way = build_dispatcher(name, mesh, 4, refusing=True, room=room)(x, choice)
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.back(answer(sent.rows, sent.weights, expert, 1 / etp))
@@ -75,6 +75,22 @@ def test_every_token_gets_the_answers_of_its_experts(ep: int, etp: int, name: Di
         assert torch.allclose(dw, expected * (choice.experts >= 0), rtol=1e-13)
     chosen = sum(int((made(rank, kind)[1].experts >= 0).sum()) for rank in range(world))
     assert sum(rows for *_, rows in results) == chosen * etp, "every rank along etp has every row of its experts"
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
+def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -> None:
+    room = Room(factor=3.1, top_k=K, experts=4, sharing=1)
+    assert room.of(T) == T and replace(room, factor=0.8).of(T) == 2
+    for rank, (y, dx, dw, rows) in enumerate(
+        run_ranks(there_and_back, ep * etp, ep, etp, "exchange", "nothing from the first", room)
+    ):
+        x, choice = made(rank, "nothing from the first")
+        factors = (choice.experts + 1) * choice.weights
+        assert torch.allclose(y, x * factors.sum(1, keepdim=True), rtol=1e-14)
+        assert torch.allclose(dx, factors.sum(1, keepdim=True).expand_as(x), rtol=1e-14)
+        expected = (choice.experts + 1) * x.sum(1, keepdim=True)
+        assert torch.allclose(dw, expected * (choice.experts >= 0), rtol=1e-13)
+        assert rows == 4 // ep * T * ep * etp
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -247,6 +247,7 @@ MIXTURES = {
     },
     "size of logits": replace(MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], balance=BalanceConfig(z=0.1))),
     "roomy": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=4.0))),
+    "padded": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=1.3, pad=True))),
 }
 
 
@@ -278,6 +279,11 @@ def test_ranks_that_divide_experts_keep_what_the_ledger_says(world: int, change:
     for name in ("softmax, balanced", "sigmoid, balanced", "shared, latent"):
         plain = Setting(model=MIXTURES[name], dtype="fp32", lengths=(12, 12))
         run_ranks(on_a_rank_with_experts, world, replace(plain, **change))
+
+
+def test_ranks_with_equally_many_rows_keep_what_the_ledger_says() -> None:
+    padded = Setting(model=MIXTURES["padded"], dtype="fp32", lengths=(12, 12), experts=ExpertPart(ep=2), tp=2, sp=True)
+    run_ranks(on_a_rank_with_experts, 2, padded)
 
 
 def on_a_rank_with_experts(rank: int, world: int, setting: Setting) -> None:

@@ -41,6 +41,13 @@ def test_capacity_bounds_the_rows_of_crowded_experts() -> None:
     assert replace(limited, moe=replace(MOE, capacity=CapacityConfig(factor=99.0))).rows == crowded.rows
 
 
+def test_padded_experts_have_equally_many_rows_of_every_rank() -> None:
+    padded = replace(MOE, capacity=CapacityConfig(factor=1.25, pad=True))
+    assert replace(ONE, moe=padded).rows == 12 * 5
+    assert replace(ONE, moe=padded, experts=ExpertPart(ep=4, etp=2)).rows == 3 * 5 * 8
+    assert replace(ONE, moe=padded, sharing=4).rows == 12 * 16, "all of a rank's tokens, as 20 may be taken of four's"
+
+
 def test_experts_keep_their_rows_and_what_up_gave() -> None:
     found = kept(replace(ONE, experts=ExpertPart(ep=4)))
     assert found["rows"] == 48 * 24 * 2 and found["gate and up"] == 48 * 20 * 2 and found["weights"] == 48 * 4

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
@@ -119,6 +119,31 @@ def losses_replayed(rank: int, world: int, parallel: ParallelConfig, router: Rou
     with pytest.raises(DataError, match=f"microbatch {len(batches) - 1}: no choices of layers"):
         total(routing.again())
     return found
+
+
+def losses_within_capacity(rank: int, world: int, parallel: ParallelConfig, pad: bool) -> list[float]:
+    """Of three steps in float64, in which experts refuse tokens."""
+    run = tiny_run({"precision.params": "fp64"})
+    capacity = CapacityConfig(factor=0.8, pad=pad)
+    moe = MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1), capacity=capacity)
+    run = replace(run, model=replace(run.model, moe=moe), parallel=parallel)
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, run.model, world), rank=rank)
+    trainer = build_trainer(run, mesh, torch.device("cpu"))
+    loader = Loader(
+        RaggedRows(12, 257, 36, masked=()), Masks(), mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0,
+        steps=3, device=torch.device("cpu"),
+    )  # fmt: skip
+    losses = [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).loss for _ in range(3)]
+    assert sum(use.refused for use in use_of_experts(trainer.staged.modules, mesh)) > 0
+    return losses
+
+
+def test_filler_changes_no_loss_under_any_layout() -> None:
+    expected = losses_within_capacity(0, 1, ParallelConfig(), False)
+    assert losses_within_capacity(0, 1, ParallelConfig(), True) == pytest.approx(expected, rel=1e-11)
+    for layout in (ParallelConfig(dp=2, ep=2), ParallelConfig(tp=2, sp=True, ep=2, etp=1)):
+        for losses in run_ranks(losses_within_capacity, 2, layout, True):
+            assert losses == pytest.approx(expected, rel=1e-11)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,8 @@ def _capacity(draft: Draft) -> None:
     draft.put(flag, "model.moe.capacity.factor", factor, "of a microbatch over all ranks that share it")
     policy = draft.arguments.value("--moe-token-drop-policy")
     draft.put("--moe-token-drop-policy", "model.moe.capacity.drop", "last" if policy == "position" else "least")
+    if draft.arguments.value("--moe-pad-expert-input-to-capacity"):
+        draft.put("--moe-pad-expert-input-to-capacity", "model.moe.capacity.pad", True)
 
 
 def _switches(draft: Draft) -> None:

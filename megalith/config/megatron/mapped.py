@@ -439,6 +439,7 @@ EXPERTS = (
         name="--moe-token-drop-policy", takes="choice", fields=("model.moe.capacity.drop",), default="probs",
         choices=("probs", "position"), how="probs: least; position: last",
     ),
+    Row(name="--moe-pad-expert-input-to-capacity", takes="nothing", fields=("model.moe.capacity.pad",)),
     Row(
         name="--moe-token-dispatcher-type", takes="choice", fields=("parallel.dispatcher",), default="allgather",
         choices=("allgather", "alltoall", "flex"), how="allgather: gather; the others: exchange",

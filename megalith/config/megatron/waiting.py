@@ -349,7 +349,7 @@ MODEL = (
             --moe-hybridep-num-blocks-permute --moe-hybridep-num-blocks-unpermute --moe-hybridep-num-sms
             --moe-hybridep-num-sms-preprocessing --moe-hybridep-pad-uneven-dispatch-inputs!
             --moe-mlp-glu-interleave-size --moe-ncclep-static-shape! --moe-ncclep-zero-copy!
-            --moe-pad-expert-input-to-capacity! --moe-pad-experts-for-cuda-graph-inference!
+            --moe-pad-experts-for-cuda-graph-inference!
             --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
             --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size
             --moe-per-layer-logging! --moe-permute-fusion! --moe-permute-fusion-into-hybridep!

@@ -1,6 +1,7 @@
 """A mixture of experts in place of an MLP: choose, send, answer, bring back."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from megalith.kernels.tokens import Tokens
 from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
-from megalith.parallel.expert import build_dispatcher
+from megalith.parallel.expert import Room, build_dispatcher
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
 from megalith.plan.shards import whole
@@ -33,9 +34,9 @@ class MoE(nn.Module):
         those of the others are never kept."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
-        self.dispatch = build_dispatcher(
-            dispatcher, mesh, moe.experts, refusing=moe.capacity.factor is not None
-        )  # fmt: skip
+        build = partial(build_dispatcher, dispatcher, mesh, moe.experts)
+        self.dispatch = build()
+        self.dispatch_within_capacity = build(refusing=moe.capacity.factor is not None, room=room_of(moe, mesh))
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)
         self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
         shared = moe.shared_ffn_hidden_size is not None
@@ -44,11 +45,20 @@ class MoE(nn.Module):
 
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
-        sent, way = self.dispatch(self.narrow(value_of(x)), self.router(x, tokens))
+        dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity  # that of training
+        sent, way = dispatch(self.narrow(value_of(x)), self.router(x, tokens))
         y: Tensor = self.widen(way.back(self.experts(sent)))
         for shared in self.shared:
             y = y + shared(x, tokens)
         return y
+
+
+def room_of(moe: MoEConfig, mesh: Mesh) -> Room | None:
+    """How many rows every expert computes, whatever tokens choose; None: as many as do."""
+    capacity = moe.capacity
+    if capacity.factor is None or not capacity.pad:
+        return None
+    return Room(capacity.factor, moe.top_k, moe.experts, mesh.over("cp", "tp").size)
 
 
 class SharedExperts(nn.Module):

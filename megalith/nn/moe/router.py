@@ -149,7 +149,8 @@ class Router(nn.Module):
         limit = capacity_of(capacity.factor, len(every.experts), self.moe.top_k, self.moe.experts)
         places = self.places(tokens, every.weights[:, 0] < 0)
         taken = refuse_surplus(every, limit, capacity.drop, num_experts=self.moe.experts, order=places)
-        return without(choice, taken.narrow(0, group.rank * mine, mine))
+        mine_taken = taken.narrow(0, group.rank * mine, mine).clone()  # backward keeps it, and not all ranks'
+        return without(choice, mine_taken)
 
     def places(self, tokens: Tokens, padding: Tensor) -> Tensor:
         """Where in the microbatch the tokens of all ranks that share it stand, rank after rank, padding behind all

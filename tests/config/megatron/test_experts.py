@@ -85,6 +85,7 @@ def test_capacities(tiny: Translate) -> None:
     limited = "--num-experts 4 --moe-expert-capacity-factor 1.5"
     assert moe_of(tiny, limited).capacity == CapacityConfig(factor=1.5)
     assert moe_of(tiny, f"{limited} --moe-token-drop-policy position").capacity.drop == "last"
+    assert moe_of(tiny, f"{limited} --moe-pad-expert-input-to-capacity").capacity.pad
     assert moe_of(tiny, "--num-experts 4 --moe-expert-capacity-factor -1").capacity == CapacityConfig()
 
 

@@ -1,5 +1,6 @@
 """A layer of experts against a loop over tokens, and what it does when experts are empty, full or narrow."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -79,6 +80,22 @@ def test_room_for_all_refuses_nobody() -> None:
     x = torch.randn(9, 12, dtype=torch.float64)
     roomy = build(replace(MOE, capacity=CapacityConfig(factor=5.0)))
     assert torch.equal(roomy(x, training()), build(MOE)(x, training()))
+
+
+@pytest.mark.parametrize("factor", [0.4, 1.0, 9.0])
+def test_filler_changes_nothing(factor: float) -> None:
+    found = []
+    for pad in (False, True):
+        layer = build(replace(MOE, biases=True, capacity=CapacityConfig(factor=factor, pad=pad)))
+        x = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
+        sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training()))
+        assert not pad or sent.groups.on_host() == (min(9, math.ceil(9 * 2 / 5 * factor)),) * 5
+        y = layer(x, training())
+        y.square().sum().backward()
+        gradients = [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+        found.append([y, x.grad, *gradients, layer(x, tokens_of_rows(1, 9))])
+    assert len(found[0]) == len(found[1])
+    assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(*found, strict=True))
 
 
 def test_what_is_refused_adds_nothing_and_gets_no_gradient_through_experts() -> None:
