@@ -20,13 +20,24 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
+from megalith.kernels import grouped_linear
+from megalith.kernels.grouped_linear import FUSED, HAS_GROUPED_MM, LOOP, GroupedProducts, Groups, best_products
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.experts import routers_of, use_of_experts
 from megalith.train.step import train_step
-from megalith.verify.ranks import Gathered, LayoutCase, _gather, _joined, _loader, _slices, layout_case
+from megalith.verify.ranks import (
+    Gathered,
+    LayoutCase,
+    _gather,
+    _joined,
+    _loader,
+    _slices,
+    layout_case,
+)
 from megalith.verify.variants import BIASED_CHOICE, NARROW, NOISY
 
 CPU = torch.device("cpu")
@@ -184,6 +195,26 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     alone = [losses_of([build_trainer(run, mesh_of_one(), CPU)], 3)[0] for run in runs]
     assert losses_of([build_trainer(run, mesh_of_one(), CPU) for run in runs], 3) == alone
     assert alone[0] == alone[2] != alone[1]
+
+
+def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -> None:
+    """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another order."""
+    assert BIASED_CHOICE.moe is not None
+    case = case_of(replace(BIASED_CHOICE, moe=replace(BIASED_CHOICE.moe, ffn_hidden_size=12)), ONE)  # 48 bytes
+    ways: list[GroupedProducts] = []
+
+    def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
+        ways.append(best_products(x, w, groups))
+        return ways[-1]
+
+    with replaced(grouped_linear, "best_products", noted):
+        ((grouped, uses),) = first_step(0, 1, case, [RecomputeConfig()])
+    with replaced(grouped_linear, "best_products", lambda *_: LOOP):
+        ((one_by_one, others),) = first_step(0, 1, case, [RecomputeConfig()])
+    assert (FUSED in ways) == HAS_GROUPED_MM
+    assert [use.counts for use in uses] == [use.counts for use in others]
+    for mine, one in zip(grouped, one_by_one, strict=True):
+        assert torch.allclose(mine, one, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
 
 
 # --- experts that nobody chooses
