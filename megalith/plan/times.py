@@ -3,6 +3,7 @@
 Good for telling which axis costs what and what can hide it, not for predicting a step.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
@@ -97,6 +98,10 @@ def repeated_share(workload: Workload) -> float:
     layers = workload.run.model.num_layers
     kind = workload.run.parallel.context.kind
     setting = setting_of(workload, 0, kind=kind, accelerator=True)
-    stages = [len(stage.layers) for stage in workload.stages if stage.layers]
-    extra = sum(count / layers * saving.extra for count in stages for saving in savings(setting, num_layers=count))
+    stages = Counter(len(stage.layers) for stage in workload.stages if stage.layers)
+    extra = sum(
+        alike * count / layers * saving.extra
+        for count, alike in stages.items()
+        for saving in savings(setting, num_layers=count)
+    )
     return extra * whole / useful
