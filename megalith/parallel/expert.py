@@ -7,6 +7,7 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
 from megalith.kernels.permute import (
     Order,
     expert_major,
+    gather_rows,
     order_choices,
     order_padded,
     permute,
@@ -25,6 +27,7 @@ from megalith.kernels.permute import (
     unpermute,
     weights_of_rows,
 )
+from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.routing import NOWHERE, Choice, capacity_of
 from megalith.parallel.autograd import all_to_all, gather, gathered_again, partial, reduce_scatter
 from megalith.parallel.group import Group
@@ -36,8 +39,8 @@ from megalith.plan.shards import split_evenly
 class Sent(NamedTuple):
     """What arrived at the experts of this rank."""
 
-    rows: Tensor
-    """[r, d]: tokens, expert after expert."""
+    rows: Input
+    """[r, d]: tokens, expert after expert; rebuilt from the tokens where no message lies between."""
 
     weights: Tensor
     """[r]: what each answer counts."""
@@ -56,7 +59,7 @@ class Way(Protocol):
 class Dispatcher(Protocol):
     """Brings tokens to their experts."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
         """My tokens x [t, d] and their choices [t, k] -> what my experts work on, and the way back. Collective."""
 
 
@@ -103,11 +106,12 @@ class Stay:
     refusing: bool
     room: Room | None = None
 
-    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
         """No message."""
-        order = order_of(choice, self.num_experts, self.refusing, self.room)
-        groups = groups_here(order) if self.room is None else equal_groups(self.num_experts, self.room.of(len(x)))
-        return Sent(permute(x, order), weights_of_rows(choice.weights, order), groups), Stayed(order)
+        order, t = order_of(choice, self.num_experts, self.refusing, self.room), len(choice.experts)
+        groups = groups_here(order) if self.room is None else equal_groups(self.num_experts, self.room.of(t))
+        rows = rebuilt(x).then(permute(value_of(x), order), partial_of(gather_rows, order=order))
+        return Sent(rows, weights_of_rows(choice.weights, order), groups), Stayed(order)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +141,10 @@ class Exchange:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
         """Two messages each way and, unless every expert has room for as many rows, one with the counts; along etp, two
         gathers there and a sum back."""
+        x = value_of(x)
         order = order_of(choice, self.num_experts, self.refusing, self.room)
         if self.room is None:
             table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
@@ -199,14 +204,14 @@ class Gather:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: Tensor, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
         """Three gathers: tokens, choices and weights."""
         each = self.num_experts // self.ep.size
         chosen = gathered_again(choice.experts, self.both) - self.ep.rank * each
         here = torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE)
         order = order_choices(here, each, num_rows=len(here) if here.is_meta else None)
         weights = weights_of_rows(gather(choice.weights, self.both), order)
-        return Sent(permute(gather(x, self.both), order), weights, groups_here(order)), Gathered(self, order)
+        return Sent(permute(gather(value_of(x), self.both), order), weights, groups_here(order)), Gathered(self, order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -252,7 +252,7 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
         rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
     own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
     if model.has_experts(layer):
-        reads = (kept or _wants_values(model, again)) and not _wants_noise(model, again)
+        reads = kept and not (_wants_noise(model, again) and not setting.mixture.rows_stay)
         rows += _mixture_rows(setting, again, kept=own and reads)
         return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
     full, up = model.mlp_part(layer) == "full", "mlp.gate_up" if model.gated else "mlp.up"
@@ -262,11 +262,6 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
     if full and "mlp" not in again:
         rows += _mlp_rows(setting, "mlp_act" in again)
     return rows + (_norm_rows(setting, "mlp_out.norm") if after else [])
-
-
-def _wants_values(model: ModelConfig, again: Sequence[str]) -> bool:
-    """Whether a mixture reads its input itself, and not what that can be rebuilt from."""
-    return "mlp" not in again and model.moe is not None and model.moe.latent_size is not None
 
 
 def _wants_noise(model: ModelConfig, again: Sequence[str]) -> bool:

@@ -13,7 +13,8 @@ w of a statistic, l of a logit and of a weight. When all experts are equally bus
                         the rows' weights               r·l
     latent, shared      what `widen` reads; as an MLP, and with a gate s·h·e more
 
-The activation is never kept: its input is, and backward computes it again.
+The activation is never kept: its input is, and backward computes it again. Nor are rows where one rank has all experts:
+they are gathered once more from its tokens.
 """
 
 from collections.abc import Iterator
@@ -86,6 +87,11 @@ class Mixture:
     def score(self) -> int:
         """Bytes of a score, which is at least fp32."""
         return max(self.logit, 4)
+
+    @property
+    def rows_stay(self) -> bool:
+        """Whether experts' rows are gathered from this rank's tokens once more in backward, and not kept."""
+        return self.ranks == 1 and not self.moe.weigh_input
 
     @property
     def limit(self) -> int | None:
@@ -202,7 +208,11 @@ def _padded_order(m: Mixture, rows: int) -> Iterator[KeptTensor]:
 def _experts(m: Mixture) -> Iterator[KeptTensor]:
     """Their rows, what up gave, and what each row counts."""
     numel, wide = m.rows * m.features, m.rows * m.inner * (2 if m.model.gated else 1)
-    yield KeptTensor("experts", "rows", numel, numel * m.element)
+    if m.rows_stay:
+        tokens = m.tokens * m.features if m.moe.latent_size is not None else 0
+        yield from [KeptTensor("experts", "tokens of rows", tokens, tokens * m.element)] if tokens else []
+    else:
+        yield KeptTensor("experts", "rows", numel, numel * m.element)
     yield KeptTensor("experts", "gate and up" if m.model.gated else "up", wide, wide * m.element)
     yield KeptTensor("experts", "weights", m.rows, m.rows * m.logit)
     if m.moe.weigh_input:

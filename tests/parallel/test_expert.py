@@ -9,6 +9,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
+from megalith.kernels.rebuilt import value_of
 from megalith.kernels.routing import NOWHERE, Choice
 from megalith.parallel.expert import Room, build_dispatcher, counts_of_all
 from megalith.parallel.group import alone
@@ -51,10 +52,10 @@ def there_and_back(
     sent, way = build_dispatcher(name, mesh, 4, refusing=True, room=room)(x, choice)
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
-    y = way.back(answer(sent.rows, sent.weights, expert, 1 / etp))
+    y = way.back(answer(value_of(sent.rows), sent.weights, expert, 1 / etp))
     y.sum().backward()
     assert x.grad is not None and choice.weights.grad is not None
-    return y.detach(), x.grad, choice.weights.grad, len(sent.rows)
+    return y.detach(), x.grad, choice.weights.grad, len(value_of(sent.rows))
 
 
 @pytest.mark.parametrize("kind", ["anything", "one expert", "nothing from the first"])
@@ -96,7 +97,9 @@ def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -
 def test_one_rank_sends_nothing() -> None:
     x, choice = made(0, "anything")
     sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice)
-    assert torch.allclose(way.back(sent.rows * sent.weights.unsqueeze(1)), x * choice.weights.sum(1, keepdim=True))
+    assert torch.allclose(
+        way.back(value_of(sent.rows) * sent.weights.unsqueeze(1)), x * choice.weights.sum(1, keepdim=True)
+    )
 
 
 def test_counts_are_told_apart_by_both_axes_whichever_is_inner() -> None:

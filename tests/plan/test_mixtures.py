@@ -59,8 +59,14 @@ def test_experts_keep_their_rows_and_what_up_gave() -> None:
 
 
 def test_experts_of_a_latent_work_on_fewer_features() -> None:
-    found = kept(replace(ONE, moe=replace(MOE, latent_size=6)))
+    found = kept(replace(ONE, moe=replace(MOE, latent_size=6), experts=ExpertPart(ep=4)))
     assert found["rows"] == 48 * 6 * 2 and found["input"] == 16 * 6 * 2
+
+
+def test_rows_that_no_message_brought_are_gathered_once_more() -> None:
+    assert ONE.rows_stay and "rows" not in kept(ONE)
+    assert kept(replace(ONE, moe=replace(MOE, latent_size=6)))["tokens of rows"] == 16 * 6 * 2
+    assert "rows" in kept(replace(ONE, moe=replace(MOE, top_k=1, weigh_input=True)))
 
 
 def test_losses_of_balance_keep_what_they_were_made_of() -> None:

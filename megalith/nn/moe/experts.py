@@ -11,6 +11,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.kernels.activation import Gate
 from megalith.kernels.experts import experts
+from megalith.kernels.rebuilt import value_of
 from megalith.kernels.weighted import weighted_activate, weighted_gated
 from megalith.parallel.expert import Sent
 from megalith.parallel.mesh import Mesh
@@ -47,7 +48,8 @@ class Experts(nn.Module):
         """Rows [r, d], expert after expert -> [r, d]."""
         rows, weights, groups = sent
         if self.weigh_input:
-            rows, weights = rows * weights.unsqueeze(1).to(rows.dtype), torch.ones_like(weights)
+            read = value_of(rows)
+            rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
         return experts(rows, weights, groups, self.up(), self.down(), self.inner)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import DispatcherName
-from megalith.kernels.rebuilt import Input, Rebuilding, value_of
+from megalith.kernels.rebuilt import Input, Rebuilding
 from megalith.kernels.tokens import Tokens
 from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
@@ -46,7 +46,7 @@ class MoE(nn.Module):
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity  # that of training
-        sent, way = dispatch(self.narrow(value_of(x)), self.router(x, tokens))
+        sent, way = dispatch(self.narrow(x), self.router(x, tokens))
         y: Tensor = self.widen(way.back(self.experts(sent)))
         for shared in self.shared:
             y = y + shared(x, tokens)

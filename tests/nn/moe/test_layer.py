@@ -82,6 +82,21 @@ def test_room_for_all_refuses_nobody() -> None:
     assert torch.equal(roomy(x, training()), build(MOE)(x, training()))
 
 
+def test_rows_are_gathered_once_more_and_not_kept() -> None:
+    layer, x = build(MOE), torch.randn(9, 12, dtype=torch.float64, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        layer(x, training()).sum().backward()
+    shapes = {tuple(tensor.shape) for tensor in kept if tensor.is_floating_point()}
+    assert (9, 12) in shapes and (18, 14) in shapes, "the tokens, and what gate and up gave of their rows"
+    assert (18, 12) not in shapes and x.grad is not None
+
+
 @pytest.mark.parametrize("factor", [0.4, 1.0, 9.0])
 def test_filler_changes_nothing(factor: float) -> None:
     found = []
