@@ -58,6 +58,7 @@ def build_trainer(
     for chunk in staged.chunks if run.train.compile else ():
         for layer in chunk.layers:
             layer.compile()
+
     def rates(shard: Shard) -> Rates:
         return rates_of(run.model, run.optim.kind, shard.name, shard.inputs)
 

@@ -146,7 +146,8 @@ class _Loop:
         self.metrics = self._open_metrics() if self.writer else None
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
-        notes += balance_notes(run.model) + attention_notes(run.model.attention)
+        notes += attention_notes(run.model.attention)
+        notes += [] if run.lora is not None else balance_notes(run.model)  # whose routers are frozen
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
         notes.append(f"kernels: {kernels_in_use(run.kernels, self.trainer.device, compiled=run.train.compile)}")
         for line in [*self.data.splits.notes, *notes]:
