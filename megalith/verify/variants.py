@@ -121,12 +121,13 @@ BIASED_CHOICE = replace(
 
 NOISY = replace(
     PLAIN, num_kv_heads=6, moe=MoEConfig(
-        experts=6, ffn_hidden_size=10, layers=(False, True), capacity=CapacityConfig(factor=1.1, drop="last"),
+        experts=6, ffn_hidden_size=10, layers=(False, True), capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
         router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1),
     ),
 )  # fmt: skip
-"""As Switch Transformer: noise on what routers read, experts that refuse the last; and balance over the global batch,
-which depends on dp by its definition: microbatches that other ranks see at once count as seen."""
+"""As Switch Transformer: noise on what routers read, experts that refuse the last and compute equally many rows; and
+balance over the global batch, which depends on dp by its definition: microbatches that other ranks see at once count as
+seen."""
 
 PLANNED = replace(
     PLAIN, num_kv_heads=6, num_layers=2, moe=MoEConfig(

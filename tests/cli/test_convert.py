@@ -3,7 +3,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,15 @@ def test_a_head_that_is_untied_in_words_and_missing_is_named(theirs: Path, capsy
     assert "lm_head.weight is missing (set tie_word_embeddings to true if" in capsys.readouterr().err
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background of a shell ignores SIGINT; here it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
 @pytest.mark.parametrize("fault", ["no room", "full", "full at the end", "interrupted"])
 def test_a_conversion_that_ends_early_leaves_nothing_behind(

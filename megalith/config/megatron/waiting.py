@@ -378,7 +378,7 @@ MODEL = (
     Group(
         verdict="not mapped", effect="model", switch="--num-experts",
         reason=(
-            "upcycling is a command of its own here, and a run begins with what it wrote. Run `megalith convert DENSE "
+            "upcycling is a command of its own here, and a run begins with what it wrote. Use `megalith convert DENSE "
             "OUT --upcycle moe.yaml`, set checkpoint.load to OUT, and remove it"
         ),
         flags="--moe-use-upcycling!",
