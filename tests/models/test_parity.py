@@ -198,7 +198,9 @@ def test_greedy_text_is_that_of_transformers(name: str, length: int, tmp_path: P
 def test_every_layout_computes_what_one_process_computes(name: str, layout: str, tmp_path: Path) -> None:
     _, folder = saved(CASES[name], tmp_path)
     model = replace(folder.model_config, vocab_multiple=4)
-    parallel = replace(LAYOUTS[layout], sp=model.moe is not None and LAYOUTS[layout].tp > 1)  # experts ask for it
+    parallel = LAYOUTS[layout]
+    if model.moe is not None:  # whose tokens must be divided over tp; and experts with biases are whole on a rank
+        parallel = replace(parallel, sp=parallel.tp > 1, etp=1 if model.moe.biases else None)
     if parallel.cp > 1:
         model = replace(model, dropout=replace(model.dropout, attention=0.0))  # GPT-2's; cp has none
     assert model.hidden_size <= 64 and (parallel.pp == 1 or model.num_layers == 2)
