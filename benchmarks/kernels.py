@@ -10,10 +10,11 @@ it is as each other way: the median over the rounds of the ratio of two times of
 import argparse
 import shutil
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from contenders.kernels import back_and_forth
 from paired import Turns, take_turns, times_as_fast
 from torch import Tensor
 
@@ -55,19 +56,6 @@ class Shapes:
     def rows(self, *shape: int) -> Tensor:
         """The same for every token: [t, ...]."""
         return self.random(self.tokens.num_tokens, *shape)
-
-
-def back_and_forth(
-    function: Callable[[], Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor]
-) -> Callable[[], object]:
-    """Forward, then backward from ones."""
-
-    def both() -> object:
-        out = function()
-        outs = out if isinstance(out, tuple) else (out,)
-        return torch.autograd.grad(outs, inputs, [torch.ones_like(each) for each in outs])
-
-    return both
 
 
 def norm_ways(shapes: Shapes, compiled: bool) -> Ways:
