@@ -14,6 +14,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, ignore, print_now
+from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
 
@@ -64,6 +65,10 @@ class ChatOptions:
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
+
+    kernels: Kernel = "auto"
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
+    reference, their plain definitions."""
 
     base: str | None = None
     """For a source that holds adapters: the model they belong to; left out: where they say it is."""
@@ -168,7 +173,7 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
     template = template_of(source, build_tokenizer(source.tokenizer), options.template)
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
-    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
+    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels)
     return Chat(writer, template, settings(options), options.system)
 
 

@@ -15,6 +15,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
+from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
@@ -67,6 +68,10 @@ class GenerateOptions:
 
     dtype: Literal["fp32", "bf16", "fp64"] | None = None
     """Compute in; left out: bf16 on a GPU, fp32 on a CPU."""
+
+    kernels: Kernel = "auto"
+    """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
+    reference, their plain definitions."""
 
     base: str | None = None
     """For a source that holds adapters: the model they belong to; left out: where they say it is."""
@@ -152,7 +157,7 @@ def write_all(
 
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
-    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype)
+    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels)
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
     transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)

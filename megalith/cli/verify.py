@@ -8,6 +8,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
+from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
@@ -32,7 +33,7 @@ class VerifyCommand:
 
     all: bool = False
     """Instead of one recipe: every layout of the matrix, and every fault that can be planted, which must be refused.
-    Some ten minutes on two cores."""
+    Some ten minutes on two cores. With --kernels layouts are computed so, and faults as always."""
 
     sample: bool = False
     """With --all: the layouts that together have everything once."""
@@ -46,8 +47,10 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(VerifyCommand, rest, prog="megalith verify", root=TrainRun)
     if command.all:
-        _refuse_beside_all(command, list(overrides))
-        return _verify_all(sample=command.sample, json=command.json)
+        _refuse_beside_all(command, [name for name in overrides if name != "kernels"])
+        return _verify_all(
+            sample=command.sample, json=command.json, kernels=apply_overrides(_AsComputed(), overrides).kernels
+        )
     if command.sample:
         raise ConfigError(f"--sample={command.sample} chooses among all layouts. Use it with --all.")
     if command.recipe is None:
@@ -71,6 +74,11 @@ def _refuse_beside_all(command: VerifyCommand, overrides: list[str]) -> None:
         raise ConfigError(f"--all with {', '.join(beside)}: all layouts have their own sizes. Use one or the other.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class _AsComputed:
+    kernels: Kernel = "auto"
+
+
 def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     from rich.console import Console
 
@@ -87,14 +95,14 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
     return 0 if all(row.holds for row in rows) else NO
 
 
-def _verify_all(*, sample: bool, json: bool) -> int:
+def _verify_all(*, sample: bool, json: bool, kernels: Kernel) -> int:
     from rich.console import Console
 
     from megalith.verify.prove import prove_all
     from megalith.verify.report import fault_summary, matrix_json, problem_lines, summary_table
 
     started = time.perf_counter()
-    results, verdicts = prove_all(sample=sample, tell=_tell)
+    results, verdicts = prove_all(sample=sample, tell=_tell, kernels=kernels)
     document = matrix_json(results, verdicts)
     if json:
         print_json(document)

@@ -7,6 +7,7 @@ import torch
 
 from megalith.checkpoint.boxes import Entry
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
@@ -15,6 +16,7 @@ from megalith.errors import DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
 from megalith.models.release import release_run
+from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
 from megalith.train.rules import model_problems
@@ -67,8 +69,10 @@ def writing_problems(model: ModelConfig) -> list[str]:
     ]
 
 
-def load_writer(source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype) -> Writer:
-    """Build this rank's slice of the model and fill it. Collective over the mesh.
+def load_writer(
+    source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, kernels: Kernel = "auto"
+) -> Writer:
+    """Build this rank's slice of the model, which computes by `kernels`, and fill it. Collective over the mesh.
 
     Raises:
         CheckpointError: its weights are damaged.
@@ -78,6 +82,7 @@ def load_writer(source: Pretrained, mesh: Mesh, device: torch.device, dtype: tor
     check_vocabulary(tokenizer, source.model, source.path)
     # Layers that predict further ahead are for training: text is written a token at a time.
     model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
+    use_kernels([model], kernels, mesh)
     allocate(model, device)
     entries = [
         Entry(declared.shard, "param", getattr(module, name)) for declared, module, name in declared_parameters(model)

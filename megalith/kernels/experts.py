@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.config.kernels import Kernel
 from megalith.kernels.grouped_linear import (
     GroupedSink,
     Groups,
@@ -21,7 +22,7 @@ from megalith.kernels.grouped_linear import (
     grouped_linear,
 )
 from megalith.kernels.linear import Context
-from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
+from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt, value_of
 
 COLUMNS = 8
 """What weights of rows are repeated to, so that matmuls with them are aligned."""
@@ -45,12 +46,15 @@ class Matrix(NamedTuple):
 
 def experts(
     rows: Input, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner, *,
-    again: Rebuilding | None = Rebuilt,
+    again: Rebuilding | None = Rebuilt, kernel: Kernel = "auto",
 ) -> Tensor:  # fmt: skip
     """`down(inner(up(row), weight))` by the expert of each row: rows [r, h], weights [r] -> [r, h].
 
-    `again`: how backward gets the activation; None: it is kept.
+    `again`: how backward gets the activation; None: it is kept. kernel="reference": expert after expert, each a plain
+    MLP, of which backward keeps every step.
     """
+    if kernel == "reference":
+        return reference_experts(value_of(rows), weights, groups, _sunk(up), _sunk(down), inner)
     wide = with_bias(grouped_linear(rows, up.weight, groups, sink=up.sink), up.bias, groups)
     narrow = inner(wide, weights)
     kept: Input = narrow if again is None else again(narrow, inner, (wide, weights))
@@ -68,6 +72,30 @@ def reference_experts(rows: Tensor, weights: Tensor, groups: Groups, up: Matrix,
         inside = inner(torch.nn.functional.linear(x, w_up, b_up), torch.ones_like(w))
         out.append(torch.nn.functional.linear(inside, w_down, b_down) * w.unsqueeze(1).to(x.dtype))
     return torch.cat(out)
+
+
+def _sunk(matrix: Matrix) -> Matrix:
+    """The same for plain operations: what autograd finds of the weight's gradient goes to its sink."""
+    if matrix.sink is None:
+        return matrix
+    return Matrix(SinkFunction.apply(matrix.weight, matrix.sink), matrix.bias)  # type: ignore[no-untyped-call]  # torch's own
+
+
+class SinkFunction(Function):
+    """A weight as it is, whose gradient a sink takes."""
+
+    @staticmethod
+    def forward(ctx: Context, weight: Tensor, sink: GroupedSink) -> Tensor:
+        """[e o, i], the same memory."""
+        ctx.sink = sink
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dw: Tensor) -> tuple[None, None]:
+        """dw [e o, i] -> the sink."""
+        ctx.sink.gradient(dw)
+        return None, None
 
 
 def with_bias(y: Tensor, bias: Tensor | None, groups: Groups, weights: Tensor | None = None) -> Tensor:

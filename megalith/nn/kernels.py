@@ -1,6 +1,6 @@
 """One switch for a whole model: its layers hold the operations that they compute with, and each can be told how to.
 
-Matmuls and looking up embeddings have one form, and stay as they are.
+Matmuls, but for those of experts, looking up embeddings and moving rows to experts have one form, and stay as they are.
 """
 
 from collections.abc import Iterable

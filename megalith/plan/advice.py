@@ -193,6 +193,11 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"larger train.global_batch_size, or parallel.pipeline.vpp."
         )
     found += _expert_notes(workload, device)
+    if run.kernels == "reference":
+        found.append(
+            f"kernels={run.kernels}: plain definitions keep all scores, all logits and every step between matmuls, and "
+            f"take longer; these figures are for kernels=auto. Use that to run as estimated."
+        )
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))
     return [*found, *_offload_notes(workload, device)]

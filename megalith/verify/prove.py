@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
+from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
 from megalith.plan.automatic import chosen_recompute
@@ -31,11 +33,11 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
     if not all(row.holds for row in rows):  # the other parts need a layout that can be built
         return rows
     run = chosen_recompute(run, world)
-    rows += type_rows(
-        type_check_in_child(
-            run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload, lora=run.lora
-        )
+    types = type_check_in_child(
+        run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload, lora=run.lora
     )
+    other = () if run.kernels == "auto" else (f"kernels={run.kernels}: these are the types of kernels=auto",)
+    rows += type_rows(replace(types, unseen=(*types.unseen, *other)))
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):
         words, found = shrunk_words(run, world, case), proved(case)
@@ -46,10 +48,11 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
     return rows
 
 
-def prove_row(row: Layout) -> LayoutResult:
-    """Rules, types, schedules and float64 of one row."""
+def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
+    """Rules, types, schedules and float64 of one row; the last with both sides computed by `kernels`."""
     started = time.perf_counter()
     case = row.case()
+    case = replace(case, run=replace(case.run, kernels=kernels))
     problems = [f"a: {text}" for text in run_problems(case.run, row.world)]
     error = 0.0
     if not problems:  # the rest needs a layout that can be built
@@ -92,11 +95,14 @@ def _told(found: Difference) -> str:
     return f"d: {found.what} off by {found.error:.1e}{f' in {found.name}' if found.name else ''}"
 
 
-def prove_all(*, sample: bool, tell: Callable[[str], None]) -> tuple[list[LayoutResult], list[Verdict]]:
-    """Every row, or the sample, and every planted fault; `tell` hears of each when it is done."""
+def prove_all(
+    *, sample: bool, tell: Callable[[str], None], kernels: Kernel = "auto"
+) -> tuple[list[LayoutResult], list[Verdict]]:
+    """Every row, or the sample, computed by `kernels`, and every planted fault, computed as always, since many are in
+    what plain definitions replace; `tell` hears of each when it is done."""
     results, rows = [], rows_of_matrix(sample=sample)
     for number, row in enumerate(rows, 1):
-        results.append(prove_row(row))
+        results.append(prove_row(row, kernels))
         held = "holds" if results[-1].holds else f"DOES NOT HOLD: {results[-1].problems[0]}"
         tell(f"layout {number}/{len(rows)} {row.name}: {held}, {results[-1].seconds:.1f} s")
     verdicts = []

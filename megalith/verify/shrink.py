@@ -161,6 +161,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
+        kernels=run.kernels,
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
         # A rule asks for the base of adapters; here it is drawn.
         checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),

@@ -19,6 +19,7 @@ from megalith.config.sft import SFTConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.infer.load import open_source
+from megalith.kernels.norm import RMSNormFunction
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
@@ -88,6 +89,21 @@ def test_workers_get_the_same_options(tuned: str) -> None:
     options = parse_options(ChatOptions, [tuned, "--system=-x", "--top-p", "0.5", "--greedy", "--nproc", "3"], prog="x")
     again = parse_options(ChatOptions, worker_words(options), prog="x")
     assert again == replace(options, nproc=1)
+
+
+def test_answers_may_be_computed_by_plain_definitions(
+    tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (tuned, "--max-new-tokens", "6", "--greedy", "--dtype", "fp64")
+    fast = chat(monkeypatch, capsys, "abc\n", *words)
+
+    def forbid(*arguments: object) -> object:
+        raise AssertionError("a fast form runs where plain definitions are asked for")
+
+    monkeypatch.setattr(RMSNormFunction, "apply", forbid)
+    assert chat(monkeypatch, capsys, "abc\n", *words, "--kernels", "reference") == fast
+    with pytest.raises(AssertionError, match="a fast form runs"):
+        chat(monkeypatch, capsys, "abc\n", *words)
 
 
 @pytest.mark.parametrize(

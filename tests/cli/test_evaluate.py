@@ -12,6 +12,7 @@ from megalith.cli.evaluate import fitted
 from megalith.cli.main import main
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
+from megalith.kernels.norm import RMSNormFunction
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_run, tiny_yaml
@@ -34,6 +35,22 @@ def test_it_finds_what_the_run_found(run: Path, capsys: pytest.CaptureFixture[st
     assert found["bits_per_byte"] == pytest.approx(logged["eval_bits_per_byte"], rel=1e-6)
     assert (found["run"], found["split"], found["num_labels"]) == (str(run), "valid", 144)
     assert found["perplexity"] > 1
+
+
+def test_it_is_computed_as_asked(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbid(*arguments: object) -> object:
+        raise AssertionError("a fast form runs where plain definitions are asked for")
+
+    words = ["evaluate", str(run), "--samples", "4", "--json"]
+    assert main(words) == 0
+    fast = json.loads(capsys.readouterr().out)
+    monkeypatch.setattr(RMSNormFunction, "apply", forbid)
+    assert main([*words, "--kernels", "reference"]) == 0
+    assert json.loads(capsys.readouterr().out)["loss"] == pytest.approx(fast["loss"], rel=1e-5)
+    with pytest.raises(AssertionError, match="a fast form runs"):
+        main(words)
 
 
 def test_the_line_names_run_split_and_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

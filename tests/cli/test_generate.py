@@ -183,7 +183,7 @@ def test_workers_get_the_same_options_and_every_prompt(
 def test_every_option_reaches_the_workers() -> None:
     values: dict[str, Any] = {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 6, "greedy": True,
-        "ignore_eod": True, "dtype": "fp64", "json": True, "base": "b",
+        "ignore_eod": True, "dtype": "fp64", "json": True, "base": "b", "kernels": "reference",
     }  # fmt: skip
     options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)
     assert {field.name for field in fields(options)} == {*values, "source", "prompts", "file", "nproc"}

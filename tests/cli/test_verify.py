@@ -105,6 +105,23 @@ def test_all_is_the_matrix_and_every_fault(monkeypatch: pytest.MonkeyPatch, caps
     assert "2 of 2 layouts equal one process, 1 of 1 planted faults are refused" in told
 
 
+def test_all_layouts_may_be_computed_by_plain_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def note(**settings: object) -> tuple[list[object], list[object]]:
+        asked.append(settings["kernels"])
+        return [], []
+
+    monkeypatch.setattr(prove, "prove_all", note)
+    assert main(["verify", "--all", "--kernels", "reference"]) == 0 and main(["verify", "--all"]) == 0
+    assert asked == ["reference", "auto"]
+
+
+def test_kernels_that_do_not_exist_are_refused_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--all", "--kernels", "plain"]) == 2
+    assert "kernels=plain: there is no such choice. Use one of auto, torch, reference." in capsys.readouterr().err
+
+
 def test_no_is_not_an_error_of_the_user() -> None:
     assert verify.NO == 1
 

@@ -8,7 +8,9 @@ import torch
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import AttentionConfig
+from megalith.config.kernels import Kernel
 from megalith.config.mla import MLAConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.sample import SampleConfig
 from megalith.config.tokenizer import TokenizerConfig
@@ -17,6 +19,10 @@ from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.infer.generate import generate
 from megalith.infer.load import load_writer, open_source
+from megalith.kernels.grouped_linear import GroupedLinearFunction
+from megalith.kernels.norm import RMSNormFunction
+from megalith.kernels.rope import RopeFunction
+from megalith.kernels.weighted import WeightedGatedFunction
 from megalith.models.convert import convert
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.pretrained import open_pretrained
@@ -46,6 +52,30 @@ def test_a_run_a_checkpoint_and_a_folder_write_the_same(tmp_path: Path, tiny: Si
     expected = [w.token for w in generate(model, [[5, 6, 7]], SampleConfig(max_new_tokens=9))]
     for source in (tmp_path / "run", path, tmp_path / "theirs", tmp_path / "ours"):
         assert text(source) == expected
+
+
+def test_a_model_may_write_by_plain_definitions(
+    tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
+
+    def told(kernels: Kernel) -> list[int]:
+        writer = load_writer(open_source(str(path), 1), mesh_of_one(), CPU, torch.float64, kernels=kernels)
+        return [w.token for w in generate(writer.model, [[5, 6, 7]], SampleConfig(max_new_tokens=9, temperature=0.0))]
+
+    expected = told("auto")
+
+    def forbid(*arguments: object) -> object:
+        raise AssertionError("a fast form runs where plain definitions are asked for")
+
+    for form in (RMSNormFunction, RopeFunction, WeightedGatedFunction, GroupedLinearFunction):
+        monkeypatch.setattr(form, "apply", forbid)
+    for name in ("tiled_attention", "sdpa_attention", "span_attention"):
+        monkeypatch.setattr(f"megalith.kernels.attention.{name}", forbid)
+    assert told("reference") == expected
+    with pytest.raises(AssertionError, match="a fast form runs"):
+        told("auto")
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -70,6 +71,33 @@ def test_experts_are_a_loop_over_experts(inner: Inner, biases: bool, counts: tup
     ours, theirs = (torch.autograd.grad(each, given, dy) for each in (y, expected))
     for mine, other in zip(ours, theirs):
         torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+
+
+class Total:
+    """A sink that adds up what is ready."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.total = torch.zeros_like(weight)
+        self.calls = 0
+
+    def gradient(self, dw: Tensor) -> None:
+        self.total += dw
+        self.calls += 1
+
+
+@pytest.mark.parametrize("counts", [UNEVEN, (0, 0, 0, 0)], ids=str)
+def test_gradients_of_the_definition_go_to_the_same_places(counts: tuple[int, ...]) -> None:
+    given, dy = inputs(sum(counts), biases=True), seeded(sum(counts), H, seed=9)
+    expected = torch.autograd.grad(run(reference_experts, groups_of(counts), SWIGLU, *given), given, dy)
+    rows, weights, up, down, up_bias, down_bias = given
+    sinks = Total(up), Total(down)
+    both = Matrix(up, up_bias, cast(Any, sinks[0])), Matrix(down, down_bias, cast(Any, sinks[1]))
+    experts(rows, weights, groups_of(counts), *both, SWIGLU, kernel="reference").backward(dy)
+    found = [rows.grad, weights.grad, sinks[0].total, sinks[1].total, up_bias.grad, down_bias.grad]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    assert up.grad is None and down.grad is None and [sink.calls for sink in sinks] == [1, 1]
 
 
 @pytest.mark.parametrize("biases", [False, True])

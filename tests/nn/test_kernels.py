@@ -14,7 +14,17 @@ from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.kernels import activation, cross_entropy, dropout, norm, rope, span_attention, swiglu, weighted
+from megalith.kernels import (
+    activation,
+    cross_entropy,
+    dropout,
+    grouped_linear,
+    norm,
+    rope,
+    span_attention,
+    swiglu,
+    weighted,
+)
 from megalith.kernels.attention import attention
 from megalith.kernels.norm import rms_norm
 from megalith.kernels.rebuilt import value_of
@@ -44,6 +54,7 @@ FAST = [
     rope.RopeFunction, swiglu.SwigluFunction, activation.GatedFunction, activation.ActivationFunction,
     weighted.WeightedGatedFunction, weighted.WeightedActivationFunction, dropout.DropoutFunction,
     cross_entropy.LossSumFunction, cross_entropy.TokenLossesFunction, span_attention.SpanAttention,
+    grouped_linear.GroupedLinearFunction,
 ]  # fmt: skip
 """What each operation computes with where it may choose."""
 

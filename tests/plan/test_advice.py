@@ -133,6 +133,12 @@ def test_notes_name_what_does_nothing_and_what_is_slow() -> None:
     assert notes(workload("llama3_70b", 32), H100) == []
 
 
+def test_figures_of_other_kernels_are_told() -> None:
+    (note,) = notes(workload("llama3_70b", 32, kernels="reference"), H100)
+    assert note.startswith("kernels=reference: plain definitions keep") and "Use that to run as estimated" in note
+    assert notes(workload("llama3_70b", 32, kernels="torch"), H100) == []
+
+
 def test_padding_that_only_the_data_knows_is_told() -> None:
     shared = {"parallel__cp": "2", "parallel__context__slicing": "document"}
     assert notes(workload("llama3_8b", 16, **shared), H100) == notes(workload("llama3_8b", 16), H100)

@@ -10,7 +10,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
 from megalith.verify.matrix import MATRIX, Layout
 from megalith.verify.prove import prove_row, prove_run, proved, schedule_of
-from megalith.verify.ranks import LayoutCase
+from megalith.verify.ranks import Difference, LayoutCase
 from megalith.verify.types import type_check
 
 DP2 = next(row for row in MATRIX if row.name == "dp2")
@@ -21,6 +21,22 @@ def test_a_row_that_holds_has_no_problems_and_a_rounding_error() -> None:
     result = prove_row(PP2)
     assert result.holds and result.problems == () and 0 < result.error < 1e-12 and result.seconds > 0
     assert (result.area, result.name, result.world) == ("pipeline", PP2.name, 2)
+
+
+def test_rows_are_proved_as_they_are_to_be_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def note(case: LayoutCase) -> list[Difference]:
+        asked.append(case.run.kernels)
+        return [Difference("first loss", "", 0.0, True)]
+
+    monkeypatch.setattr(prove, "proved", note)
+    assert prove_row(DP2, "reference").holds and prove_row(DP2).holds and asked == ["reference", "auto"]
+
+
+def test_what_the_types_are_of_is_said_where_it_is_something_else() -> None:
+    rows = [row.answer for row in prove_run(tiny_run({"kernels": "reference"}), 1) if row.part == "b"]
+    assert "kernels=reference: these are the types of kernels=auto" in rows
 
 
 def test_a_row_that_breaks_a_rule_is_not_run() -> None:

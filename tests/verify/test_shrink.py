@@ -113,6 +113,11 @@ def test_dp_follows_from_the_world_where_it_is_unset() -> None:
     assert only(tiny_run(), 1).world == 1
 
 
+def test_a_copy_computes_as_the_run_does() -> None:
+    (case,) = shrink(tiny_run({"kernels": "reference", "parallel.tp": "2"}), 2)
+    assert case.run.kernels == "reference"
+
+
 def test_a_fault_goes_along() -> None:
     (case,) = shrink(tiny_run(), 2, fault="dp_sum_averaged")
     assert case.fault == "dp_sum_averaged"

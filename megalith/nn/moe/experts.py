@@ -28,6 +28,7 @@ class Experts(nn.Module):
     def __init__(self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, *, dtype: torch.dtype) -> None:
         super().__init__()
         self.inner = weighted_activation(config)
+        self.compute: Callable[..., Tensor] = experts  # held here, so that nn/kernels.py can tell it how
         self.weigh_input = moe.weigh_input
         features = moe.latent_size or config.hidden_size
         halves, word = ((2,), "gate_up") if config.gated else ((), "up")
@@ -50,7 +51,7 @@ class Experts(nn.Module):
         if self.weigh_input:
             read = value_of(rows)
             rows, weights = read * weights.unsqueeze(1).to(read.dtype), torch.ones_like(weights)
-        return experts(rows, weights, groups, self.up(), self.down(), self.inner)
+        return self.compute(rows, weights, groups, self.up(), self.down(), self.inner)
 
 
 def weighted_activation(config: ModelConfig) -> Callable[[Tensor, Tensor], Tensor]:
