@@ -9,7 +9,8 @@ Functional ops only: they run under torch.compile and, on meta tensors, without 
 returns its input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,8 @@ from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
 Moves = tuple[str, str]
+Meanwhile = Callable[[], None]
+"""Called when a message is on its way, before it is waited for; returns when its time has come."""
 
 
 def _wait(started: Tensor, entry: Entry | None) -> Tensor:
@@ -188,6 +191,75 @@ class AllToAll(torch.autograd.Function):
         return _exchange(dy, ctx.group, ctx.receive, ctx.send), None, None, None
 
 
+def at_once() -> None:
+    """Nothing to do meanwhile."""
+
+
+@dataclass(slots=True)
+class Crossing:
+    """One `all_to_all` whose beginning and end are two functions, with other work between; backward as well."""
+
+    group: Group
+    send: Sequence[int]
+    receive: Sequence[int]
+    meanwhile: Meanwhile = at_once
+    coming: Tensor | None = None
+    """Rows on their way in forward; not to be read yet."""
+
+    entry: Entry | None = None
+    """Of the message that is on its way."""
+
+    def start(self, x: Tensor, *, back: bool) -> Tensor:
+        """Start it in one direction; what is given must not be read before `wait`."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
+        started: Tensor = _ops.all_to_all_single(x.contiguous(), list(receive), list(send), self.group.name)
+        return started
+
+    def wait(self, started: Tensor) -> Tensor:
+        """The same tensor, once it is there."""
+        self.meanwhile()
+        return _wait(started, self.entry)
+
+
+class Depart(torch.autograd.Function):
+    """V -> V: start an exchange forward, wait for the one of gradients backward.
+
+    Gives something that looks like x, takes no memory, and stands for the rows on their way: these have another shape,
+    so autograd would not let the gradients' message, which `Arrive` starts, pass for their gradient.
+    """
+
+    moves: ClassVar[Moves] = ("V", "V")
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        crossing.coming = crossing.start(x, back=False)
+        return x.new_empty(()).expand(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.crossing.wait(dx), None, None
+
+
+class Arrive(torch.autograd.Function):
+    """V -> V: wait for an exchange forward, start the one of gradients backward."""
+
+    moves: ClassVar[Moves] = ("V", "V")
+    ends: ClassVar[type[torch.autograd.Function]] = Depart
+    """Together they are one collective."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group, crossing: Crossing) -> Tensor:
+        assert crossing.coming is not None, "nothing has departed"
+        ctx.crossing, started, crossing.coming = crossing, crossing.coming, None
+        return crossing.wait(started)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.crossing.start(dy, back=True), None, None
+
+
 class Partial(torch.autograd.Function):
     """V -> P: a declaration that a sum is pending; the numbers stay."""
 
@@ -258,6 +330,20 @@ def split(x: Tensor, group: Group, *, dim: int = 0, sizes: Sequence[int] | None 
 def all_to_all(x: Tensor, group: Group, *, send: Sequence[int], receive: Sequence[int]) -> Tensor:
     """Send `send[r]` rows to each rank r and receive `receive[r]` from it: V -> V."""
     return x if group.size == 1 else _apply(AllToAll, x, group, send, receive)
+
+
+def depart(x: Tensor, crossing: Crossing) -> Tensor:
+    """Begin an `all_to_all` of x and go on: V -> V. What is given is for `arrive` alone.
+
+    Autograd runs backward through what was done later first. So what lies between the two, if the rows that arrive do
+    not depend on it, lies between the beginning and the end of the gradients' message too.
+    """
+    return x if crossing.group.size == 1 else _apply(Depart, x, crossing.group, crossing)
+
+
+def arrive(x: Tensor, crossing: Crossing) -> Tensor:
+    """End it: the rows that the ranks have sent me, V -> V."""
+    return x if crossing.group.size == 1 else _apply(Arrive, x, crossing.group, crossing)
 
 
 def partial(x: Tensor, group: Group) -> Tensor:

@@ -6,7 +6,7 @@ Source: Lepikhin et al. 2020, arXiv:2006.16668; the two grids: Liu et al. 2025, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as partial_of
 from typing import NamedTuple, Protocol
 
@@ -29,7 +29,17 @@ from megalith.kernels.permute import (
 )
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.routing import NOWHERE, Choice, capacity_of
-from megalith.parallel.autograd import all_to_all, gather, gathered_again, partial, reduce_scatter
+from megalith.parallel.autograd import (
+    Crossing,
+    Meanwhile,
+    arrive,
+    at_once,
+    depart,
+    gather,
+    gathered_again,
+    partial,
+    reduce_scatter,
+)
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.plan.exchange import ExchangePlan, Table, plan_exchange
@@ -56,11 +66,18 @@ class Way(Protocol):
         """Answers [r, d], my part of a sum over etp -> the sum of each token's answers [t, d]. Collective."""
 
 
+class Leaving(Protocol):
+    """Rows on their way to experts, while the rank may do something else."""
+
+    def arrive(self) -> tuple[Sent, Way]:
+        """What my experts work on, and the way back. Collective."""
+
+
 class Dispatcher(Protocol):
     """Brings tokens to their experts."""
 
-    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
-        """My tokens x [t, d] and their choices [t, k] -> what my experts work on, and the way back. Collective."""
+    def __call__(self, x: Input, choice: Choice) -> Leaving:
+        """Send my tokens x [t, d] where their choices [t, k] are. Collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +123,24 @@ class Stay:
     refusing: bool
     room: Room | None = None
 
-    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> Leaving:
         """No message."""
         order, t = order_of(choice, self.num_experts, self.refusing, self.room), len(choice.experts)
         groups = groups_here(order) if self.room is None else equal_groups(self.num_experts, self.room.of(t))
         rows = rebuilt(x).then(permute(value_of(x), order), partial_of(gather_rows, order=order))
-        return Sent(rows, weights_of_rows(choice.weights, order), groups), Stayed(order)
+        return Arrived(Sent(rows, weights_of_rows(choice.weights, order), groups), Stayed(order))
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Nothing is on its way any more."""
+
+    sent: Sent
+    way: Way
+
+    def arrive(self) -> tuple[Sent, Way]:
+        """At once."""
+        return self.sent, self.way
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +170,10 @@ class Exchange:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
+    meanwhile: Meanwhile = at_once
+    """What the rank does while rows are on their way."""
+
+    def __call__(self, x: Input, choice: Choice) -> Leaving:
         """Two messages each way and, unless every expert has room for as many rows, one with the counts; along etp, two
         gathers there and a sum back."""
         x = value_of(x)
@@ -153,8 +185,31 @@ class Exchange:
         way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
         groups = Groups(way.plan.counts, equal=self.room is not None)
         groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
-        rows = way.there(permute(x, order))
-        return Sent(rows, way.there(weights_of_rows(choice.weights, order)), groups), way
+        # Rows last: so theirs is the message that backward waits for first, and does something else before.
+        there = Crossing(self.ep, way.plan.sent, way.plan.received)
+        weights = depart(weights_of_rows(choice.weights, order), there)
+        first = replace(there, meanwhile=self.meanwhile)
+        return Exchanging(way, depart(permute(x, order), first), weights, groups, first, there)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanging:
+    """Rows and their weights on the way to my experts."""
+
+    way: "Exchanged"
+    rows: Tensor
+    weights: Tensor
+    groups: Groups
+    first: Crossing
+    """Of rows."""
+
+    second: Crossing
+    """Of weights."""
+
+    def arrive(self) -> tuple[Sent, Way]:
+        """Expert after expert."""
+        rows = self.way.shared(arrive(self.rows, self.first))
+        return Sent(rows, self.way.shared(arrive(self.weights, self.second)), self.groups), self.way
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +220,8 @@ class Exchanged:
     order: Order
     plan: ExchangePlan
 
-    def there(self, rows: Tensor) -> Tensor:
-        """Rows as `order` has them -> those of my experts, expert after expert."""
-        rows = all_to_all(rows, self.by.ep, send=self.plan.sent, receive=self.plan.received)
+    def shared(self, rows: Tensor) -> Tensor:
+        """Rows as they came -> those of all ranks along etp, expert after expert."""
         rows = gather(rows, self.by.etp, sizes=self.plan.gathered)
         return rows if self._sorted() else sort_chunks(rows, self.plan.chunks, self._experts_first())
 
@@ -176,8 +230,8 @@ class Exchanged:
         if not self._sorted():
             rows = sort_chunks(rows, *undone(self.plan.chunks, self._experts_first()))
         rows = reduce_scatter(partial(rows, self.by.etp), self.by.etp, sizes=self.plan.gathered)
-        rows = all_to_all(rows, self.by.ep, send=self.plan.received, receive=self.plan.sent)
-        return unpermute(rows, self.order)
+        crossing = Crossing(self.by.ep, self.plan.received, self.plan.sent, self.by.meanwhile)
+        return unpermute(arrive(depart(rows, crossing), crossing), self.order)
 
     def _sorted(self) -> bool:
         """Whether what arrives rank after rank lies expert after expert."""
@@ -204,14 +258,15 @@ class Gather:
     both: Group
     """Ranks that together hold every expert once."""
 
-    def __call__(self, x: Input, choice: Choice) -> tuple[Sent, Way]:
+    def __call__(self, x: Input, choice: Choice) -> Leaving:
         """Three gathers: tokens, choices and weights."""
         each = self.num_experts // self.ep.size
         chosen = gathered_again(choice.experts, self.both) - self.ep.rank * each
         here = torch.where((chosen >= 0) & (chosen < each), chosen, NOWHERE)
         order = order_choices(here, each, num_rows=len(here) if here.is_meta else None)
         weights = weights_of_rows(gather(choice.weights, self.both), order)
-        return Sent(permute(gather(value_of(x), self.both), order), weights, groups_here(order)), Gathered(self, order)
+        rows = permute(gather(value_of(x), self.both), order)
+        return Arrived(Sent(rows, weights, groups_here(order)), Gathered(self, order))
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,7 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
 
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
-    (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
+    (expert.Exchanging, "arrive"), (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
 )  # fmt: skip
 """What happens on the experts' grid."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 from megalith.errors import RankError
 from megalith.parallel import autograd
 from megalith.parallel.autograd import (
+    Crossing,
     all_reduce,
     all_to_all,
+    arrive,
+    depart,
     enter,
     gather,
     gather_same,
@@ -21,6 +25,7 @@ from megalith.parallel.autograd import (
     split,
 )
 from megalith.parallel.group import Group, alone
+from megalith.testing.inject import slow_link
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tolerance import EXACT, FP64, assert_close, assert_equals
 
@@ -167,13 +172,22 @@ TRAFFIC = ([[1, 2, 0, 3], [0, 0, 1, 1], [0, 4, 2, 0], [1, 1, 1, 0]], [[0, 0, 0, 
 """Rows that each rank (outer) sends to each rank (inner)."""
 
 
-def _exchanges(rank: int, world: int) -> None:
+def _exchange(x: Tensor, group: Group, send: list[int], receive: list[int], in_two: bool) -> Tensor:
+    if not in_two:
+        return all_to_all(x, group, send=send, receive=receive)
+    crossing = Crossing(group, send, receive)
+    departed = depart(x, crossing)
+    assert departed.shape == x.shape
+    return arrive(departed, crossing)
+
+
+def _exchanges(rank: int, world: int, in_two: bool) -> None:
     group = everyone(rank, world, "ep")
     for full in TRAFFIC:
         rows = [line[:world] for line in full[:world]]
         xs = [Variant().part(sum(line), seed=r) for r, line in enumerate(rows)]
         receive = [rows[r][rank] for r in range(world)]
-        y = all_to_all(xs[rank], group, send=rows[rank], receive=receive)
+        y = _exchange(xs[rank], group, rows[rank], receive, in_two)
         expected = torch.cat([xs[r].split(rows[r])[rank] for r in range(world)]).detach()
         assert torch.equal(y, expected)
         dys = [Variant().part(sum(rows[r][s] for r in range(world)), seed=50 + s).detach() for s in range(world)]
@@ -182,9 +196,42 @@ def _exchanges(rank: int, world: int) -> None:
         assert_equals("the gradient sent back", gradient_of(xs[rank]), torch.cat(back), EXACT)
 
 
+@pytest.mark.parametrize("in_two", [False, True])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_an_exchange_of_any_rows_goes_back_the_same_way(world: int) -> None:
-    run_ranks(_exchanges, world)
+def test_an_exchange_of_any_rows_goes_back_the_same_way(world: int, in_two: bool) -> None:
+    run_ranks(_exchanges, world, in_two)
+
+
+def _works_between(rank: int, world: int) -> list[tuple[str, bool]]:
+    """What happened while a message was on its way, in order: (what, whether one was)."""
+    group, log, w = everyone(rank, world, "ep"), list[tuple[str, bool]](), torch.ones(3, 3, requires_grad=True)
+    x = torch.ones(2 * world, 3, requires_grad=True)
+
+    class Work(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            log.append(("forward", link.of("all_to_all")[-1].waits == 0))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            log.append(("backward", link.of("all_to_all")[-1].waits == 0))
+            return dy * 2
+
+    with slow_link(latency_seconds=0.2, poison=True) as link:
+        crossing = Crossing(group, [2] * world, [2] * world, lambda: log.append(("meanwhile", True)))
+        departed = depart(x, crossing)
+        beside: Tensor = Work.apply(x)
+        rows = arrive(departed, crossing) @ w
+        (rows.sum() + beside.sum()).backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, 5.0))
+    assert torch.equal(gradient_of(w), torch.full_like(w, 2.0 * world))
+    return log
+
+
+def test_what_lies_between_the_ends_of_a_message_is_done_while_it_travels_forward_and_backward() -> None:
+    for log in run_ranks(_works_between, 2):
+        assert log == [("forward", True), ("meanwhile", True), ("backward", True), ("meanwhile", True)]
 
 
 def _defaults_without_sizes(rank: int, world: int) -> None:
@@ -263,7 +310,13 @@ def test_every_function_states_the_types_it_moves_between() -> None:
     table = {
         "".join(word.title() for word in name.split("_")): (case.before, case.after) for name, case in CASES.items()
     }
-    assert stated == {**table, "AllToAll": ("V", "V"), "Partial": ("V", "P")}
+    assert stated == {
+        **table,
+        "AllToAll": ("V", "V"),
+        "Depart": ("V", "V"),
+        "Arrive": ("V", "V"),
+        "Partial": ("V", "P"),
+    }
 
 
 def _step(x: Tensor, w: Tensor, group: Group, rows: list[list[int]]) -> Tensor:

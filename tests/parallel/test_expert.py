@@ -49,7 +49,7 @@ def there_and_back(
     x, choice = made(rank, kind)
     x.requires_grad_()
     choice = Choice(choice.experts, choice.weights.requires_grad_())
-    sent, way = build_dispatcher(name, mesh, 4, refusing=True, room=room)(x, choice)
+    sent, way = build_dispatcher(name, mesh, 4, refusing=True, room=room)(x, choice).arrive()
     mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
     expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
     y = way.back(answer(value_of(sent.rows), sent.weights, expert, 1 / etp))
@@ -96,7 +96,7 @@ def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -
 
 def test_one_rank_sends_nothing() -> None:
     x, choice = made(0, "anything")
-    sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice)
+    sent, way = build_dispatcher("exchange", mesh_of_one(), 4)(x, choice).arrive()
     assert torch.allclose(
         way.back(value_of(sent.rows) * sent.weights.unsqueeze(1)), x * choice.weights.sum(1, keepdim=True)
     )

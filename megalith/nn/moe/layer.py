@@ -46,10 +46,12 @@ class MoE(nn.Module):
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
         dispatch = self.dispatch if tokens.balance is None else self.dispatch_within_capacity  # that of training
-        sent, way = dispatch(self.narrow(x), self.router(x, tokens))
+        leaving = dispatch(self.narrow(x), self.router(x, tokens))
+        for_all = [shared(x, tokens) for shared in self.shared]  # while tokens are on their way, and their gradients
+        sent, way = leaving.arrive()
         y: Tensor = self.widen(way.back(self.experts(sent)))
-        for shared in self.shared:
-            y = y + shared(x, tokens)
+        for answer in for_all:
+            y = y + answer
         return y
 
 

@@ -103,7 +103,7 @@ def test_filler_changes_nothing(factor: float) -> None:
     for pad in (False, True):
         layer = build(replace(MOE, biases=True, capacity=CapacityConfig(factor=factor, pad=pad)))
         x = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(4), requires_grad=True)
-        sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training()))
+        sent, _ = layer.dispatch_within_capacity(x, layer.router(x, training())).arrive()
         assert not pad or sent.groups.on_host() == (min(9, math.ceil(9 * 2 / 5 * factor)),) * 5
         y = layer(x, training())
         y.square().sum().backward()
