@@ -1,0 +1,178 @@
+"""Two lanes take turns in a fixed order, one at a time, and what one of them raises ends both."""
+
+import gc
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.parallel.turns import Turns
+
+
+def saying(log: list[str], turns: Turns, name: str, times: int) -> Callable[[], None]:
+    """A lane that hands over between its words."""
+
+    def lane() -> None:
+        for word in range(times):
+            log.append(f"{name}{word}")
+            turns()
+
+    return lane
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "order"),
+    [
+        (2, 2, "f0 b0 f1 b1"),
+        (1, 3, "f0 b0 b1 b2"),
+        (4, 1, "f0 b0 f1 f2 f3"),
+        (0, 2, "b0 b1"),
+        (2, 0, "f0 f1"),
+    ],
+)
+def test_lanes_hand_over_in_a_fixed_order_and_for_good_when_they_end(forward: int, backward: int, order: str) -> None:
+    turns, log = Turns(), list[str]()
+    for _ in range(3):  # the thread of the backward lane is kept
+        log.clear()
+        turns.both(saying(log, turns, "f", forward), saying(log, turns, "b", backward))
+        assert log == order.split()
+
+
+def test_only_one_lane_runs_at_a_time() -> None:
+    turns, running, most = Turns(), list[int](), list[int]()
+
+    def lane() -> None:
+        for _ in range(20):
+            running.append(1)
+            time.sleep(0.0005)
+            most.append(len(running))
+            running.pop()
+            turns()
+
+    turns.both(lane, lane)
+    assert len(most) == 40 and set(most) == {1}
+
+
+def test_outside_of_a_pair_there_is_nobody_to_hand_over_to() -> None:
+    turns = Turns()
+    turns()
+    turns.both(turns, turns)
+    turns()
+
+
+def failing_at_once() -> None:
+    raise ValueError("no such expert")
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["at once", "later", "at the end"])
+def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(which: str, where: str) -> None:
+    turns, log = Turns(), list[str]()
+
+    def failing() -> None:
+        for _ in range({"at once": 0, "later": 2, "at the end": 9}[where]):
+            turns()
+        failing_at_once()
+
+    other = saying(log, turns, "o", 5)
+    with pytest.raises(ValueError, match="no such expert") as caught:
+        turns.both(*((failing, other) if which == "forward" else (other, failing)))
+    assert "failing_at_once" in "".join(traceback.format_tb(caught.value.__traceback__))
+    assert len(log) < 5 or where == "at the end"
+    turns.both(saying(log, turns, "f", 1), saying(log, turns, "b", 1))
+    assert log[-2:] == ["f0", "b0"], "the next pair runs as ever"
+
+
+def test_ctrl_c_ends_both_lanes_whichever_runs() -> None:
+    turns, log = Turns(), list[str]()
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def backward() -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.3)  # the forward lane waits for its turn meanwhile
+        turns()
+        log.append("went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.both(turns, backward)
+    assert log == []
+    turns.both(saying(log, turns, "f", 1), saying(log, turns, "b", 1))
+
+
+class Passing(torch.autograd.Function):
+    """Hands over in forward and in backward, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, turns: Turns, log: list[str], name: str) -> Tensor:
+        ctx.given = turns, log, name
+        log.append(f"{name} forward")
+        turns()
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        turns, log, name = ctx.given
+        log.append(f"{name} backward")
+        turns()
+        return dy * 3, None, None, None
+
+
+def two_layers(turns: Turns, log: list[str], x: Tensor, name: str) -> Tensor:
+    y: Tensor = Passing.apply(Passing.apply(x, turns, log, name).sin(), turns, log, name)
+    return y
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) -> None:
+    turns, log = Turns(), list[str]()
+    first, second = (torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7))
+    y = two_layers(turns, log, first, "first")
+    log.clear()
+    found = list[Tensor]()
+    with torch.no_grad():
+        kept = torch.ones_like(y)
+    turns.both(
+        lambda: found.append(two_layers(turns, log, second, "second")), lambda: torch.autograd.backward([y], [kept])
+    )
+    assert log == ["second forward", "first backward", "second forward", "first backward"]
+    for x in (first, second):
+        expected = x.detach().clone().requires_grad_()
+        ((expected * 3).sin() * 3).sum().backward()
+        if x is second:
+            found[0].sum().backward()
+        assert x.grad is not None and expected.grad is not None and torch.equal(x.grad, expected.grad)
+
+
+def test_an_error_in_backward_of_a_lane_surfaces() -> None:
+    turns, log = Turns(), list[str]()
+    x = torch.ones(2, requires_grad=True)
+    y = two_layers(turns, log, x, "first")
+    y.register_hook(lambda grad: failing_at_once())
+    with pytest.raises(ValueError, match="no such expert"):
+        turns.both(lambda: saying(log, turns, "f", 3)(), lambda: y.sum().backward())
+
+
+def test_the_thread_of_backward_ends_with_its_turns() -> None:
+    before, turns = set(threading.enumerate()), Turns()
+    turns.both(turns, turns)
+    (lane,) = set(threading.enumerate()) - before
+    assert lane.name == "backward-lane"
+    del turns
+    gc.collect()
+    lane.join(5)
+    assert not lane.is_alive()
+
+
+def test_lanes_compute_with_as_many_threads_as_the_caller() -> None:
+    turns, found = Turns(), list[int]()
+    turns.both(lambda: found.append(torch.get_num_threads()), lambda: found.append(torch.get_num_threads()))
+    assert found[0] == found[1]
