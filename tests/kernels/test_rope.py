@@ -78,6 +78,29 @@ def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
     assert attention_factor(replace(ours, factor=1.0, attention_factor=None)) == 1.0
 
 
+@pytest.mark.parametrize("said", [{}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"factor": 1.0}])
+def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {
+        "rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32, **said,
+    }  # fmt: skip
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=parameters
+    )
+    theirs, factor = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
+    ours = RopeConfig(
+        theta=500.0, scaling="yarn", original_max_position=32, factor=parameters["factor"],
+        whole_pairs=said.get("truncate", True), beta_fast=said.get("beta_fast", 32.0),
+        beta_slow=said.get("beta_slow", 1.0),
+    )  # fmt: skip
+    torch.testing.assert_close(rope_frequencies(ours, 16), theirs, rtol=1e-6, atol=0)
+    assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
+    assert (attention_factor(ours) > 1.1) == (ours.factor > 1)
+    assert attention_factor(replace(ours, attention_factor=1.3)) == 1.3
+
+
 def test_equals_the_rotation_of_transformers() -> None:
     pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
