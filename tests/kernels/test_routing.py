@@ -74,6 +74,16 @@ def test_a_group_is_as_good_as_its_best_together_or_as_its_best(kind: str, group
     assert best(among_groups(scores, router, 2), 2)[0].div(2, rounding_mode="floor").tolist() == [group, group]
 
 
+def test_a_balancing_bias_decides_about_groups_too() -> None:
+    logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, -3.0, -3.0]])
+    router = RouterConfig(score="sigmoid", balancing_bias=True, groups=3, top_groups=1)
+    assert sorted(choose_experts(logits, router, 2).experts[0].tolist()) == [0, 1]
+    bias = torch.tensor([0, 0, 0.3, 0, 0, 0])
+    assert choose_experts(logits, router, 2, bias).experts.tolist() == [[2, 3]]
+    lifted = torch.tensor([0, 0, 0, 0, 2.0, 2.0])
+    assert sorted(choose_experts(logits, router, 2, lifted).experts[0].tolist()) == [4, 5]
+
+
 def test_of_equal_experts_the_first_is_chosen() -> None:
     assert choose_experts(torch.zeros(3, 70), RouterConfig(), 4).experts.tolist() == [[0, 1, 2, 3]] * 3
 

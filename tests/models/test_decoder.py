@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.rope import RopeConfig
@@ -17,6 +19,7 @@ from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows, with_plac
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
+from megalith.nn.moe.router import Router
 from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
@@ -226,6 +229,19 @@ def test_every_parameter_is_on_the_stages_that_its_shard_names(name: str, tied: 
     assert sorted(found) == sorted(whole)
     several = {parameter for parameter, ranks in found.items() if len(ranks) > 1}
     assert several == ({"embed.weight"} if tied and name != "a V" else set())
+
+
+def test_routers_of_all_stages_and_further_layers_have_noise_of_their_own(tiny: SimpleNamespace) -> None:
+    moe = MoEConfig(experts=2, top_k=1, ffn_hidden_size=3)
+    config = tiny.config(num_layers=4, moe=moe, mtp=MTPConfig(depths=2))
+    parallel = ParallelConfig(pp=2)
+    stages = [
+        build_chunks(config, mesh_on_paper(model_grid(parallel, config, 2), rank=rank), parallel) for rank in (0, 1)
+    ]
+    routers = [
+        module for chunks in stages for chunk in chunks for module in chunk.modules() if isinstance(module, Router)
+    ]
+    assert [router.noise.layer for router in routers] == [0, 1, 2, 3, 4, 5]
 
 
 def test_two_chunks_of_one_rank_share_a_tied_table(tiny: SimpleNamespace) -> None:

@@ -120,6 +120,14 @@ def test_noise_is_a_tokens_own_and_of_training_alone() -> None:
         assert same_on_two(moe)
 
 
+def test_noise_of_one_layer_is_not_that_of_another() -> None:
+    for settings in (RouterConfig(jitter=0.5), RouterConfig(forced_balance=True)):
+        router = alone(replace(MOE, router=settings))
+        first = router(X, training()).weights
+        router.noise = replace(router.noise, layer=1)
+        assert not torch.equal(first, router(X, training()).weights)
+
+
 def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
     router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
     tokens = replace(
