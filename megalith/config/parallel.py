@@ -51,6 +51,10 @@ class ParallelConfig:
     """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or all tokens every rank
     (gather)."""
 
+    overlap_experts: bool = False
+    """Compute the forward of one microbatch together with the backward of another, each while the tokens of the other
+    travel to experts and back. Same numbers; needs ep > 1, and memory for one or more microbatches more."""
+
     dp: int | None = None
     """Data parallel: ranks that read different rows of the batch; unset: world size / (tp · cp · pp)."""
 

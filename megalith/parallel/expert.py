@@ -112,6 +112,11 @@ def build_dispatcher(
     return Gather(num_experts, ep, both)
 
 
+def calling(dispatcher: Dispatcher, meanwhile: Meanwhile) -> Dispatcher:
+    """The dispatcher, which does something else while its messages travel, if they do."""
+    return replace(dispatcher, meanwhile=meanwhile) if isinstance(dispatcher, Exchange) else dispatcher
+
+
 # --- nobody else
 
 

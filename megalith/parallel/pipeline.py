@@ -6,6 +6,7 @@ One executor for every schedule, one rank without a pipeline included, for train
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalith.parallel.link import Handles, Link, Message, Posted, Specs, Tensors
 from megalith.parallel.postpone import Postponed
+from megalith.parallel.turns import Turns
+from megalith.plan.pairs import together
 from megalith.plan.schedule import Action, Schedule
 from megalith.plan.transfers import Direction, neighbour
 
@@ -51,6 +54,9 @@ class Pipeline:
     weights: Sequence[Postponed] = ()
     """By chunk: the weight gradients that schedules with a W put aside."""
 
+    turns: Turns = field(default_factory=Turns)
+    """How a forward and a backward that are computed together take turns: what their exchanges call meanwhile."""
+
     def run(self, schedule: Schedule, chunks: Sequence[Chunk], boundary: Boundary | None = None) -> None:
         """Run one step: every microbatch through my chunks, forward and, unless the schedule is forward-only, backward.
 
@@ -63,8 +69,12 @@ class Pipeline:
             self.handles, num_microbatches=schedule.num_microbatches, announce=announce, device=self.device
         ) as link:
             step = _Step(schedule, self.rank, chunks, self.weights, link, boundary)
-            for action in schedule.ranks[self.rank]:
-                step.obey(action)
+            for actions in together(schedule, self.rank):
+                if len(actions) == 1:
+                    step.obey(*actions)
+                else:
+                    forward, backward = (partial(step.obey, action) for action in actions)
+                    self.turns.both(forward, backward)
         step.check_done()
 
 

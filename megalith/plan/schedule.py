@@ -52,6 +52,10 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     """Actions by pipeline rank."""
 
+    pairs: tuple[frozenset[tuple[int, int]], ...] = ()
+    """By pipeline rank, if any: (chunk, microbatch) of each F that is computed together with the B after it; see
+    plan/pairs.py."""
+
     @property
     def num_stages(self) -> int:
         """Stages of the whole pipeline."""
@@ -147,7 +151,7 @@ def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action
     ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
     """
     warmup = min(num_ranks - 1 - rank, num_microbatches)
-    return _in_turns(_row("F", num_microbatches), _row("B", num_microbatches), warmup)
+    return in_turns(_row("F", num_microbatches), _row("B", num_microbatches), warmup)
 
 
 def interleaved_order(num_microbatches: int, num_chunks: int, group: int) -> list[tuple[int, int]]:
@@ -324,7 +328,7 @@ def _interleaved(num_ranks: int, num_chunks: int, num_microbatches: int, group: 
     forwards = [Action("F", chunk, microbatch) for microbatch, chunk in order]
     backwards = [Action("B", num_chunks - 1 - chunk, microbatch) for microbatch, chunk in order]
     sizes = {"num_ranks": num_ranks, "num_chunks": num_chunks, "num_microbatches": num_microbatches, "group": group}
-    return [_in_turns(forwards, backwards, interleaved_warmup(rank, **sizes)) for rank in range(num_ranks)]
+    return [in_turns(forwards, backwards, interleaved_warmup(rank, **sizes)) for rank in range(num_ranks)]
 
 
 def _forward_only(
@@ -349,7 +353,7 @@ def _row(kind: Kind, num_microbatches: int) -> list[Action]:
     return [Action(kind, 0, microbatch) for microbatch in range(num_microbatches)]
 
 
-def _in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
     """`warmup` forwards, then one forward and one backward until the forwards are done, then the other backwards."""
     pairs = zip(forwards[warmup:], backwards)
     steady = [action for pair in pairs for action in pair]

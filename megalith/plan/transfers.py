@@ -9,9 +9,11 @@ as with two ranks in all or in a V, may interleave differently on both sides. `p
 Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a message.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
+from megalith.plan.pairs import together
 from megalith.plan.schedule import Action, Kind, Schedule
 
 Direction = Literal["forward", "backward"]
@@ -60,20 +62,21 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
     while its receiver computes, and at most two receives per rank are open. Without: just before it is needed. Where
     messages are needed in another order than they are sent in, receives are posted earlier, in the order of sending.
     Since no transfer waits, two ranks that send to each other at the same time cannot block, two ranks in all included.
+    What is computed together counts as one action: its messages come before and after both.
     """
     receives = _receives(schedule, overlap)
     ranks = []
-    for rank, actions in enumerate(schedule.ranks):
+    for rank in range(schedule.num_ranks):
         links = _links(schedule, rank)
         listed: list[Action] = []
-        for action, posted in zip(actions, receives[rank], strict=True):
-            kind, chunk, microbatch, _ = action
+        for actions, posted in zip(together(schedule, rank), receives[rank], strict=True):
             if posted:
                 listed += posted
-            listed.append(action)
-            link = links.get((kind, chunk))
-            if link is not None:
-                listed.append(Action(SENDS[link.direction], chunk, microbatch, link.target))
+            listed += actions
+            for kind, chunk, microbatch, _ in actions:
+                link = links.get((kind, chunk))
+                if link is not None:
+                    listed.append(Action(SENDS[link.direction], chunk, microbatch, link.target))
         ranks.append(tuple(listed))
     return replace(schedule, ranks=tuple(ranks))
 
@@ -99,12 +102,13 @@ def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
 
 
 def _receives(schedule: Schedule, overlap: bool) -> list[list[list[Action]]]:
-    """By rank and index of computing action: the receives to post before it, in the order of their channels."""
-    needed = [_needed_at(schedule, rank) for rank in range(schedule.num_ranks)]
-    posts: list[list[list[Action]]] = [[[] for _ in actions] for actions in schedule.ranks]
+    """By rank and index of what it computes (together): the receives to post before, in the order of their channels."""
+    computed = [together(schedule, rank) for rank in range(schedule.num_ranks)]
+    needed = [_needed_at(schedule, each) for each in computed]
+    posts: list[list[list[Action]]] = [[[] for _ in each] for each in computed]
     for channel, messages in _messages(schedule).items():
         kind, rows = RECEIVES[channel.direction], needed[channel.target]
-        first = len(schedule.ranks[channel.target])
+        first = len(computed[channel.target])
         slots = []
         for chunk, microbatch in reversed(messages):
             first = min(first, rows[channel.direction, chunk][microbatch])
@@ -114,15 +118,18 @@ def _receives(schedule: Schedule, overlap: bool) -> list[list[list[Action]]]:
     return posts
 
 
-def _needed_at(schedule: Schedule, rank: int) -> dict[tuple[Direction, int], list[int]]:
-    """By (direction, chunk): for each microbatch the index of the computing action that takes what comes this way."""
+def _needed_at(
+    schedule: Schedule, computed: Sequence[tuple[Action, ...]]
+) -> dict[tuple[Direction, int], list[int]]:  # fmt: skip
+    """By (direction, chunk): for each microbatch the index of the computing that takes what comes this way."""
     chunks = range(schedule.num_chunks)
     rows = {(direction, chunk): [-1] * schedule.num_microbatches for direction in COMPUTES for chunk in chunks}
     by_kind = {(kind, key[1]): row for key, row in rows.items() for kind in COMPUTES[key[0]]}
-    for index, (kind, chunk, microbatch, _) in enumerate(schedule.ranks[rank]):
-        row = by_kind.get((kind, chunk))
-        if row is not None:
-            row[microbatch] = index
+    for index, actions in enumerate(computed):
+        for kind, chunk, microbatch, _ in actions:
+            row = by_kind.get((kind, chunk))
+            if row is not None:
+                row[microbatch] = index
     return rows
 
 

@@ -6,6 +6,7 @@ from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
+from megalith.plan.pairs import in_pairs
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters
 from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks
@@ -136,4 +137,6 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     schedule = build_schedule(
         schedule_name(used), num_ranks=p.pp, num_microbatches=rows, num_chunks=used.vpp, group=used.group
     )
+    if p.overlap_experts:
+        schedule = in_pairs(schedule)
     return Workload(run, grid, plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers), schedule)

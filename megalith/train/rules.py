@@ -22,6 +22,7 @@ from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.network import count_problems, relation_problems
 from megalith.plan.network import number_problems as model_number_problems
+from megalith.plan.pairs import pairing_problems
 from megalith.plan.recompute import recompute_problems
 from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
@@ -75,7 +76,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
             )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + relation_problems(run.model)
-        problems += expert_layout_problems(run.model, p, world, trains=True)
+        problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(run.model, p)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)

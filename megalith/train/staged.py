@@ -1,7 +1,7 @@
 """My chunks of the model, and how microbatches go through all of it, whatever the pipeline."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -14,6 +14,7 @@ from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.kernels import use_kernels
 from megalith.nn.lora import attach_adapters
+from megalith.nn.moe.layer import MoE
 from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
@@ -21,7 +22,9 @@ from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import MESSAGES
 from megalith.parallel.symm_mem import choose_products
 from megalith.parallel.tensor import TensorParallel
+from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
+from megalith.plan.pairs import in_pairs
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.transfers import channels, with_transfers
 
@@ -42,6 +45,9 @@ class Staged:
     """By chunk: weight gradients that wait, for schedules that split backward."""
 
     @property
+    turns: Turns = field(default_factory=Turns)
+    """How two microbatches that are computed together take turns; their exchanges with experts know it."""
+
     def modules(self) -> nn.ModuleList:
         """All chunks as one module."""
         return nn.ModuleList(self.chunks)
@@ -69,15 +75,16 @@ class Staged:
     def _run(self, batches: Sequence[Batch], ending: Ending | None, scale: float = 1.0) -> Tensor:
         p = self.run.parallel
         schedule = planned_step(
-            p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None
-        )
+            p.pipeline, self.mesh.pp.size, len(batches), overlap=p.overlap, forward_only=ending is None,
+            paired=p.overlap_experts and ending is not None,
+        )  # fmt: skip
         depths = self.run.model.mtp.depths
         measures = 1 + depths if ending is not None or not depths else 2 + 2 * depths
         total = torch.zeros(measures, dtype=torch.float64, device=self.device)
         tags = self.handles is None or self.handles.tags
         pipeline = Pipeline(
             self.mesh.pp.rank, self.handles, self.device, self._boundary(batches),
-            announce=p.check_collectives and tags, weights=self.weights,
+            announce=p.check_collectives and tags, weights=self.weights, turns=self.turns,
         )  # fmt: skip
         weight = None if ending is None or self.run.model.moe is None else scale / (len(batches) * self.mesh.dp.size)
         pipeline.run(schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks])
@@ -134,7 +141,16 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     if handles is not None and not handles.tags:
         step = planned_step(run.parallel.pipeline, mesh.pp.size, 1, overlap=run.parallel.overlap, forward_only=True)
         open_channels(handles, channels(step), device)
-    return Staged(run, mesh, device, tuple(chunks), handles)
+    turns = Turns()
+    if run.parallel.overlap_experts:
+        hand_over_at_exchanges(chunks, turns)
+    return Staged(run, mesh, device, tuple(chunks), handles, turns=turns)
+
+
+def hand_over_at_exchanges(chunks: Sequence[nn.Module], turns: Turns) -> None:
+    """Let whoever waits for tokens that travel hand over to the other of two microbatches."""
+    for mixture in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoE)):
+        mixture.meanwhile(turns)
 
 
 def with_postponed(staged: Staged) -> Staged:
@@ -152,9 +168,10 @@ def splits_backward(pipeline: PipelineConfig, pp: int) -> bool:
 
 @lru_cache(maxsize=8)  # every step asks for the same one; evaluation for one or two more
 def planned_step(
-    pipeline: PipelineConfig, pp: int, microbatches: int, *, overlap: bool, forward_only: bool = False
-) -> Schedule:
-    """The action lists of a step; without a pipeline, microbatch after microbatch.
+    pipeline: PipelineConfig, pp: int, microbatches: int, *, overlap: bool, forward_only: bool = False,
+    paired: bool = False,
+) -> Schedule:  # fmt: skip
+    """The action lists of a step; without a pipeline, microbatch after microbatch. `paired`: two at a time.
 
     Raises:
         PlanError: the schedule cannot be had with these counts.
@@ -164,4 +181,4 @@ def planned_step(
         schedule_name(used), num_ranks=pp, num_chunks=used.vpp, num_microbatches=microbatches, group=used.group,
         forward_only=forward_only,
     )  # fmt: skip
-    return with_transfers(schedule, overlap=overlap)
+    return with_transfers(in_pairs(schedule) if paired else schedule, overlap=overlap)

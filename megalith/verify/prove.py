@@ -79,8 +79,9 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
         return None
     rows = t.micro_batch_size * (p.dp or world // (p.tp * p.cp * p.pp))
     return check_schedule(
-        p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows, overlap=p.overlap
-    )
+        p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows, overlap=p.overlap,
+        paired=p.overlap_experts,
+    )  # fmt: skip
 
 
 def proved(case: LayoutCase) -> list[Difference] | str:

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
 from megalith.plan.live import peak_held
+from megalith.plan.pairs import in_pairs
 from megalith.plan.queues import queue_problems
 from megalith.plan.schedule import Schedule, build_schedule, schedule_name, schedule_problems
 from megalith.plan.simulate import Costs, find_problems, simulate
@@ -66,35 +67,33 @@ def check_schedule(
     num_microbatches: int,
     rows: int | None = None,
     overlap: bool = True,
+    paired: bool = False,
     costs: Costs | None = None,
 ) -> ScheduleReport:
     """Build the lists a run would obey, for training and for evaluation, and run them on paper.
 
     rows: see `plan/schedule.schedule_problems`. overlap: parallel.overlap, which decides where receives are posted.
+    paired: parallel.overlap_experts, under which microbatches are computed two at a time; on paper, that saves no time.
     costs: of the stages; unset: F, I and W take equally long and messages no time.
     """
     name = schedule_name(pipeline)
     problems = schedule_problems(pipeline, pp=pp, num_microbatches=num_microbatches, rows=rows)
     if problems:
         return ScheduleReport(name, pp, pipeline.vpp, num_microbatches, tuple(problems))
-    report, evaluation = (
-        check_lists(
-            with_transfers(
-                build_schedule(
-                    name,
-                    num_ranks=pp,
-                    num_chunks=pipeline.vpp,
-                    num_microbatches=num_microbatches,
-                    group=pipeline.group,
-                    forward_only=forward_only,
-                ),
-                overlap=overlap,
-            ),
-            costs,
+    training, evaluation = (
+        build_schedule(
+            name,
+            num_ranks=pp,
+            num_chunks=pipeline.vpp,
+            num_microbatches=num_microbatches,
+            group=pipeline.group,
+            forward_only=forward_only,
         )
         for forward_only in (False, True)
     )
-    return report if evaluation.ok else evaluation
+    lists = in_pairs(training) if paired else training, evaluation
+    report, other = (check_lists(with_transfers(each, overlap=overlap), costs) for each in lists)
+    return report if other.ok else other
 
 
 def check_lists(schedule: Schedule, costs: Costs | None = None) -> ScheduleReport:

@@ -124,8 +124,8 @@ class Rule:
         self.function = re.sub(r"(?<!^)([A-Z])", r"_\1", self.cls.__name__.removesuffix("Function")).lower()
 
     def count(self, group: Group) -> None:
-        """One more call, unless it only declares something."""
-        if self.after is not P:
+        """One more call, unless it only declares something, or ends what was counted when it began."""
+        if self.after is not P and not hasattr(self.cls, "ends"):
             self.counts[f"{self.function} over {'_'.join(group.axes)}"] += 1
 
 

@@ -14,7 +14,8 @@ from megalith.kernels.tokens import Tokens
 from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
-from megalith.parallel.expert import Room, build_dispatcher
+from megalith.parallel.autograd import Meanwhile
+from megalith.parallel.expert import Room, build_dispatcher, calling
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
 from megalith.plan.shards import whole
@@ -42,6 +43,11 @@ class MoE(nn.Module):
         shared = moe.shared_ffn_hidden_size is not None
         built = [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)] if shared else []
         self.shared = nn.ModuleList(built)
+
+    def meanwhile(self, something: Meanwhile) -> None:
+        """Call it whenever tokens are on their way between ranks, before waiting for them."""
+        self.dispatch = calling(self.dispatch, something)
+        self.dispatch_within_capacity = calling(self.dispatch_within_capacity, something)
 
     def forward(self, x: Input, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""
