@@ -107,9 +107,8 @@ def check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, path: Path) -> No
 def stop_ids(source: Pretrained, tokenizer: Tokenizer) -> frozenset[int]:
     """The tokens that end a text: those the folder names, and the tokenizer's own end of a document."""
     named = source.stop_ids()
-    if (
-        source.checkpoint is None and source.tokenizer.kind == "null"
-    ):  # no tokenizer came with it; its ids have no names
+    foreign = source.checkpoint is None or bool(source.token_ids)  # a folder of others, or made from one
+    if foreign and source.tokenizer.kind == "null":  # no tokenizer came with it; its ids have no names
         return named
     try:
         return named | {tokenizer.eod}

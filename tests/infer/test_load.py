@@ -12,13 +12,14 @@ from megalith.config.kernels import Kernel
 from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import ConfigError, DataError
 from megalith.infer.generate import generate
-from megalith.infer.load import load_writer, open_source
+from megalith.infer.load import load_writer, open_source, writing_layout
 from megalith.kernels.grouped_linear import GroupedLinearFunction
 from megalith.kernels.norm import RMSNormFunction
 from megalith.kernels.rope import RopeFunction
@@ -96,6 +97,14 @@ def test_layers_that_predict_further_ahead_are_neither_built_nor_read(
     assert text(path) == expected
 
 
+@pytest.mark.parametrize(("experts", "ep"), [(6, 2), (5, 1)])
+def test_ranks_divide_experts_whole_where_they_can(experts: int, ep: int, tiny: SimpleNamespace) -> None:
+    model = tiny.config(moe=MoEConfig(experts=experts, top_k=2, ffn_hidden_size=5))
+    layout = writing_layout(model, 2)
+    assert (layout.tp, layout.ep, layout.etp, layout.sp) == (2, ep, 1 if ep > 1 else None, False)
+    assert writing_layout(tiny.config(), 2) == ParallelConfig(tp=2)
+
+
 def test_a_base_is_for_adapters(tmp_path: Path, tiny: SimpleNamespace) -> None:
     path = save(tmp_path, tiny.model(tiny.config(vocab_size=300)), TokenizerConfig())
     with pytest.raises(ConfigError, match=r"--base=x: .* holds a model and no adapters. Remove --base, or use"):
@@ -127,6 +136,11 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(tmp_path: Path, tiny: 
     (tmp_path / "b" / "tokenizer.json").unlink()
     theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
     assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
+    convert(open_pretrained(tmp_path / "b"), tmp_path / "c", "megalith")
+    ours = load_writer(open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32)
+    assert ours.stops == {256}, "nor in a checkpoint that was made from the folder"
+    numbers = save(tmp_path / "d", model, TokenizerConfig(kind="null", vocab_size=300))
+    assert load_writer(open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32).stops == {299}
 
 
 def test_a_tokenizer_without_an_end_is_fine_for_writing(
