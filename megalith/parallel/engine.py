@@ -89,6 +89,11 @@ def divide_frozen(parameters: Parameters) -> tuple[Parameters, Parameters]:
     return trained, [one for one in parameters if not getattr(one[1], one[2]).requires_grad]
 
 
+def divides(mesh: Mesh) -> bool:
+    """Whether several ranks compute with the same weights and may divide them: dense ones, or experts."""
+    return mesh.shard.size > 1 or (mesh.grid.experts is not None and mesh.over("edp_shard").size > 1)
+
+
 def sum_shared_slices(owned: Sequence[Owned], mesh: Mesh) -> None:
     """Sum gradients over the tensor-parallel ranks, then over the stages, that hold the same slices.
 

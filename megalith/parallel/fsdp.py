@@ -1,12 +1,16 @@
 """ZeRO-3: weights, gradients and optimizer state all divided over ranks, by torch's FSDP2 (`fully_shard`).
 
 Every rank keeps some rows of every matrix. A layer's weights are gathered before its forward and before its backward,
-and freed after each; its gradients are summed to the ranks that keep the rows. The only file that knows DTensor.
+and freed after each; its gradients are summed to the ranks that keep the rows. Experts are divided over the ranks that
+hold the same ones, everything else over dp and cp. The only file that knows DTensor.
 """
 
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +20,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from megalith.errors import PlanError
+from megalith.kernels.rebuilt import Rebuilt
 from megalith.parallel.alike import require_alike
+from megalith.parallel.data import SLICES_OVER, Division, division_of
 from megalith.parallel.engine import (
-    SHARD_AXES,
     Owned,
     Parameters,
     divide_frozen,
@@ -27,6 +32,7 @@ from megalith.parallel.engine import (
     sum_shared_slices,
     warn_of_zeros,
 )
+from megalith.parallel.expert import Sent
 from megalith.parallel.group import Group, finished, note, on_its_way, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import VocabEmbedding, VocabHead
@@ -37,14 +43,19 @@ DIVIDE_BY = 1.0
 """What FSDP2 divides its sums by. Left alone it takes means; but the loss was divided once, by all ranks' labels."""
 
 
+Divisions = Mapping[str, Division]
+"""Of each grid."""
+
+
 class FullySharded:
     """The engine of parallel.zero=3; what training asks of it is written at `Engine` in parallel/engine.py.
 
-    The layers, the embedding and the head are each gathered together; the last norm, and a table that embedding and
-    head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are summed after
-    every microbatch, so that only those of one layer are ever held whole, and my rows of them are added up in fp32.
-    Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch is done
-    and the layers behind it have been sent.
+    The layers, their experts, the embedding and the head are each gathered together; the last norm, and a table that
+    embedding and head share, stay gathered from the forward of their chunk to the end of its backward. Gradients are
+    summed after every microbatch, so that only those of one layer are ever held whole, and my rows of them are added up
+    in fp32. Several replicas of the whole division (HSDP) sum once per step, each layer as soon as its last microbatch
+    is done and the layers behind it have been sent. Experts that no other rank holds stay here whole, and so do vectors
+    that are not trained, which the run may want to read and to move.
 
     Sources: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.3; Zhao et al. 2023, arXiv:2304.11277.
     """
@@ -57,31 +68,33 @@ class FullySharded:
         """`keep_gathered`: free weights at the end of the step only, for pipelines, which run a chunk many times in it.
         `watch`: note which gradients are not finite before they are summed. `overlap`: gather what backward needs next
         and sum over replicas while it computes."""
-        self.mesh = mesh
-        self.sums = SumsInOrder(mesh.over("dp_replica"), overlap=overlap)
-        self.units = [Unit(module, self.sums) for chunk in chunks for module in (*_inner_units(chunk), chunk)]
+        self.mesh, self.divisions = mesh, divisions_of(parameters, mesh)
+        self.sums = SumsInOrder(overlap=overlap)
+        parts = [part for chunk in chunks for part in (*_inner_parts(chunk), chunk)]
+        self.units = [_unit(part, self.divisions, self.sums) for part in parts]
         unit_of: dict[int, Unit] = {}
-        for unit in self.units:  # a chunk comes after the units inside it, and gets what they leave
+        for unit in self.units:  # a whole comes after the parts inside it, and gets what they leave
             for module in unit.module.modules():
                 unit_of.setdefault(id(module), unit)
-        _refuse_shared_chunks(chunks)
         trained, frozen = divide_frozen(parameters)
         for part in (trained, frozen):
-            require_alike({shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in part}, mesh.dp_cp)
-        for chunk in chunks:
-            fully_shard_chunk(chunk, mesh.shard, device, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered)
+            _require_alike(part, mesh)
+        _divide(
+            chunks, parameters, self.divisions, device=device, gradient_dtype=gradient_dtype,
+            keep_gathered=keep_gathered,
+        )  # fmt: skip
         places: dict[int, list[tuple[Shard, nn.Parameter]]] = {}
         for shard, module, name in trained:
-            mine = rows_of(shard, mesh.shard.rank, mesh.shard.size, SHARD_AXES)
+            mine = _mine(shard, self.divisions[shard.grid])
             places.setdefault(id(unit_of[id(module)]), []).append((mine, getattr(module, name)))
         found: dict[str, Owned] = {}
         for unit in self.units:
-            found |= unit.connect(places.get(id(unit), []), mesh.shard, gradient_dtype=gradient_dtype, watch=watch)
+            found |= unit.connect(places.get(id(unit), []), gradient_dtype=gradient_dtype, watch=watch)
         self.sums.units = _as_backward_ends(self.units, chunks)
         for chunk in chunks if not overlap else ():
             _gather_nothing_ahead(chunk)
         self.owned = [found[shard.name] for shard, _, _ in trained if shard.name in found]
-        self.frozen = _my_rows(frozen, mesh.shard)
+        self.frozen = _my_rows(frozen, self.divisions)
         require_alike_slices(self.owned, mesh)
         self._told = False
 
@@ -119,20 +132,22 @@ class FullySharded:
         return sorted({name for unit in self.units for name, finite in unit.seen if not bool(finite)})
 
     def checksums(self) -> Sequence[tuple[int, Group]]:
-        """A sum over the bytes of my rows; replicas have the same."""
-        held = [*(owned.weight for owned in self.owned), *(rows for _, rows in self.frozen)]
-        return [(sum_of_bytes(held), self.mesh.over("dp_replica"))]
+        """A sum over the bytes of my rows of what lies on each grid; replicas have the same."""
+        held: dict[str, list[Tensor]] = {grid: [] for grid in self.divisions}
+        for shard, rows in (*((owned.shard, owned.weight) for owned in self.owned), *self.frozen):
+            held[shard.grid].append(rows)
+        return [(sum_of_bytes(rows), self.divisions[grid].replicas) for grid, rows in held.items()]
 
     def _free(self) -> None:
         for unit in self.units:
-            unit.fsdp.reshard()
+            unit.free()
 
 
 class SumsInOrder:
     """Sums of the units' gradients over replicas: in one order, whatever part a unit had in the loss of a replica."""
 
-    def __init__(self, group: Group, *, overlap: bool) -> None:
-        self.group, self.overlap = group, overlap
+    def __init__(self, *, overlap: bool) -> None:
+        self.overlap = overlap
         self.units: Sequence[Unit] = ()
         self.started = 0
         self._running: list[dist.Work] = []
@@ -140,8 +155,8 @@ class SumsInOrder:
     def start(self, *, ready_only: bool) -> None:
         """Start what is next, as far as units are ready, or all that is left."""
         while self.started < len(self.units) and not (ready_only and not self.units[self.started].ready):
-            gradient = self.units[self.started].gradient
-            work = start_all_reduce_(gradient, self.group) if gradient.numel() else None
+            unit = self.units[self.started]
+            work = start_all_reduce_(unit.gradient, unit.division.replicas) if unit.gradient.numel() else None
             self._running += [] if work is None else [work]
             self.started += 1
 
@@ -153,15 +168,90 @@ class SumsInOrder:
 
 
 class Unit:
-    """Parameters that are gathered together, and the fp32 or float64 gradient of my rows of them."""
+    """Parameters that this rank has whole, and their fp32 or float64 gradient."""
 
-    def __init__(self, module: nn.Module, sums: SumsInOrder) -> None:
-        self.module, self.sums = module, sums
+    def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
+        self.module, self.division, self.sums = module, division, sums
         self.gradient = torch.empty(0)
         self.names: list[str] = []
         self.seen: list[tuple[str, Tensor]] = []
         """Whether each gradient of this step was finite here before it was summed; empty unless watched."""
-        self._expected = self._rounds = 0
+        self._expected = 0
+        self._rounds: dict[str, int] = {}
+        self._parts: dict[str, Tensor] = {}
+        self._watch = False
+
+    def connect(
+        self, parameters: Sequence[tuple[Shard, nn.Parameter]], *, gradient_dtype: torch.dtype, watch: bool
+    ) -> dict[str, Owned]:
+        """Let the gradients of these parameters come here, one after the other in one buffer. By name: what is mine,
+        empty rows left out."""
+        self._watch = watch
+        if not parameters:
+            return {}
+        weights = {mine.name: _local(parameter) for mine, parameter in parameters}
+        device = next(iter(weights.values())).device
+        self.names, numels = list(weights), [weight.numel() for weight in weights.values()]
+        self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=device)
+        self._parts = dict(zip(self.names, self.gradient.split(numels), strict=True))
+        self._rounds = dict.fromkeys(self.names, 0)
+        for mine, parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(_calling(self, mine))
+        return {
+            mine.name: Owned(mine, weights[mine.name], self._parts[mine.name].view_as(weights[mine.name]))
+            for mine, _ in parameters
+            if weights[mine.name].numel()
+        }
+
+    def begin_step(self, microbatches: int) -> None:
+        """Expect this many gradients of each."""
+        self._expected, self._rounds = microbatches, dict.fromkeys(self.names, 0)
+        self.seen.clear()
+
+    def unused(self) -> list[str]:
+        """Names of its parameters that have not had a gradient in this step."""
+        return [name for name, rounds in self._rounds.items() if rounds == 0]
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its gradients of the step have come, or can come no more."""
+        return all(rounds == self._expected for rounds in self._rounds.values())
+
+    def close(self) -> None:
+        """No gradient of the step comes any more; what had none is zero."""
+        for name in self.unused():
+            self._parts[name].zero_()
+
+    def free(self) -> None:
+        """Nothing has been gathered."""
+
+    def add(self, mine: Shard, parameter: Tensor) -> None:
+        """Add what backward left at a parameter to its gradient."""
+        assert parameter.grad is not None, mine.name
+        if self._watch:
+            self.seen.append((mine.name, parameter.grad.isfinite().all()))
+        self._put(mine.name, parameter.grad.flatten())
+        parameter.grad = None
+        self._go_on()
+
+    def _put(self, name: str, gradient: Tensor) -> None:
+        """The first gradient of a step overwrites what the step before left."""
+        if self._rounds[name] == 0:
+            self._parts[name].copy_(gradient)
+        else:
+            self._parts[name].add_(gradient)
+        self._rounds[name] += 1
+
+    def _go_on(self) -> None:
+        if self.ready and self.sums.overlap:
+            self.sums.start(ready_only=True)
+
+
+class Gathered(Unit):
+    """Parameters that ranks divide and gather together, and the gradient of my rows of them."""
+
+    def __init__(self, module: nn.Module, division: Division, sums: SumsInOrder) -> None:
+        super().__init__(module, division, sums)
         self._sum: Tensor | None = None
         self._read = 0
         self._finite: Tensor | None = None
@@ -173,25 +263,17 @@ class Unit:
         return self.module
 
     def connect(
-        self, parameters: Sequence[tuple[Shard, nn.Parameter]], group: Group, *, gradient_dtype: torch.dtype,
-        watch: bool,
-    ) -> dict[str, Owned]:  # fmt: skip
-        """Let FSDP2 sum the gradients of these rows over `group`, through us. By name: what is mine, empty rows left
-        out; weights where FSDP2 sends them from, gradients one after the other in one buffer."""
+        self, parameters: Sequence[tuple[Shard, nn.Parameter]], *, gradient_dtype: torch.dtype, watch: bool
+    ) -> dict[str, Owned]:
+        """Let FSDP2 sum the gradients of these rows, through us; weights are where FSDP2 sends them from."""
+        group = self.division.slices
         self.fsdp.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
+        owned = super().connect(parameters, gradient_dtype=gradient_dtype, watch=watch)
         if not parameters:
-            return {}
-        self.names = [mine.name for mine, _ in parameters]
-        weights = [_local(parameter) for _, parameter in parameters]
-        numels = [weight.numel() for weight in weights]
-        self.gradient = torch.zeros(sum(numels), dtype=gradient_dtype, device=weights[0].device)
-        owned = {}
-        for (mine, parameter), weight, part in zip(parameters, weights, self.gradient.split(numels), strict=True):
-            assert mine.flat is not None and mine.flat[1] - mine.flat[0] == weight.numel(), (mine, weight.shape)
-            sent = padded_numel(mine, group.size)
-            parameter.register_post_accumulate_grad_hook(partial(self._add, mine.name, part, sent))
-            if weight.numel():
-                owned[mine.name] = Owned(mine, weight, part.view_as(weight))
+            return owned
+        for mine, _ in parameters:
+            numel = self._parts[mine.name].numel()
+            assert mine.flat is not None and mine.flat[1] - mine.flat[0] == numel, (mine, numel)
         self.fsdp.set_gradient_divide_factor(DIVIDE_BY)
         self.fsdp.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it sums
         self.fsdp.set_reduce_scatter_unused_params(True)  # else what is sent depends on what forward used
@@ -199,24 +281,13 @@ class Unit:
         self.fsdp.set_all_reduce_hook(self._arrived)
         return owned
 
-    def begin_step(self, microbatches: int) -> None:
-        """Expect this many sums."""
-        self._expected, self._rounds = microbatches, 0
-        self.seen.clear()
-
     def unused(self) -> list[str]:
         """Names of its parameters, if none of them has had a gradient in this step."""
-        return self.names if self._rounds == 0 else []
+        return self.names if not any(self._rounds.values()) else []
 
-    @property
-    def ready(self) -> bool:
-        """Whether all its gradients of the step have come, or can come no more."""
-        return not self.names or self._rounds == self._expected
-
-    def close(self) -> None:
-        """No gradient of the step comes any more; a unit without any has zeros."""
-        if self._rounds == 0:
-            self.gradient.zero_()
+    def free(self) -> None:
+        """Keep my rows only."""
+        self.fsdp.reshard()
 
     def look_at(self, message: Tensor, ranks: int) -> None:
         """Note where the gradients of all rows, [ranks, what each of them keeps], are finite before they are summed."""
@@ -226,30 +297,38 @@ class Unit:
         """Take the sums of one microbatch before FSDP2 rounds them to the weights' dtype.
 
         They lie one after the other, each padded to what the first rank keeps. FSDP2 then visits the parameters in
-        that order, so `_add` knows which is which.
+        that order, so `add` knows which is which.
         """
         self._sum, self._read = message, 0
         for x in (message, self._finite) if message.is_cuda else ():
             if x is not None:  # allocated on the stream that sums, and read on this one
                 x.record_stream(torch.cuda.current_stream())
 
-    def _add(self, name: str, gradient: Tensor, sent: int, parameter: Tensor) -> None:
-        """Add the next part of the message, of `sent` elements, to a gradient."""
-        assert self._sum is not None, name
-        part = self._sum[self._read : self._read + gradient.numel()]
-        if self._rounds == 0:
-            gradient.copy_(part)
-        else:
-            gradient.add_(part)
+    def add(self, mine: Shard, parameter: Tensor) -> None:
+        """Add the next part of the message to a gradient."""
+        assert self._sum is not None, mine.name
+        numel, sent = self._parts[mine.name].numel(), padded_numel(mine, self.division.slices.size)
+        self._put(mine.name, self._sum[self._read : self._read + numel])
         if self._finite is not None:
-            self.seen.append((name, self._finite[self._read : self._read + sent].all()))
+            self.seen.append((mine.name, self._finite[self._read : self._read + sent].all()))
         parameter.grad = None
         self._read += sent
         if self._read == self._sum.numel():
             self._sum = None
-            self._rounds += 1
-            if self.sums.overlap:
-                self.sums.start(ready_only=True)
+            self._go_on()
+
+
+def _calling(unit: Unit, mine: Shard) -> Callable[[Tensor], None]:
+    # A parameter that torch refers to, too, hides its hooks from the garbage collector: a strong reference in one
+    # would keep the unit for ever, and with it process groups.
+    its = weakref.ref(unit)
+
+    def add(parameter: Tensor) -> None:
+        owner = its()
+        assert owner is not None, mine.name
+        owner.add(mine, parameter)
+
+    return add
 
 
 class Gather:
@@ -277,7 +356,7 @@ class Gather:
 class Sum:
     """FSDP2's reduce-scatter, noted for the report of a hang."""
 
-    def __init__(self, group: Group, watched_by: Unit | None) -> None:
+    def __init__(self, group: Group, watched_by: Gathered | None) -> None:
         self.group, self.watched_by = group, watched_by
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -300,57 +379,140 @@ class Sum:
 
 
 def fully_shard_chunk(
-    chunk: nn.Module, group: Group, device: torch.device, *, gradient_dtype: torch.dtype, keep_gathered: bool
-) -> None:
-    """Cut the parameters of a model on the meta device over `group`, and give my rows of them memory: zeros.
+    chunk: nn.Module, divisions: Divisions, device: torch.device, *, whole: Set[nn.Parameter],
+    gradient_dtype: torch.dtype, keep_gathered: bool,
+) -> None:  # fmt: skip
+    """Cut the parameters of a model on the meta device over the ranks that divide them, all but those in `whole`, and
+    give my rows of them memory: zeros.
 
     The chunk frees nothing after forward: its head is asked for the loss when forward has returned.
     """
-    assert group.handle is not None, "a group of one rank has nothing to divide"
-    ranks = DeviceMesh.from_group(group.handle, device.type, mesh_dim_names=("shard",))
-    assert ranks.get_local_rank() == group.rank, (ranks, group)
+    ranks = {grid: _ranks(each.slices, device) for grid, each in divisions.items() if each.slices.size > 1}
+    assert ranks, "groups of one rank have nothing to divide"
     policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype, cast_forward_inputs=False)
-    for module in list(_inner_units(chunk)):
-        fully_shard(module, mesh=ranks, reshard_after_forward=not keep_gathered, mp_policy=policy)
+    cut = partial(fully_shard, mp_policy=policy, ignored_params={*whole})
+    for module in list(_inner_parts(chunk)):
+        over = ranks.get(_grid_of(module))
+        if over is None:
+            continue
+        cut(module, mesh=over, reshard_after_forward=not keep_gathered)
+        if _grid_of(module) == "expert":
+            _show_what_is_rebuilt(module)
         if isinstance(module, VocabEmbedding | VocabHead) and isinstance(module, FSDPModule):
             module.set_unshard_in_backward(False)  # their backward does not read the table
         if isinstance(module, VocabHead):
             register_fsdp_forward_method(module, "loss")
             register_fsdp_forward_method(module, "best")
-    fully_shard(chunk, mesh=ranks, reshard_after_forward=False, mp_policy=policy)
+    # Where it has nothing to divide it is still what FSDP2 counts forward and backward passes by.
+    cut(chunk, mesh=ranks.get("dense", next(iter(ranks.values()))), reshard_after_forward=False)
     if keep_gathered:
         assert isinstance(chunk, FSDPModule)
         chunk.set_reshard_after_backward(False)
     _give_memory(chunk, device)
 
 
+def _ranks(group: Group, device: torch.device) -> DeviceMesh:
+    """The same ranks, as FSDP2 wants them."""
+    assert group.handle is not None, group
+    ranks = DeviceMesh.from_group(group.handle, device.type, mesh_dim_names=("shard",))
+    assert ranks.get_local_rank() == group.rank, (ranks, group)
+    return ranks
+
+
+class _Aside:
+    """Something that FSDP2 does not look into."""
+
+    def __init__(self, rows: Rebuilt) -> None:
+        self.rows = rows
+
+
+def _show_what_is_rebuilt(experts: nn.Module) -> None:
+    """Let FSDP2 see the rows that experts read, also where they are rebuilt in backward: it sends a unit's gradients
+    when those of all tensors among the unit's inputs are there, and would take the rows' weights for all of them."""
+
+    def take_apart(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        (sent,) = args
+        rows = sent.rows
+        return (sent._replace(rows=rows.value), _Aside(rows)) if isinstance(rows, Rebuilt) else args
+
+    def put_together(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if len(args) == 1:
+            return args
+        sent, aside = args
+        assert isinstance(sent, Sent) and isinstance(sent.rows, Tensor)
+        return (sent._replace(rows=replace(aside.rows, value=sent.rows)),)
+
+    experts.register_forward_pre_hook(take_apart, prepend=True)  # before FSDP2's own
+    experts.register_forward_pre_hook(put_together)
+
+
+def divisions_of(parameters: Parameters, mesh: Mesh) -> Divisions:
+    """How ranks divide what lies on each grid."""
+    return {grid: division_of(3, mesh, grid) for grid in sorted({"dense", *(shard.grid for shard, _, _ in parameters)})}
+
+
 def divide_for_forward(
     chunks: Sequence[nn.Module], parameters: Parameters, mesh: Mesh, *,
     device: torch.device, keep_gathered: bool = False,
 ) -> list[tuple[Shard, Tensor]]:  # fmt: skip
-    """Divide the weights of a model on the meta device over `mesh.shard` for forward passes alone.
+    """Divide the weights of a model on the meta device over the ranks that `FullySharded` divides them over, for
+    forward passes alone.
 
     Returns my rows of each, for the caller to fill; weights of which I have no row are left out. Unlike
     `FullySharded` it makes no room for gradients, and no backward may follow. `keep_gathered`: as there.
     """
-    _refuse_shared_chunks(chunks)
-    require_alike({shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters}, mesh.dp_cp)
-    group = mesh.shard
-    for chunk in chunks:
-        fully_shard_chunk(chunk, group, device, gradient_dtype=torch.float32, keep_gathered=keep_gathered)
-        for module in (*_inner_units(chunk), chunk):
-            assert isinstance(module, FSDPModule), module
+    divisions = divisions_of(parameters, mesh)
+    _require_alike(parameters, mesh)
+    _divide(chunks, parameters, divisions, device=device, gradient_dtype=torch.float32, keep_gathered=keep_gathered)
+    for module in (part for chunk in chunks for part in (*_inner_parts(chunk), chunk)):
+        if isinstance(module, FSDPModule):
+            group = divisions[_grid_of(module)].slices
             module.set_custom_all_gather(Gather(group))  # type: ignore[arg-type]  # theirs is a private class
-    return _my_rows(parameters, group)
+    return _my_rows(parameters, divisions)
 
 
-def _my_rows(parameters: Parameters, group: Group) -> list[tuple[Shard, Tensor]]:
+def _divide(
+    chunks: Sequence[nn.Module], parameters: Parameters, divisions: Divisions, *, device: torch.device,
+    gradient_dtype: torch.dtype, keep_gathered: bool,
+) -> None:  # fmt: skip
+    """Cut every chunk, and leave the hooks and sums to the caller."""
+    _refuse_shared_chunks(chunks)
+    stays = {getattr(module, name) for shard, module, name in parameters if _stays(shard, module, name, divisions)}
+    for chunk in chunks:
+        fully_shard_chunk(
+            chunk, divisions, device, whole=stays, gradient_dtype=gradient_dtype, keep_gathered=keep_gathered
+        )
+
+
+def _stays(shard: Shard, module: nn.Module, name: str, divisions: Divisions) -> bool:
+    """Whether this rank keeps all of its box of a parameter."""
+    trained: bool = getattr(module, name).requires_grad
+    return divisions[shard.grid].slices.size == 1 or (shard.inputs == 0 and not trained)
+
+
+def _mine(shard: Shard, division: Division) -> Shard:
+    """My rows, where several ranks divide them."""
+    group = division.slices
+    return shard if group.size == 1 else rows_of(shard, group.rank, group.size, SLICES_OVER[shard.grid])
+
+
+def _my_rows(parameters: Parameters, divisions: Divisions) -> list[tuple[Shard, Tensor]]:
     """My rows of each; weights of which I have no row are left out."""
     mine = [
-        (rows_of(shard, group.rank, group.size, SHARD_AXES), _local(getattr(module, name)))
+        (shard if _stays(shard, module, name, divisions) else _mine(shard, divisions[shard.grid]), module, name)
         for shard, module, name in parameters
     ]
-    return [(shard, rows) for shard, rows in mine if rows.numel()]
+    held = [(shard, _local(getattr(module, name))) for shard, module, name in mine]
+    return [(shard, rows) for shard, rows in held if rows.numel()]
+
+
+def _require_alike(parameters: Parameters, mesh: Mesh) -> None:
+    """Make sure that ranks that divide something have the same of it; collective."""
+    for grid, group in (("dense", mesh.dp_cp), *((("expert", mesh.over("edp")),) if mesh.grid.experts else ())):
+        texts = {
+            shard.name: f"as {shard.matrix_shape} of {shard.shape}" for shard, _, _ in parameters if shard.grid == grid
+        }
+        require_alike(texts, group)
 
 
 def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
@@ -364,30 +526,77 @@ def _refuse_shared_chunks(chunks: Sequence[nn.Module]) -> None:
         )
 
 
+def _unit(module: nn.Module, divisions: Divisions, sums: SumsInOrder) -> Unit:
+    """What gathers the parameters of a part, or has them."""
+    division = divisions[_grid_of(module)]
+    return (Gathered if division.slices.size > 1 else Unit)(module, division, sums)
+
+
 def _as_backward_ends(units: Sequence[Unit], chunks: Sequence[nn.Module]) -> list[Unit]:
-    """The last layer first; a chunk's own parameters, of which both ends may have a part, after all inside it."""
+    """The last layer first, behind its experts; a chunk's own parameters, of which both ends may have a part, after all
+    inside it."""
     unit_of = {id(unit.module): unit for unit in units}
-    return [
-        unit_of[id(module)] for chunk in reversed(chunks) for module in (*reversed(list(_inner_units(chunk))), chunk)
-    ]
+    order: list[nn.Module] = []
+    for chunk in reversed(chunks):
+        order += _experts_apart(chunk)
+        for layer in reversed(list(_inner_units(chunk))):
+            order += [*_experts_in(layer), layer]
+        order.append(chunk)
+    return [unit_of[id(module)] for module in order]
 
 
 def _gather_nothing_ahead(chunk: nn.Module) -> None:
     """Let backward gather what it needs when it needs it. FSDP2 has no switch for that, but may be told what to gather
     ahead: here the chunk's own parameters, which are there."""
-    for module in (*_inner_units(chunk), chunk):
-        assert isinstance(module, FSDPModule) and isinstance(chunk, FSDPModule)
-        module.set_modules_to_backward_prefetch([chunk])
+    for module in (*_inner_parts(chunk), chunk):
+        if isinstance(module, FSDPModule):
+            assert isinstance(chunk, FSDPModule)
+            module.set_modules_to_backward_prefetch([chunk])
+
+
+def _inner_parts(chunk: nn.Module) -> Iterator[nn.Module]:
+    """What is gathered apart from the rest of a chunk, parts of a part before it."""
+    for unit in _inner_units(chunk):
+        yield from _experts_in(unit)
+        yield unit
+    yield from _experts_apart(chunk)
+
+
+def _experts_apart(chunk: nn.Module) -> list[nn.Module]:
+    """Experts outside its layers: of layers that predict further ahead."""
+    inside = {id(part) for unit in _inner_units(chunk) for part in _experts_in(unit)}
+    return [part for part in _experts_in(chunk) if id(part) not in inside]
 
 
 def _inner_units(chunk: nn.Module) -> Iterator[nn.Module]:
-    """What is gathered apart from the rest of a chunk: its layers, and tables that are used in one place."""
+    """Its layers, and tables that are used in one place."""
     uses = Counter(id(table.weight) for table in chunk.modules() if isinstance(table, VocabEmbedding | VocabHead))
     for child in chunk.children():
         if isinstance(child, VocabEmbedding | VocabHead) and uses[id(child.weight)] == 1:
             yield child
         if isinstance(child, nn.ModuleList):
             yield from child
+
+
+def _experts_in(layer: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules inside that have parameters of experts and nothing else."""
+    for child in layer.children():
+        grids = _grids_in(child)
+        if grids == {"expert"}:
+            yield child
+        elif "expert" in grids:
+            yield from _experts_in(child)
+
+
+def _grid_of(module: nn.Module) -> str:
+    """On which grid the parameters of a part lie, but for those of parts inside it."""
+    return "expert" if _grids_in(module) == {"expert"} else "dense"
+
+
+def _grids_in(module: nn.Module) -> set[str]:
+    """Grids of all parameters inside."""
+    notes = (each.__dict__.get("declared", {}) for each in module.modules())
+    return {declared.shard.grid for note in notes for declared in note.values()}
 
 
 def _give_memory(chunk: nn.Module, device: torch.device) -> None:
@@ -405,7 +614,6 @@ def _give_memory(chunk: nn.Module, device: torch.device) -> None:
 
 
 def _local(parameter: nn.Parameter) -> Tensor:
-    """My rows, as a plain tensor."""
-    assert isinstance(parameter, DTensor)
+    """My rows, or all there is, as a plain tensor."""
     with torch.no_grad():
-        return parameter.to_local()
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter.data

@@ -231,9 +231,8 @@ def _state(workload: Workload, parameters: Sequence[HeldParameter], sharer: Shar
     still, moving = [one for one in parameters if one.frozen], trained(parameters)
     apart = sum(one.numel * (width.value if one.counts else width.sums) for one in still)
     if zero == 3:
-        shards, rank = workload.shards, sharer.shard_rank
-        buffer = gradients = owned = sum(kept_rows(one, rank, shards) * one.columns for one in moving)
-        apart = width.value * sum(kept_rows(one, rank, shards) * one.columns for one in still)
+        buffer = gradients = owned = sum(_kept(workload, one, sharer) for one in moving)
+        apart = sum(_kept(workload, one, sharer) * (width.value if one.counts else width.sums) for one in still)
     else:
         plan = buffer_plan(workload, moving)
         slices, numbers = slices_of(workload, plan, moving), {"dense": sharer.shard_rank, "expert": sharer.expert_rank}
@@ -266,7 +265,8 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
 
     zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place for, and what it
     sends, where that is a copy in bf16. zero=2: these buckets themselves, too, and the one that backward fills. zero=3:
-    the weights of the layer at work and of the next (in pipelines all of them), and the gradient of one, twice.
+    the weights of the layer at work, its experts', and those of the next (in pipelines all of them), and the gradient
+    of one, twice.
     """
     width, p = WIDTHS[workload.run.precision.params], workload.run.parallel
     if p.zero == 0 or not divides(workload):
@@ -277,11 +277,23 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
         received = 0 if accelerator else width.sums
         beside = IN_FLIGHT * (2 * WIRE_BYTES["bf16"] if p.reduce_dtype == "bf16" else received)
         return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
-    gathered = gathered_units(workload, parameters)
-    inner = sorted((unit.numel for unit in gathered if not unit.root), reverse=True)
+    gathered = [unit for unit in gathered_units(workload, parameters) if unit.ranks > 1]
+    dense, expert = (
+        sorted((unit.numel for unit in gathered if not unit.root and unit.grid == grid), reverse=True)
+        for grid in ("dense", "expert")
+    )
     most = max((sum(one.numel for one in trained(unit.parameters)) for unit in gathered if not unit.root), default=0)
-    at_once = sum(unit.numel for unit in gathered if unit.root) + sum(inner if keeps_gathered(workload) else inner[:2])
+    inner = dense + expert if keeps_gathered(workload) else dense[:2] + expert[:1]
+    at_once = sum(unit.numel for unit in gathered if unit.root) + sum(inner)
     return width.value * at_once + (width.value + width.sums) * most
+
+
+def _kept(workload: Workload, one: HeldParameter, sharer: Sharer) -> int:
+    """Elements of a parameter that a rank keeps under zero=3; of vectors that are not trained all."""
+    if one.frozen and not one.matrix:
+        return one.numel
+    rank = sharer.shard_rank if one.grid == "dense" else sharer.expert_rank
+    return kept_rows(one, rank, workload.shards_of(one)) * one.columns
 
 
 def kept_rows(one: HeldParameter, rank: int, ranks: int) -> int:
@@ -302,6 +314,10 @@ class GatheredUnit(NamedTuple):
     root: bool
     """What is left of a chunk: it stays gathered from forward to the end of backward."""
 
+    grid: str = "dense"
+    ranks: int = 1
+    """That divide it."""
+
     @property
     def numel(self) -> int:
         """Elements of all ranks."""
@@ -309,19 +325,25 @@ class GatheredUnit(NamedTuple):
 
 
 def gathered_units(workload: Workload, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
-    """Each layer, and each table that is used in one place; the last norm, and a table used in two, are the rest."""
+    """Each layer but for its experts, these, and each table that is used in one place; the last norm, and a table used
+    in two, are the rest. Vectors that are not trained are never divided."""
     names, model = {one.name for one in parameters}, workload.run.model
     tables = names & {"embed.weight", "head.weight"}
     if model.mtp.depths and "norm.weight" in names:  # predictions further ahead use both once more
         tables = set()
     elif model.tied_embeddings and "norm.weight" in names:
         tables -= {"embed.weight"} if len(workload.table_holders) == 1 else set()
-    units: dict[str, list[HeldParameter]] = {}
+    units: dict[tuple[str, str], list[HeldParameter]] = {}
     for one in parameters:
         words = one.name.split(".")
-        name = ".".join(words[:2]) if words[0] == "layers" else one.name if one.name in tables else ""
-        units.setdefault(name, []).append(one)
-    return [GatheredUnit(name, tuple(held), root=name == "") for name, held in units.items()]
+        apart = words[0] == "layers" or one.grid == "expert"
+        name = ".".join(words[:2]) if apart else one.name if one.name in tables else ""
+        if one.matrix or not one.frozen:
+            units.setdefault((name, one.grid), []).append(one)
+    return [
+        GatheredUnit(name, tuple(held), name == "", grid, workload.shards_of(held[0]))
+        for (name, grid), held in units.items()
+    ]
 
 
 def keeps_gathered(workload: Workload) -> bool:

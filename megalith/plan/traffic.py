@@ -21,8 +21,17 @@ from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
-from megalith.plan.memory import WIRE_BYTES, boundary_bytes, buffer_plan, gathered_units, keeps_gathered, kept_rows
-from megalith.plan.parameters import HeldParameter, tensor_part
+from megalith.plan.memory import (
+    WIRE_BYTES,
+    GatheredUnit,
+    boundary_bytes,
+    buffer_plan,
+    divides,
+    gathered_units,
+    keeps_gathered,
+    kept_rows,
+)
+from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, modules_again
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS, neighbour
@@ -472,8 +481,10 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
     """Gradients over dp and cp, and of experts over edp, once a step or, with zero=2, each microbatch; with ZeRO the
     weights come back."""
     parameters = workload.parameters(pp_rank, tp_rank)
-    if workload.run.parallel.zero == 3 and workload.shards > 1:
-        yield from _sharded_traffic(workload, parameters)
+    if workload.run.parallel.zero == 3 and divides(workload):
+        for axis, sort in (("dp", "dense"), ("edp", "expert")):
+            units = [unit for unit in gathered_units(workload, parameters) if unit.grid == sort]
+            yield from _sharded_traffic(workload, axis, units)
         return
     moving, grid = trained(parameters), workload.grid
     plan = buffer_plan(workload, moving)
@@ -526,26 +537,32 @@ def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
     )
 
 
-def _sharded_traffic(workload: Workload, parameters: Sequence[HeldParameter]) -> Iterator[Traffic]:
+def _sharded_traffic(workload: Workload, axis: str, units: Sequence[GatheredUnit]) -> Iterator[Traffic]:
     """zero=3: a layer's weights for each forward and each backward, a table's for forward; gradients each microbatch.
 
-    In pipelines weights are gathered once a step. A parameter whose rows do not divide is sent padded.
+    In pipelines weights are gathered once a step. A parameter whose rows do not divide is sent padded. What one rank
+    has for itself is summed over replicas alone.
     """
-    run, ranks, many = workload.run, workload.shards, workload.num_microbatches
-    width, units = WIDTHS[run.precision.params], gathered_units(workload, parameters)
+    if not units:
+        return
+    run, ranks, many = workload.run, units[0].ranks, workload.num_microbatches
+    width, grid = WIDTHS[run.precision.params], workload.grid
     padded, summed = (
         [sum(kept_rows(one, 0, ranks) * one.columns for one in some(unit.parameters)) * ranks for unit in units]
         for some in (list, trained)
     )
-    times = [1 if keeps_gathered(workload) else many * (2 if unit.name.startswith("layers.") else 1) for unit in units]
+    times = [
+        1 if keeps_gathered(workload) else many * (2 if unit.name.startswith(("layers.", "mtp.")) else 1)
+        for unit in units
+    ]
     behind = "the layer before" if run.parallel.overlap else ""
     weights = width.value * sum(numel * count for numel, count in zip(padded, times, strict=True))
-    yield _row("dp", "weights", "all_gather", ranks=ranks, calls=sum(times), nbytes=weights, behind=behind)
+    yield _row(axis, "weights", "all_gather", ranks=ranks, calls=sum(times), nbytes=weights, behind=behind)
     yield _row(
-        "dp", "gradients", "reduce_scatter", ranks=ranks, calls=many * len(units),
+        axis, "gradients", "reduce_scatter", ranks=ranks, calls=many * len(units),
         nbytes=many * width.sums * sum(summed), behind=behind,
     )  # fmt: skip
     yield _row(
-        "dp", "gradients, over replicas", "all_reduce", ranks=workload.grid.size("dp_replica"), calls=len(units),
+        axis, "gradients, over replicas", "all_reduce", ranks=grid.size(f"{axis}_replica"), calls=len(units),
         nbytes=width.sums * sum(summed) // ranks, behind=behind,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from megalith.optim.build import build_optimizer
 from megalith.optim.loss_scale import LossScale, build_loss_scale
 from megalith.optim.slots import Optimizer
 from megalith.parallel.data import DataParallel
-from megalith.parallel.engine import Engine
+from megalith.parallel.engine import Engine, divides
 from megalith.parallel.mesh import Mesh
 from megalith.plan.initial import Rates, rates_of
 from megalith.plan.shards import Shard, is_first_holder
@@ -74,7 +74,7 @@ def build_engine(run: TrainRun, model: nn.ModuleList, mesh: Mesh, device: torch.
     p, dtype = run.parallel, DTYPES[run.precision.params]
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
     sums, watch = torch.promote_types(dtype, torch.float32), run.optim.nonfinite_grad == "raise"
-    if p.zero == 3 and mesh.shard.size > 1:
+    if p.zero == 3 and divides(mesh):
         from megalith.parallel.fsdp import FullySharded  # here, because torch's part of it takes half a second to load
 
         return FullySharded(

@@ -19,6 +19,7 @@ from megalith.models.decoder import allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
 from megalith.parallel.context import my_slicing
+from megalith.parallel.engine import divides
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
@@ -165,7 +166,7 @@ def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:
     mesh, device, p = staged.mesh, staged.device, staged.run.parallel
     model = staged.modules
     parameters = [(declared.shard, module, name) for declared, module, name in declared_parameters(model)]
-    if p.zero == 3 and mesh.shard.size > 1:
+    if p.zero == 3 and divides(mesh):
         from megalith.parallel.fsdp import divide_for_forward  # here: torch's part of it takes half a second to load
 
         return divide_for_forward(

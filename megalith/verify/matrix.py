@@ -567,12 +567,28 @@ def _experts_under_several_axes() -> Mixed:
     }  # fmt: skip
 
 
+def _experts_fully_sharded() -> Mixed:
+    """Rows of experts over edp, the rest over dp and cp; either may have nothing to divide."""
+    tp2, both = ParallelConfig(tp=2, sp=True, zero=3), ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3)
+    return {
+        "biased choice, dp2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, zero=3), 1, NO),
+        "biased choice, dp2 ep2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=3), 1, NO),
+        "narrow, dp4 ep2, zero 3": (NARROW, ParallelConfig(dp=4, ep=2, zero=3), 1, NO),
+        "narrow, tp2 sp etp1, zero 3": (NARROW, replace(tp2, etp=1), 1, NO),
+        "clamped, tp2 dp2 sp ep2 etp1, zero 3": (CLAMPED, replace(both, etp=1), 1, MIXTURE),
+        "clamped, dp4 ep2 in two replicas, zero 3": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=3, replicas=2), 1, FULL),
+        "narrow, cp2 dp2 ep2, zero 3": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL),
+        "biased choice, pp2 dp2, zero 3": (BIASED_CHOICE, staged(2, dp=2, zero=3), 1, FULL),
+        "further experts, pp2 dp4 ep2, zero 3": (FURTHER_EXPERTS, replace(staged(2, dp=4, zero=3), ep=2), 1, NO),
+    }  # fmt: skip
+
+
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
     again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. Packed
     documents do not meet experts that refuse those of least weight: first tokens of documents weigh exactly alike, and
     rounding would decide who has the last seat."""
-    rows = {**_experts_under_one_axis(), **_experts_under_several_axes()}
+    rows = {**_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded()}
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
         "narrow, cp2 ep2", "planned, cp3 ep3", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",

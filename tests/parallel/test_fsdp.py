@@ -13,6 +13,8 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import PlanError
@@ -22,7 +24,7 @@ from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.observe.flight import Flight
 from megalith.parallel import engine as engines
-from megalith.parallel.fsdp import FullySharded, Unit, _refuse_shared_chunks
+from megalith.parallel.fsdp import FullySharded, Gathered, Unit, _refuse_shared_chunks
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.testing.inject import replaced
@@ -290,6 +292,7 @@ def test_every_row_is_owned_once_even_when_there_are_fewer_than_ranks() -> None:
 
 def gathered_bytes(unit: Unit) -> int:
     """Memory of a unit's whole weights."""
+    assert isinstance(unit, Gathered)
     groups = unit.fsdp._get_fsdp_state()._fsdp_param_groups
     outputs = [whole for group in groups for one in group.fsdp_params for whole in one.all_gather_outputs]
     return sum(whole.untyped_storage().nbytes() for whole in outputs)
@@ -374,9 +377,11 @@ def test_collectives_are_noted_and_a_gradient_that_is_not_finite_is_blamed_on_it
 # --- checkpoints
 
 
-def _trainer(parallel: ParallelConfig, rank: int, world: int, *, fill: bool = True) -> Trainer:
-    run = proof.layout_case(CONFIG, parallel, world).run
-    return build_trainer(run, build_mesh(model_grid(parallel, CONFIG, world), rank=rank), CPU, fill=fill)
+def _trainer(
+    parallel: ParallelConfig, rank: int, world: int, *, fill: bool = True, config: ModelConfig = CONFIG
+) -> Trainer:
+    run = proof.layout_case(config, parallel, world).run
+    return build_trainer(run, build_mesh(model_grid(parallel, config, world), rank=rank), CPU, fill=fill)
 
 
 def _train(trainer: Trainer, *, first: int, steps: int) -> dict[str, Tensor]:
@@ -431,3 +436,79 @@ def test_chunks_that_share_a_table_are_refused_with_ways_out() -> None:
     )
     assert "Set model.tied_embeddings=false" in text
     assert text.endswith(", parallel.pipeline.vpp=1, or parallel.zero=2.")
+
+
+# --- experts
+
+
+MIXTURE = replace(
+    CONFIG, num_layers=2, moe=MoEConfig(
+        experts=4, ffn_hidden_size=6, shared_ffn_hidden_size=5,
+        router=RouterConfig(score="sigmoid", balancing_bias=True, balancing_rate=0.01),
+    ),
+)  # fmt: skip
+
+
+def _recomputed_experts(rank: int, world: int, ep: int) -> None:
+    mesh = build_mesh(model_grid(ParallelConfig(zero=3, ep=ep), MIXTURE, world), rank=rank)
+    model, data = build(mesh, config=MIXTURE)
+    plain = step(model, data, mine(rank))
+    names = {name.rsplit(".", 1)[1]: gradient for name, gradient in plain.items() if ".experts." in name}
+    assert {"gate_up", "down"} == {*names} and all(bool(gradient.any()) for gradient in names.values())
+    for modules in ((), ("mlp",), ("norm", "mlp_act")):
+        kind = RecomputeConfig(granularity="selective", modules=modules) if modules else None
+        for keep in (False, True):
+            recompute = kind or RecomputeConfig(granularity="full")
+            model, data = build(mesh, config=MIXTURE, recompute=recompute, keep_gathered=keep)
+            found = step(model, data, mine(rank))
+            assert all(torch.equal(found[name], plain[name]) for name in plain), (recompute, keep)
+    count = sum(owned.shard.numel for owned in data.owned if owned.shard.grid == "expert")
+    assert count == sum(owned.weight.numel() for owned in data.owned if owned.shard.grid == "expert") * (world // ep)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_recomputing_experts_whose_weights_were_freed_changes_no_bit(ep: int) -> None:
+    run_ranks(_recomputed_experts, 2, ep)
+
+
+def _moving_biases(rank: int, world: int) -> list[list[float]]:
+    """In bf16, beside biases in fp32, which no rank divides."""
+    case = proof.layout_case(MIXTURE, ParallelConfig(zero=3), world)
+    run = replace(case.run, precision=PrecisionConfig(params="bf16"))
+    trainer = build_trainer(run, build_mesh(model_grid(run.parallel, MIXTURE, world), rank=rank), CPU)
+    loader = proof._loader(run, trainer.mesh, consumed=0, steps=1)
+    train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
+    biases = [tensor for shard, tensor in trainer.data.frozen if shard.name.endswith("balancing_bias")]
+    assert [bias.dtype for bias in biases] == [torch.float32] * 2, biases
+    assert all(bool(bias.any()) for bias in biases), biases
+    sums = [number for number, _ in trainer.data.checksums()]
+    assert len(sums) == 2  # what lies on either grid
+    return [bias.tolist() for bias in biases]
+
+
+def test_balancing_biases_stay_whole_and_move_alike() -> None:
+    first, second = run_ranks(_moving_biases, 2)
+    assert first == second and [len(bias) for bias in first] == [4, 4]
+
+
+def _experts_go_on(rank: int, world: int, folder: str) -> None:
+    """From rows of all experts to all rows of some, and to a rank that has both whole."""
+    sharded = ParallelConfig(zero=3)
+    trainer = _trainer(sharded, rank, world, config=MIXTURE)
+    _train(trainer, first=0, steps=1)
+    save_checkpoint(Path(folder), 1, checkpoint_entries(trainer), {}, trainer.mesh.world, config_text="", keep=None)
+    expected = _train(trainer, first=1, steps=2)
+    for parallel in (sharded, ParallelConfig(zero=3, ep=2), ParallelConfig(zero=1), ParallelConfig(tp=2, sp=True)):
+        again = _trainer(parallel, rank, world, fill=False, config=MIXTURE)
+        saved = open_checkpoint(Path(folder) / "step_0000001")
+        saved.load_into(checkpoint_entries(again), again.mesh.world)
+        again.optimizer.set_updates(1)
+        publish_loaded(again)
+        found = _train(again, first=1, steps=2)
+        if parallel == sharded:
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert compare(_weights(again), _weights(trainer)).error < 1e-12
+
+
+def test_rows_of_experts_are_taken_over_by_other_layouts(tmp_path: Path) -> None:
+    run_ranks(_experts_go_on, 2, str(tmp_path))

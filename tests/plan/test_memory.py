@@ -158,6 +158,9 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
         (2, {"model.mtp.depths": "1", "model.tied_embeddings": "false", "train.micro_batch_size": "1"}),
         (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
+        (4, EXPERTS | {"parallel.ep": "2", "precision.params": "bf16"}),
+        (2, EXPERTS | {"parallel.ep": "2", "model.mtp.depths": "1", "model.moe.router.balancing_bias": "true"}),
+        (2, EXPERTS | {"parallel.tp": "2", "parallel.sp": "true", "parallel.etp": "1"}),
     ],
 )
 def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[str, str]) -> None:
@@ -166,7 +169,11 @@ def test_fully_sharded_state_is_what_real_ranks_hold(world: int, settings: dict[
     for rank, found in enumerate(run_ranks(sharded_state, world, run)):
         place = workload.grid.coordinates(rank)
         shard_rank = place["dp_shard"] * run.parallel.cp + place["cp"]
-        m = place_memory(workload, place["pp"], place["tp"], sharer=Sharer(shard_rank)).memory
+        sharer = Sharer(shard_rank)
+        if workload.grid.experts is not None:
+            part = ExpertPart(run.parallel.ep, workload.grid.experts.size("etp"), place["etp"])
+            sharer = Sharer(shard_rank, place["edp_shard"], part)
+        m = place_memory(workload, place["pp"], place["tp"], sharer=sharer).memory
         assert (m.weights, m.gradients, m.master, m.moments) == found, rank
 
 
