@@ -84,6 +84,8 @@ def _sunk(matrix: Matrix) -> Matrix:
 class SinkFunction(Function):
     """A weight as it is, whose gradient a sink takes."""
 
+    reference = staticmethod(lambda weight, sink: weight)
+
     @staticmethod
     def forward(ctx: Context, weight: Tensor, sink: GroupedSink) -> Tensor:
         """[e o, i], the same memory."""

@@ -214,7 +214,8 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
 
 def test_every_family_stands_in_the_table() -> None:
     kinds = {getattr(transformers, case.kind).model_type for case in CASES.values()}
-    assert kinds == {family.model_type for family in FAMILIES}
+    theirs = {family.model_type for family in FAMILIES} - {"nemotron-nas"}  # transformers has no class for it
+    assert kinds == theirs and "nemotron-nas" not in transformers.CONFIG_MAPPING
 
 
 @pytest.mark.parametrize("name", some("qwen2", "gemma3", "phi3"))

@@ -5,6 +5,12 @@ Defaults are those of the `megatron-core` releases 0.8 to 0.19; where releases d
 
 from megalith.config.megatron.table import Row
 
+LAYERS = (
+    "model.layers.attention", "model.layers.mlp", "model.layers.num_kv_heads", "model.layers.ffn_hidden_size",
+    "model.num_kv_heads", "model.ffn_hidden_size",
+)  # fmt: skip
+"""What a file of blocks decides."""
+
 MODEL = (
     Row(name="--num-layers", takes="int", fields=("model.num_layers",), aliases=("--encoder-num-layers",)),
     Row(name="--hidden-size", takes="int", fields=("model.hidden_size",)),
@@ -132,6 +138,14 @@ MODEL = (
     Row(
         name="--untie-embeddings-and-output-weights", takes="nothing", fields=("model.tied_embeddings",),
         how="false; left out: true",
+    ),
+    Row(
+        name="--heterogeneous-layers-config-path", takes="text", fields=LAYERS,
+        how="its block_configs; whatever else it says must agree with the other arguments",
+    ),
+    Row(
+        name="--heterogeneous-layers-config-encoded-json", takes="text", fields=LAYERS,
+        how="the same as text; a file goes before it",
     ),
     Row(
         name="--disable-bias-linear", takes="nothing",

@@ -1,6 +1,7 @@
 """Megatron's description of a GPT as our `model` settings: the sizes that follow from others, and what must be so."""
 
 from megalith.config.megatron.attention import heads_of_keys, translate_attention
+from megalith.config.megatron.blocks import translate_blocks
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.experts import translate_experts
 from megalith.config.megatron.initial import translate_initial
@@ -28,6 +29,7 @@ def translate_model(draft: Draft) -> None:
     translate_experts(draft)
     tied = not draft.arguments.value("--untie-embeddings-and-output-weights")
     draft.put("--untie-embeddings-and-output-weights", "model.tied_embeddings", tied)
+    translate_blocks(draft)
 
 
 def _heads(draft: Draft) -> None:

@@ -390,14 +390,6 @@ MODEL = (
     ),
     Group(
         verdict="not mapped", effect="model",
-        reason=(
-            "a file of block_configs is not read here. Use model.layers.attention, model.layers.mlp, "
-            "model.layers.num_kv_heads and model.layers.ffn_hidden_size for what it says of each layer"
-        ),
-        flags="--heterogeneous-layers-config-encoded-json --heterogeneous-layers-config-path",
-    ),
-    Group(
-        verdict="not mapped", effect="model",
         reason="not yet: state-space layers, and modules of your own. Remove it",
         flags="""
             --hybrid-attention-ratio=0 --hybrid-layer-pattern --hybrid-mlp-ratio=0 --hybrid-override-pattern

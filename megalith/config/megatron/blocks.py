@@ -1,0 +1,123 @@
+"""Megatron's file of layers that are not all alike as our `model.layers`."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megalith.config.blocks import Sizes, read_blocks
+from megalith.config.megatron.draft import Draft
+
+PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
+COUNTS = ("--num-layers", "--num-attention-heads", "--hidden-size")
+SETTINGS = ("attention", "mlp", "num_kv_heads", "ffn_hidden_size")
+
+LAYERS_ASK: tuple[tuple[str, str, object, str], ...] = (
+    ("--swiglu", "model.activation", "silu", "--swiglu"),
+    ("--swiglu", "model.gated", True, "--swiglu"),
+    ("--normalization", "model.norm", "rms", "--normalization RMSNorm"),
+    ("--position-embedding-type", "model.positions", "rope", "--position-embedding-type rope"),
+    ("--rotary-percent", "model.rope.fraction", 1.0, "--rotary-percent 1.0"),
+)
+"""(flag, setting, the value that it must have, how that is said): what Megatron demands beside such a file."""
+
+FILE_SAYS: tuple[tuple[str, str, str], ...] = (
+    ("num_hidden_layers", "--num-layers", "model.num_layers"),
+    ("hidden_size", "--hidden-size", "model.hidden_size"),
+    ("num_attention_heads", "--num-attention-heads", "model.num_heads"),
+    ("rope_theta", "--rotary-base", "model.rope.theta"),
+)
+"""(field of the file, flag, setting) that must be equal where the file has the field."""
+
+
+def translate_blocks(draft: Draft) -> None:
+    """What a file, or its text, says of each layer; nothing where there is none. All that does not fit is told."""
+    flag = PATH if draft.arguments.value(PATH) is not None else TEXT
+    if draft.arguments.value(flag) is None:
+        return
+    found = _document(draft, flag)
+    if found is None:
+        return
+    if flag == PATH and draft.arguments.given(TEXT):
+        draft.say("already", TEXT, f"{PATH} is read in its place")
+    draft.problems += [f"{flag}: {text}" for text in (*_asked(draft), *_unequal(draft, found))]
+    if all(draft.sure(name) for name in COUNTS):
+        _put(draft, flag, found)
+
+
+def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
+    layers, heads, hidden = (draft.number(name) for name in COUNTS)
+    keys, width = (draft.settings.get(f"model.{name}") for name in SETTINGS[2:])
+    sizes = Sizes(
+        num_layers=layers, num_heads=heads, hidden_size=hidden, num_kv_heads=keys if isinstance(keys, int) else None,
+        ffn_hidden_size=width if isinstance(width, int) else None,
+    )  # fmt: skip
+    blocks = read_blocks(found.get("block_configs"), sizes)
+    if blocks.problems:
+        draft.problems += [f"{flag}: {text} Use a file that says so." for text in blocks.problems]
+        return
+    for name in SETTINGS:
+        pattern = getattr(blocks.layers, name)
+        if pattern:
+            draft.put(flag, f"model.layers.{name}", list(pattern))
+    draft.put(flag, "model.num_kv_heads", blocks.num_kv_heads, "the most of any layer")
+    draft.put(flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the widest of any layer")
+
+
+def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
+    """The JSON object that the flag names or is; None, and a problem, where there is none."""
+    given = str(draft.arguments.value(flag))
+    try:
+        text = Path(given).read_text(encoding="utf-8") if flag == PATH else given
+        found = json.loads(text)
+    except (OSError, ValueError) as error:
+        draft.problems.append(f"{flag} {given:.60}: {error}. Pass a JSON object with block_configs.")
+        return None
+    if isinstance(found, dict):
+        return found
+    draft.problems.append(f"{flag} {given:.60} holds {found!r:.40}, expected a JSON object with block_configs.")
+    return None
+
+
+def _asked(draft: Draft) -> list[str]:
+    """What such layers need and the other arguments say otherwise."""
+    settings = draft.settings
+    found = {
+        f"these layers need {how}, and {setting} would be {settings[setting]!r}. Pass {how}.": None
+        for flag, setting, value, how in LAYERS_ASK
+        if settings.get(setting, value) != value
+    }
+    for flag in ("--multi-latent-attention", "--num-experts"):
+        if draft.arguments.value(flag):
+            typed = draft.arguments.typed(flag)
+            found[f"blocks have no word for {typed}. Remove {flag}, or the file of layers."] = None
+    return list(found)
+
+
+def _unequal(draft: Draft, found: Mapping[str, Any]) -> list[str]:
+    """Where the file and the other arguments describe two models."""
+    problems = [
+        f"{field}={found[field]!r}, and {flag} makes it {draft.settings[setting]!r}. Set {flag} to {found[field]!r}."
+        for field, flag, setting in FILE_SAYS
+        if found.get(field) is not None and setting in draft.settings and draft.settings[setting] != found[field]
+    ]
+    flag, tied = "--untie-embeddings-and-output-weights", draft.settings.get("model.tied_embeddings")
+    if isinstance(found.get("tie_word_embeddings"), bool) and found["tie_word_embeddings"] != tied:
+        what = "Remove" if tied is False else "Pass"
+        problems.append(f"tie_word_embeddings={found['tie_word_embeddings']}, the other way round. {what} {flag}.")
+    return problems + _scaled_otherwise(draft, found.get("rope_scaling"))
+
+
+def _scaled_otherwise(draft: Draft, scaling: object) -> list[str]:
+    """Stretched positions: those of Llama 3 by the file's factor, or none."""
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    if factor is None:
+        return []
+    kind, ours = draft.settings.get("model.rope.scaling"), draft.settings.get("model.rope.factor")
+    if kind == "llama3" and ours == factor:
+        return []
+    shown = "not stretched" if kind is None else f"stretched by {kind}, {ours}"
+    return [
+        f"rope_scaling.factor={factor!r}, and positions would be {shown}. Pass --use-rope-scaling "
+        f"--rope-scaling-factor {factor}."
+    ]

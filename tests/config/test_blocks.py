@@ -1,0 +1,114 @@
+"""Lists of blocks: what they mean in layers of ours, and that everything strange in them is told at once."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from megalith.config.blocks import Sizes, multiplier_of, read_blocks, width_of
+from megalith.config.layers import ALIKE, LayersConfig
+
+SIZES = Sizes(num_layers=4, num_heads=32, hidden_size=4096)
+WHOLE: dict[str, Any] = {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 5.25}}
+
+
+def with_blocks(*changed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Whole blocks, and after them these."""
+    return [*[deepcopy(WHOLE)] * (4 - len(changed)), *({**WHOLE, **change} for change in changed)]
+
+
+def test_equal_blocks_are_the_models_sizes_and_nothing_else() -> None:
+    found = read_blocks(with_blocks(), SIZES)
+    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (ALIKE, 8, 14336, ())
+
+
+def test_what_is_missing_replaced_or_smaller_becomes_patterns() -> None:
+    entries = [
+        {"attention": {"no_op": True}, "mlp": {"ffn_hidden_size": 100}},
+        {"attention": {"num_query_groups": 16}, "ffn": {"replace_with_linear": True, "ffn_mult": None}},
+        {"attention": {"replace_with_linear": True, "n_heads_in_group": None}, "ffn": {"intermediate_size": 300}},
+        {"attention": {"n_heads_in_group": 32, "sparsify": None, "unshifted_sink": False}, "ffn": {"no_op": True}},
+    ]
+    before = deepcopy(entries)
+    found = read_blocks(entries, SIZES)
+    assert entries == before, "what was parsed is never changed"
+    assert found.problems == () and (found.num_kv_heads, found.ffn_hidden_size) == (16, 300)
+    assert found.layers == LayersConfig(
+        attention=("none", "full", "linear", "full"), mlp=("full", "linear", "full", "none"),
+        num_kv_heads=(16, 16, 16, 1), ffn_hidden_size=(100, 300, 300, 300),
+    )  # fmt: skip
+
+
+def test_patterns_that_repeat_are_said_once_and_groups_need_not_be_the_same_everywhere() -> None:
+    few = {"attention": {"n_heads_in_group": 16}}
+    found = read_blocks([WHOLE, {**WHOLE, **few}] * 2, SIZES)
+    assert found.layers == LayersConfig(num_kv_heads=(8, 2)) and found.problems == ()
+
+
+def test_the_model_says_what_a_block_leaves_out_if_it_does() -> None:
+    bare: list[object] = [{"attention": {}, "ffn": {}}] * 4
+    found = read_blocks(bare, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3, ffn_hidden_size=20))
+    assert (found.layers, found.num_kv_heads, found.ffn_hidden_size, found.problems) == (ALIKE, 3, 20, ())
+    texts = read_blocks(bare, SIZES).problems
+    assert len(texts) == 8
+    assert texts[0] == (
+        "block_configs[0].attention has none of n_heads_in_group, num_query_groups, num_key_value_heads, expected one, "
+        "or no_op: true."
+    )
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "hidden", "width"), [(5.25, 4096, 14336), (2.625, 8192, 14336), (1.0, 100, 256), (0.5, 8192, 2816)]
+)
+def test_widths_are_rounded_up_to_256(multiplier: float, hidden: int, width: int) -> None:
+    assert width_of(multiplier, hidden) == width
+    again = multiplier_of(width, hidden)
+    assert again is not None and width_of(again, hidden) == width
+    assert multiplier_of(width + 1, hidden) is None
+
+
+def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
+    for hidden in (24, 1000, 4096, 5120, 8192):
+        assert all(multiplier_of(256 * n, hidden) is not None for n in range(1, 120)), hidden
+
+
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({"attention": {"n_heads_in_group": 5}},
+         "block_configs[3].attention.n_heads_in_group=5 must be a whole number that divides the 32 query heads."),
+        ({"attention": {"n_heads_in_group": True}}, "n_heads_in_group=True must be a whole number"),
+        ({"attention": {"num_query_groups": 12}}, "num_query_groups=12 must be a whole number that divides"),
+        ({"attention": {"n_heads_in_group": 4, "num_query_groups": 8}},
+         "block_configs[3].attention: n_heads_in_group and num_query_groups: it must be one of them."),
+        ({"attention": {"no_op": True, "replace_with_linear": True}}, "no_op and replace_with_linear: it must be one"),
+        ({"attention": {"n_heads_in_group": 4, "window_length": 8192}},
+         "block_configs[3].attention.window_length=8192 is not known, expected null or false."),
+        ({"attention": None}, "block_configs[3]: None: expected an object for attention."),
+        ({"ffn": {"ffn_mult": -1}}, "block_configs[3].ffn.ffn_mult=-1 must be a number above 0."),
+        ({"ffn": {"ffn_hidden_size": 20.5}}, "ffn.ffn_hidden_size=20.5 must be a whole number above 0."),
+        ({"ffn": {"ffn_mult": 1.0, "gated": False}}, "block_configs[3].ffn.gated=False must be True."),
+        ({"ffn": {"ffn_mult": 1.0, "hidden_act": "relu2"}}, "ffn.hidden_act='relu2' must be 'silu'."),
+        ({"ffn": {"ffn_mult": 1.0, "moe": {"num_experts": 8}}}, "ffn.moe={'num_experts': 8} is not known"),
+        ({"mlp": {"ffn_mult": 1.0}}, "block_configs[3]: mlp and ffn: expected an object for mlp or ffn."),
+        ({"parallel_blocks": [WHOLE]}, "block_configs[3].parallel_blocks="),
+    ],
+)  # fmt: skip
+def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) -> None:
+    (text,) = read_blocks(with_blocks(block), SIZES).problems
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    ("entries", "shown"), [(None, "None"), ({"0": WHOLE}, "{'0'"), ([WHOLE] * 3, "3 entries"), ([WHOLE] * 5, "5 ent")]
+)
+def test_there_is_a_block_for_every_layer(entries: object, shown: str) -> None:
+    (text,) = read_blocks(entries, SIZES).problems
+    assert text.startswith(f"block_configs has {shown}") and "expected a list with one for each of 4 layers" in text
+
+
+def test_everything_is_told_at_once() -> None:
+    wrong = {"attention": {"n_heads_in_group": 3, "window_length": 5}, "ffn": {"ffn_mult": "wide"}}
+    found = read_blocks([wrong, WHOLE, 7, wrong], SIZES)
+    assert [text.split("]")[0] for text in found.problems].count("block_configs[2") == 2
+    assert len(found.problems) == 3 + 2 + 3
