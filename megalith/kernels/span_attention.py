@@ -4,7 +4,8 @@ With the output comes the log of the sum of exponentials, `lse`. Two results of 
 merge into that for all of them: both are weighted by their share of the sum. Backward needs nothing but the merged lse,
 from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf. A sink, a score that stands
 for no key, is what a query has found before it sees the first one: nothing, with lse = sink. Weights that are dropped
-count in the sum all the same: what is dropped is decided after softmax.
+count in the sum all the same: what is dropped is decided after softmax. Biases by distance are looked up tile by tile,
+so that no more than a tile's scores are ever there.
 
 Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads, keys, d], where
 `heads` counts key/value heads of all rows, and `shared` the query heads that use each. Widths of k and v may differ.
@@ -28,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels import cpu
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.linear import Context
+from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
 from megalith.plan.context import Spans, Tile
@@ -59,13 +61,15 @@ def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN,
-    dropped: DroppedWeights | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
 ) -> None:  # fmt: skip
-    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in the spans, and which
-    weights are dropped in `dropped`."""
+    """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in the spans, which
+    weights are dropped in `dropped`, and what scores gain in `biases`."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
-        p, largest, total = _exponentials(_scores(wide_q, wide_k, tile, heads, scores), tile, v.dtype)
+        s = _scores(wide_q, wide_k, tile, heads, scores)
+        s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
+        p, largest, total = _exponentials(s, tile, v.dtype)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
         found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
@@ -88,11 +92,13 @@ class Gradients(NamedTuple):
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dvalues: Tensor | None = None
+    """Of biases by distance, [n, distances], where there are any."""
 
 
 def attend_backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients,
-    scores: Scores = PLAIN, dropped: DroppedWeights | None = None,
+    scores: Scores = PLAIN, dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
 ) -> None:  # fmt: skip
     """Add what these keys contribute to the gradients, given the lse over all keys and `delta` = sum of dout · out.
 
@@ -105,6 +111,7 @@ def attend_backward(
         rows, drows = q[queries].flatten(1, 2), dout[queries].flatten(1, 2)
         s = _scores(wide_q, wide_k, tile, heads, scores)
         slope = None if scores.softcap is None else _slope(s, scores.softcap)
+        s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
         p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype)
         factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
         kept = narrow if factors is None else narrow * factors.to(narrow.dtype)
@@ -117,6 +124,8 @@ def attend_backward(
             ds = torch.baddbmm(minus, drows, v[keys].transpose(1, 2)).mul_(p)
         else:
             ds = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p)
+        if biases is not None and into.dvalues is not None:
+            biases.add_gradient(into.dvalues, ds, tile, _kv_heads(heads, q, spans), q.shape[1])
         ds = (ds if slope is None else ds.mul_(slope)).to(q.dtype)
         into.dq[queries] += torch.bmm(ds, k[keys]).mul_(scale).view(into.dq[queries].shape)
         into.dk[keys] += torch.bmm(ds.transpose(1, 2), rows).mul_(scale)
@@ -138,6 +147,11 @@ def _work(q: Tensor, spans: Spans) -> Iterator[tuple[Tile, slice]]:
         together = max(1, TILE_SCORES // scores)
         for head in range(0, q.shape[0], together):
             yield tile, slice(head, head + together)
+
+
+def _kv_heads(heads: slice, q: Tensor, spans: Spans) -> Tensor:
+    """Which key/value heads those of a tile are: their numbers begin anew in every row."""
+    return torch.arange(*heads.indices(q.shape[0]), device=q.device) % (q.shape[0] // spans.repeats)
 
 
 def _scores(q: Tensor, k: Tensor, tile: Tile, heads: slice, scores: Scores) -> Tensor:
@@ -201,36 +215,40 @@ class SpanAttention(Function):
     """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the lse."""
 
     reference = staticmethod(
-        lambda q, k, v, spans, scores, sinks: reference_span_attention(q, k, v, spans, scores, sinks)
+        lambda q, k, v, spans, scores, sinks, dropped, values, distances: reference_span_attention(
+            q, k, v, spans, scores, sinks, biases=_paired(values, distances)
+        )
     )
 
     @staticmethod
     def forward(
         ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None,
-        dropped: DroppedWeights | None,
+        dropped: DroppedWeights | None, values: Tensor | None, distances: Distances | None,
     ) -> Tensor:  # fmt: skip
-        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n] -> [t, n, d_v]."""
+        """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n, d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         result = nothing_found(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
-        attend(q, k, v, spans, result, scores, dropped)
+        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances))
         out = by_token(result.out.to(dtype), heads)
-        ctx.save_for_backward(q, k, v, out, result.lse, sinks)
-        ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped = spans, heads, scores, dropped
+        ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
+        ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = spans, heads, scores, dropped, distances
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, dout: Tensor) -> tuple[Tensor | None, ...]:
-        """dout [t, n, d_v] -> dq, dk, dv and the gradient of the sinks."""
-        q, k, v, out, lse, sinks = ctx.saved_tensors
+        """dout [t, n, d_v] -> dq, dk, dv and the gradients of the sinks and of biases."""
+        q, k, v, out, lse, sinks, values = ctx.saved_tensors
         heads, repeats = ctx.kv_heads, ctx.spans.repeats
-        sums = Gradients(*(torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v)))
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        sums = Gradients(dq, dk, dv, zeros_for(values, lse.dtype))
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dout = rows_by_head(dout, heads, repeats)
-        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped)
-        dq, dk, dv = (x.to(q.dtype) for x in sums)
+        biases = _paired(values, ctx.distances)
+        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases)
+        dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         return (
             by_token(dq, heads),
@@ -240,7 +258,18 @@ class SpanAttention(Function):
             None,
             dsinks,
             None,
+            None if sums.dvalues is None else sums.dvalues.to(values.dtype),
+            None,
         )
+
+
+def zeros_for(values: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Where the gradient of biases by distance is summed, if there are any."""
+    return None if values is None else torch.zeros_like(values, dtype=dtype)
+
+
+def _paired(values: Tensor | None, distances: Distances | None) -> PairBiases | None:
+    return None if values is None or distances is None else PairBiases(values, distances)
 
 
 def rows_by_head(x: Tensor, kv_heads: int, repeats: int) -> Tensor:
@@ -255,21 +284,22 @@ def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def span_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d_v].
 
-    What `scores` hide is in the spans, and which weights are zero in `dropped`; sinks [n].
+    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in `biases`; sinks [n].
     """
     if q.is_meta:
-        return reference_span_attention(q, k, v, spans, scores, sinks)
-    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped)  # type: ignore[no-untyped-call]  # torch's own
+        return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
+    values, distances = (None, None) if biases is None else (biases.values, biases.distances)
+    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped, values, distances)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def reference_span_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
 ) -> Tensor:  # fmt: skip
     """The same in plain operations, row by row, with the intervals as a mask."""
     visible = None
@@ -278,8 +308,8 @@ def reference_span_attention(
         bounds = torch.from_numpy(spans.visible).to(q.device)
         visible = (place >= bounds[:, :1]) & (place < bounds[:, 1:])
     q_rows, k_rows, v_rows = (x.unflatten(0, (spans.repeats, -1)) for x in (q, k, v))
-    outs = []
+    outs, bias = [], None if biases is None else biases.of_row(spans.repeats)
     for row, tensors in enumerate(zip(q_rows, k_rows, v_rows, strict=True)):
         factors = None if dropped is None else dropped.of_row(row, spans.repeats, q.shape[1], q.dtype)
-        outs.append(masked_attention(*tensors, visible, scores, sinks, factors=factors))
+        outs.append(masked_attention(*tensors, visible, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)

@@ -145,6 +145,18 @@ class Context:
     seen: dict[tuple[int, int | None, bool], tuple[Spans, ...]] = field(default_factory=dict, repr=False)
     """What has been planned so far, since all layers ask the same."""
 
+    numbered: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
+    """The same of `numbers_of_groups`."""
+
+    def numbers_of_groups(self, near: int) -> tuple[Tensor, ...]:
+        """Which tokens, in natural order, each group of `near` neighbours has: int64 [near * t]."""
+        if near not in self.numbered:
+            parts, device = self.slices.joined(near), self.everyone.order.device
+            on_host = tuple(torch.from_numpy(part) for part in parts)
+            # Biases without numbers look none up, and what is checked there should not see them move.
+            self.numbered[near] = on_host if device.type == "meta" else tuple(part.to(device) for part in on_host)
+        return self.numbered[near]
+
     def spans_of_groups(self, near: int, *, window: int | None = None, causal: bool = True) -> tuple[Spans, ...]:
         """What the tokens of my group of `near` neighbours see of those of every such group."""
         asked = near, window, causal

@@ -15,7 +15,7 @@ arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from megalith.config.context import ContextConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.attention import attention, dropped_between
 from megalith.kernels.dropout import DroppedWeights
+from megalith.kernels.relative_bias import Distances, PairBiases, biases_by_distance
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.span_attention import (
     Gradients,
@@ -36,6 +37,7 @@ from megalith.kernels.span_attention import (
     rows_by_head,
     sink_gradient,
     span_attention,
+    zeros_for,
 )
 from megalith.kernels.tiled_attention import by_token
 from megalith.kernels.tokens import Context, Join, Tokens
@@ -44,6 +46,8 @@ from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.rings import Started, start_passing
 from megalith.plan.context import Slicing, Spans, kind_of_layer
+
+Pair = TypeVar("Pair", DroppedWeights, PairBiases)
 
 
 class Attend(Protocol):
@@ -98,8 +102,8 @@ class Ring:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
         context = _context(tokens)
         spans = context.spans_of_groups(1, window=scores.window, causal=scores.causal)
-        dropped = dropped_of_groups(tokens, scores, 1)
-        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, overlap=self.overlap)
+        dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
+        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, biases, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class Gathered:
         spans, dropped = context.spans_of_all(window=scores.window, causal=scores.causal), None
         if scores.dropout is not None and tokens.dropout is not None:
             dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
-        return self.find(q, k, v, spans, scores, sinks, dropped)
+        return self.find(q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +138,14 @@ class HeadExchange:
         """One all-to-all before, one after."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.group, context.everyone)
-        scores, sinks = scores_of_my_heads(scores, self.group, q.shape[1]), sinks_of_my_heads(sinks, self.group)
+        scores, sinks = scores_of_my_heads(scores, self.group, q.shape[1]), of_my_heads(sinks, self.group)
+        whole = replace(context.whole, biases=of_my_heads(tokens.biases, self.group))
         if scores.causal or context.slices.source is None:
-            out = attention(q, k, v, context.whole, scores, sinks)
+            out = attention(q, k, v, whole, scores, sinks)
         else:  # documents end with padding, which nobody may see
             spans = context.spans_of_whole(window=scores.window, causal=False)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(context.whole, scores))
+            biases = biases_of_whole(whole, context, scores)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases)
         return tokens_for_heads(out, self.group, context.everyone)
 
 
@@ -158,15 +164,16 @@ class HeadsThenRing:
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
         spans = context.spans_of_groups(self.near.size, window=scores.window, causal=scores.causal)
-        scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), sinks_of_my_heads(sinks, self.near)
+        scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), of_my_heads(sinks, self.near)
+        mine = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
-        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, overlap=self.overlap)
+        biases = biases_of_groups(mine, scores, self.near.size)
+        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, biases, overlap=self.overlap)
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
 def _context(tokens: Tokens) -> Context:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
-    assert tokens.biases is None, "a rank has no whole documents to bias by distance: plan/context.py refuses that"
     return tokens.context
 
 
@@ -195,6 +202,51 @@ def scores_of_my_heads(scores: Scores, group: Group, heads: int) -> Scores:
         return scores
     first = scores.dropout.first_head + group.rank * heads
     return replace(scores, dropout=scores.dropout._replace(first_head=first))
+
+
+# --- biases by distance: distances in a document are those of its tokens' numbers, wherever they are
+
+
+def biases_of_groups(tokens: Tokens, scores: Scores, near: int) -> list[PairBiases] | None:
+    """What scores of my group of `near` neighbours' tokens with those of every such group gain; None: nothing."""
+    context = _context(tokens)
+    values = _values(tokens.biases, context, scores)
+    if values is None:
+        return None
+    parts = context.numbers_of_groups(near)
+    mine, reach = parts[context.rank // near], values.shape[1] // 2
+    return [PairBiases(values, Distances(mine, keys, reach)) for keys in parts]
+
+
+def biases_of_all(tokens: Tokens, scores: Scores) -> PairBiases | None:
+    """What scores of my tokens with all tokens, in natural order, gain; None: nothing."""
+    context = _context(tokens)
+    return _with_everyone(tokens.biases, context.numbers_of_groups(1)[context.rank], context, scores)
+
+
+def biases_of_whole(whole: Tokens, context: Context, scores: Scores) -> PairBiases | None:
+    """What scores of all tokens among themselves, in natural order, gain; None: nothing."""
+    return _with_everyone(whole.biases, _every_number(context), context, scores)
+
+
+def _with_everyone(table: Tensor | None, queries: Tensor, context: Context, scores: Scores) -> PairBiases | None:
+    values = _values(table, context, scores)
+    if values is None:
+        return None
+    return PairBiases(values, Distances(queries, _every_number(context), values.shape[1] // 2))
+
+
+def _every_number(context: Context) -> Tensor:
+    return context.numbers_of_groups(context.slices.ranks)[0]
+
+
+def _values(table: Tensor | None, context: Context, scores: Scores) -> Tensor | None:
+    """Biases of all distances that there can be: [n, distances], differentiable."""
+    if scores.relative is None:
+        return None
+    assert table is not None, "the model gives its table of biases to the tokens"
+    reach = min(scores.relative, context.whole.max_kv - 1)
+    return biases_by_distance(table, reach, max_distance=scores.relative, causal=scores.causal)
 
 
 # --- tokens for heads
@@ -241,9 +293,10 @@ def heads_for_tokens(q: Tensor, k: Tensor, v: Tensor, group: Group, join: Join) 
     return q, k, v
 
 
-def sinks_of_my_heads(sinks: Tensor | None, group: Group) -> Tensor | None:
-    """[n] -> [n / ranks]: of the heads that I get. The gradient is zero for all others, which other ranks find."""
-    return None if sinks is None else sinks.unflatten(0, (group.size, -1))[group.rank]
+def of_my_heads(weight: Tensor | None, group: Group) -> Tensor | None:
+    """[..., n] -> [..., n / ranks]: of the heads that I get. The gradient is zero for all others, which other ranks
+    find."""
+    return None if weight is None else weight.unflatten(-1, (group.size, -1))[..., group.rank, :]
 
 
 def tokens_for_heads(out: Tensor, group: Group, join: Join) -> Tensor:
@@ -268,18 +321,19 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
-    scores: Scores = PLAIN, sinks: Tensor | None = None, dropped: Sequence[DroppedWeights] | None = None, *,
-    overlap: bool = True,
+    scores: Scores = PLAIN, sinks: Tensor | None = None, dropped: Sequence[DroppedWeights] | None = None,
+    biases: Sequence[PairBiases] | None = None, *, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
 
     spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide; dropped[r]: which of their
-    weights are zero. sinks [n].
+    weights are zero; biases[r]: what their scores gain, from the same values for all. sinks [n].
     Without `overlap` every message is waited for before anything else is done; the numbers are the same.
     """
     if group.size == 1:
-        return span_attention(q, k, v, spans[0], scores, sinks, None if dropped is None else dropped[0])
-    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, overlap)  # type: ignore[no-untyped-call]  # torch's own
+        return span_attention(q, k, v, spans[0], scores, sinks, _of_rank(dropped, 0), _of_rank(biases, 0))
+    values = None if biases is None else biases[0].values
+    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, values, biases, overlap)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -295,7 +349,8 @@ class RingAttention(Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
-        sinks: Tensor | None, dropped: Sequence[DroppedWeights] | None, overlap: bool,
+        sinks: Tensor | None, dropped: Sequence[DroppedWeights] | None, values: Tensor | None,
+        biases: Sequence[PairBiases] | None, overlap: bool,
     ) -> Tensor:  # fmt: skip
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
@@ -304,42 +359,62 @@ class RingAttention(Function):
         for step in range(group.size):
             coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else None
             owner = _owner(group, step)
-            attend(q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner))
+            attend(
+                q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner), _of_rank(biases, owner)
+            )
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
-        ctx.save_for_backward(q, own, out, result.lse, sinks)
+        ctx.save_for_backward(q, own, out, result.lse, sinks, values)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
         ctx.overlap, ctx.dropped = overlap, dropped
+        ctx.distances = None if biases is None else [of_rank.distances for of_rank in biases]
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, lse, sinks = ctx.saved_tensors
+        q, own, out, lse, sinks, values = ctx.saved_tensors
         group, spans, heads, widths, overlap = ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.overlap
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq)
+        dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
+        pairs = _Pairs(ctx.dropped, values, ctx.distances, dvalues)
+        find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs)
         first, last = _halves(spans[group.rank])
         coming, travelling = _while_computing(start_passing(own, group), overlap), None
-        dropped = _of_rank(ctx.dropped, group.rank)
-        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype), dropped)
+        mine = find(own, first, torch.zeros_like(own, dtype=lse.dtype), group.rank)
         for step in range(1, group.size):
             held = coming.wait()
             coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else coming
             owner = _owner(group, step)
-            sums = find(held, spans[owner], torch.zeros_like(mine), _of_rank(ctx.dropped, owner))
+            sums = find(held, spans[owner], torch.zeros_like(mine), owner)
             travelling = _while_computing(_send_home(sums, travelling, group), overlap)
-        mine = find(own, last, mine, dropped)
+        mine = find(own, last, mine, group.rank)
         assert travelling is not None
         dkv = by_token(mine.add_(travelling.wait()).to(q.dtype).unsqueeze(1), heads)
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
-        return by_token(dq.to(q.dtype), heads), *dkv.split(widths, -1), None, None, None, dsinks, None, None
+        dvalues = None if dvalues is None else dvalues.to(values.dtype)
+        dq = by_token(dq.to(q.dtype), heads)
+        return dq, *dkv.split(widths, -1), None, None, None, dsinks, None, dvalues, None, None
 
 
-def _of_rank(dropped: Sequence[DroppedWeights] | None, rank: int) -> DroppedWeights | None:
-    return None if dropped is None else dropped[rank]
+def _of_rank(each: Sequence[Pair] | None, rank: int) -> Pair | None:
+    return None if each is None else each[rank]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """What is known of single pairs of my queries with the keys of every rank."""
+
+    dropped: Sequence[DroppedWeights] | None
+    values: Tensor | None
+    distances: Sequence[Distances] | None
+    dvalues: Tensor | None
+    """The gradient of the values: the sum so far."""
+
+    def biases(self, rank: int) -> PairBiases | None:
+        """With the keys of one rank."""
+        return None if self.values is None or self.distances is None else PairBiases(self.values, self.distances[rank])
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,12 +430,15 @@ class _Finder:
     dq: Tensor
     """The sum so far."""
 
-    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor, dropped: DroppedWeights | None) -> Tensor:
-        """Add it to `sums`, the gradient of kv [heads, keys, d + d_v], and to dq."""
-        into = Gradients(self.dq, *_both(sums, self.widths))
+    pairs: _Pairs
+
+    def __call__(self, kv: Tensor, spans: Spans, sums: Tensor, owner: int) -> Tensor:
+        """Add it to `sums`, the gradient of the kv [heads, keys, d + d_v] of a rank, to dq and to that of biases."""
+        into = Gradients(self.dq, *_both(sums, self.widths), self.pairs.dvalues)
         attend_backward(
-            self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores, dropped
-        )
+            self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores,
+            _of_rank(self.pairs.dropped, owner), self.pairs.biases(owner),
+        )  # fmt: skip
         return sums
 
 

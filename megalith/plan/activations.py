@@ -619,6 +619,19 @@ def _context_rows(setting: Setting, layer: int) -> list[Row]:
     return [
         *(Row("attention", what, numel, numel * e) for what, numel in rows),
         Row("attention", "log-sum", heads * t, heads * t * w),
+        *_distance_rows(setting, heads),
+    ]
+
+
+def _distance_rows(setting: Setting, heads: int) -> list[Row]:
+    """Of biases by distance: those of every distance that there is, and the bucket of each."""
+    if setting.model.positions != "relative":
+        return []
+    distances = 2 * min(setting.model.relative.max_distance, max(setting.lengths) - 1) + 1
+    values = heads * distances
+    return [
+        Row("attention", "biases of distances", values, values * setting.element),
+        Row("attention", "buckets of distances", distances, 8 * distances),
     ]
 
 

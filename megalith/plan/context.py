@@ -305,7 +305,7 @@ def context_problems(parallel: ParallelConfig, model: ModelConfig, *, seq_len: i
     """Everything that keeps rows of `seq_len` tokens from being shared by cp ranks, as messages for the user."""
     if parallel.cp <= 1:
         return []
-    unknown = _unknown_kinds(parallel.context) + _bias_problems(parallel, model)
+    unknown = _unknown_kinds(parallel.context)
     return unknown + _length_problems(parallel, seq_len) + ([] if unknown else _exchange_problems(parallel, model))
 
 
@@ -318,16 +318,6 @@ def _unknown_kinds(context: ContextConfig) -> list[str]:
         f"Use one of {', '.join(KINDS)}."
         for name, kind in given.items()
         if kind not in KINDS
-    ]
-
-
-def _bias_problems(parallel: ParallelConfig, model: ModelConfig) -> list[str]:
-    """Biases by distance need both tokens' places where scores are computed; only documents of one rank have them."""
-    if model.positions != "relative":
-        return []
-    return [
-        f"parallel.cp={parallel.cp} with model.positions={model.positions}: biases by distance are added where a rank "
-        f"has whole documents. Set parallel.cp=1 and divide by parallel.tp or parallel.dp, or model.positions=rope."
     ]
 
 

@@ -15,6 +15,7 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
@@ -82,7 +83,9 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
             residual=0.2 if "dropout" in needs else 0.0, attention=0.2 if "dropped weights" in needs else 0.0,
         ),
         mtp=MTPConfig(depths=int("further" in needs)),
-        positions="learned" if "learned positions" in needs else "rope",
+        positions=(
+            "learned" if "learned positions" in needs else "relative" if "biases by distance" in needs else "rope"
+        ), relative=RelativeConfig(buckets=8, max_distance=9),
     )  # fmt: skip
     kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
     replicas = 2 if "replicas" in needs else 1

@@ -72,7 +72,8 @@ Need = Literal[
     "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "latent", "adapters", "places", "experts", "ep", "etp", "capacity", "balancing bias", "dropped weights",
+    "latent", "adapters", "places", "biases by distance", "experts", "ep", "etp", "capacity", "balancing bias",
+    "dropped weights",
 ]  # fmt: skip
 
 
@@ -359,6 +360,11 @@ def _no_window(self: tokens.Context, near: int, *, window: int | None = None, ca
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 
+def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor, ...]:
+    return tuple(torch.arange(len(part), device=part.device) for part in ORIGINAL_NUMBERS_OF_GROUPS(self, near))
+
+
+ORIGINAL_NUMBERS_OF_GROUPS = tokens.Context.numbers_of_groups
 ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
 ORIGINAL_SPANS_OF_GROUPS = tokens.Context.spans_of_groups
 
@@ -376,9 +382,9 @@ class _SinksInEveryStep:
         return result
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores, dropped: Any
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores, *pairs: Any
     ) -> None:
-        attend(q, k, v, spans, result, scores, dropped)
+        attend(q, k, v, spans, result, scores, *pairs)
         if not self.first:
             more = torch.logaddexp(result.lse, self.sinks)
             result.out.mul_((result.lse - more).exp_().unsqueeze(-1))
@@ -679,6 +685,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "sinks_in_every_step", "Sinks take part in softmax once for each step of the ring.",
         "numbers", ("cp", "sinks"), _sinks_in_every_step,
+    ),
+    Fault(
+        "distances_within_a_rank", "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
+        "numbers", ("cp", "biases by distance"),
+        lambda: replaced(tokens.Context, "numbers_of_groups", _numbers_of_each_rank_alone),
     ),
     Fault(
         "whole_norm_local", "Queries and keys are normed over the rank's own heads.",

@@ -387,6 +387,7 @@ def _all_axes() -> Iterator[Layout]:
 def _variants() -> Iterator[Layout]:
     """Every kind of layer under every axis."""
     kinds: tuple[ContextKind, ...] = ("ring", "a2a", "gather")
+    staged_and_gathered = replace(staged(2, cp=3), context=_exchange("gather"))
     for number, (variant, model) in enumerate(VARIANTS.items()):
         kind = kinds[number % len(kinds)]
         layouts = {
@@ -399,6 +400,9 @@ def _variants() -> Iterator[Layout]:
             "tp2 pp2": staged(2, tp=2),
             "pp2 vpp2 dp2, zero 2": staged(2, vpp=2, dp=2, zero=2),
             "tp2 pp2 dp2, zero 3": staged(2, tp=2, dp=2, zero=3),
+            "cp2": ParallelConfig(cp=2),
+            "tp2 cp2 dp2 sp, zero 2": ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2),
+            "cp3 pp2 gather": staged_and_gathered,
         }  # fmt: skip
         entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
         yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
@@ -424,9 +428,22 @@ def _variants_and_others() -> Iterator[Layout]:
     everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
     dropping, three = replace(FURTHER, dropout=everywhere), replace(VARIANTS["one norm"], num_kv_heads=3)
     sliced = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
+    four = replace(RELATIVE, num_heads=4, num_kv_heads=4)
     tp2, stay = ParallelConfig(tp=2, sp=True), OffloadConfig()
     rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig, OffloadConfig]] = {
         "both ways, cp2 a2a, each document sliced": (BOTH_WAYS, sliced, RecomputeConfig(), stay),
+        "relative, cp2 gather, documents, full": (
+            RELATIVE, ParallelConfig(cp=2, context=_exchange("gather")), FULL, stay,
+        ),
+        "relative both ways, cp2 a2a, each document sliced": (
+            replace(RELATIVE, attention=replace(RELATIVE.attention, causal=False)), sliced, RecomputeConfig(), stay,
+        ),
+        "relative, tp2 cp2 a2a": (
+            four, ParallelConfig(tp=2, cp=2, context=_exchange("a2a")), RecomputeConfig(), stay,
+        ),
+        "relative, cp4 a2a+ring, zero 3": (
+            four, ParallelConfig(cp=4, zero=3, context=_exchange("a2a+ring", a2a=2)), RecomputeConfig(), stay,
+        ),
         "both ways, tp2 sp, documents, full": (BOTH_WAYS, tp2, FULL, stay),
         "relative, tp2 sp, documents, selective": (RELATIVE, tp2, PARTS, stay),
         "latent, tp3 sp, documents, selective, offloaded": (LATENT, ParallelConfig(tp=3, sp=True), PARTS, AWAY),
@@ -445,6 +462,7 @@ def _variants_and_others() -> Iterator[Layout]:
         yield Layout(
             area="variants", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
             documents="document" in name, rows=2 if parallel.pp > 1 else 1, sample=name.startswith(sample),
+            seq_len=row_of(parallel),
         )  # fmt: skip
 
 

@@ -82,21 +82,22 @@ def vocabulary_loss(
 
 
 def shared_attention(
-    out: Tensor, inputs: Mapping[str, Tensor], sinks: Tensor | None, group: Group, *,
+    out: Tensor, inputs: Mapping[str, Tensor], learnt: Mapping[str, Tensor | None], group: Group, *,
     before: Type, after: Type, function: str,
 ) -> None:  # fmt: skip
     """The rule of attention to tokens that `group` shares: along its axes q, k and v are `before` and out is `after`.
 
     What other ranks find about my keys and values comes back to me, so their gradients are my own, not parts of a sum;
-    of sinks, which are R there, each rank finds a part. Along all other axes it is an ordinary product.
+    of what was `learnt` for each head [n, ...], which is R there, each rank finds a part. Along all other axes it is an
+    ordinary product.
     """
-    axes = _axes_of(group)
-    tensors = {**inputs} if sinks is None else {**inputs, "sinks": sinks}
+    axes, given = _axes_of(group), {name: tensor for name, tensor in learnt.items() if tensor is not None}
     for axis in axes:
-        for name, tensor in tensors.items():
-            wanted = R if tensor is sinks else before
+        for name, tensor in {**inputs, **given}.items():
+            wanted = R if name in given else before
             _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
-    product = rules.einsum("tnd,tgd,tge->tne" if sinks is None else "tnd,tgd,tge,n->tne", *tensors.values())
+    others = "".join(",n" if tensor.dim() == 1 else ",nb" for tensor in given.values())
+    product = rules.einsum(f"tnd,tgd,tge{others}->tne", *inputs.values(), *given.values())
     types: dict[Any, Type] = {**checker.get_local_type(product), **dict.fromkeys(axes, after)}  # keys: as it has them
     checker.assert_type(out, types)
 
@@ -152,13 +153,14 @@ class ContextRule(Rule):
 
     def __call__(
         self, out: Tensor, *, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: object, scores: object,
-        sinks: Tensor | None, dropped: object,
+        sinks: Tensor | None, dropped: object, values: Tensor | None,
     ) -> None:  # fmt: skip
         """After `cls.apply` has returned `out`."""
         self.count(group)
         shared_attention(
-            out, {"q": q, "k": k, "v": v}, sinks, group, before=self.before, after=self.after, function=self.function
-        )
+            out, {"q": q, "k": k, "v": v}, {"sinks": sinks, "values": values}, group,
+            before=self.before, after=self.after, function=self.function,
+        )  # fmt: skip
 
 
 RULES: Mapping[type[Function], type[VocabularyRule | ContextRule]] = {

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.kernels.relative_bias import buckets_of, distance_biases, reference_biases
+from megalith.kernels.relative_bias import (
+    Distances,
+    PairBiases,
+    biases_by_distance,
+    buckets_of,
+    distance_biases,
+    reference_biases,
+)
 
 
 def by_formula(distance: int, *, num_buckets: int, max_distance: int, causal: bool) -> int:
@@ -68,3 +75,22 @@ def test_a_table_without_numbers_still_says_shapes() -> None:
     table = torch.empty(8, 3, device="meta")
     biases: Tensor = distance_biases(table, 2, 5, max_distance=20, causal=True)
     assert biases.shape == (3, 2, 5) and biases.is_meta
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("reach", [20, 59])
+def test_biases_by_distance_are_those_of_pairs(reach: int, causal: bool) -> None:
+    """Tokens of all numbers, taken from anywhere; a reach within which buckets differ no more changes nothing."""
+    table = torch.randn(8, 3, dtype=torch.float64)
+    pairs = reference_biases(table, 60, 60, max_distance=20, causal=causal)
+    values = biases_by_distance(table, reach, max_distance=20, causal=causal)
+    queries, keys = torch.tensor([0, 7, 58, 3]), torch.tensor([59, 1, 8, 2, 30])
+    found = PairBiases(values, Distances(queries, keys, reach)).of_row(1)
+    assert values.shape == (3, 2 * reach + 1)
+    assert torch.equal(found, pairs[:, queries][:, :, keys])
+
+
+def test_a_table_without_numbers_has_values_of_all_distances() -> None:
+    values = biases_by_distance(torch.empty(8, 3, device="meta"), 5, max_distance=20, causal=True)
+    biases = PairBiases(values, Distances(torch.arange(4), torch.arange(4), 5)).of_row(1)
+    assert values.shape == (3, 11) and biases.is_meta and biases.shape == (3, 1, 1)

@@ -63,9 +63,14 @@ class Case:
         total = sum(self.lengths)
         return [torch.randn(total, *shape, generator=draw, dtype=torch.float64).to(dtype) for shape in shapes]
 
-    def learnt(self, dtype: torch.dtype) -> list[Tensor]:
-        """The sinks of all heads, if there are any."""
-        return [torch.linspace(-1, 2, self.heads[0], dtype=dtype).requires_grad_()] if self.sinks else []
+    def learnt(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The sinks of all heads, and the table of biases by distance, if there are any."""
+        n = self.heads[0]
+        found = {"sinks": torch.linspace(-1, 2, n, dtype=dtype)} if self.sinks else {}
+        if self.scores.relative is not None:
+            table = torch.randn(8, n, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+            found["biases"] = table.to(dtype)
+        return {name: weight.requires_grad_() for name, weight in found.items()}
 
 
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
@@ -79,41 +84,42 @@ def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
 
 
 def _attend(rank: int, world: int, case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """My output and gradients, each in its place among zeros for all other tokens; my part of the sinks' gradient."""
+    """My output and gradients, each in its place among zeros for all other tokens; my part of those that are learnt."""
     mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
     slices, tokens = shared(case, mesh, world)
     read = torch.from_numpy(slices.as_read(rank))
     q, k, v, dout = (x[read.clamp(min=0)].clone() for x in case.whole(dtype))
     dout[read < 0] = 0  # padding carries no loss
-    sinks = case.learnt(dtype)
-    inputs = [x.requires_grad_() for x in (q, k, v)] + sinks
+    learnt = case.learnt(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
     attend = build_attend(case.parallel(world).context, 0, mesh)
-    out = attend(q, k, v, tokens, scores=case.scores, sinks=sinks[0] if sinks else None)
+    tokens = replace(tokens, biases=learnt.get("biases"))
+    out = attend(q, k, v, tokens, scores=case.scores, sinks=learnt.get("sinks"))
     assert out.dtype == dtype and out.shape == dout.shape
     out_part, *parts = out.detach(), *torch.autograd.grad(out, inputs, dout)
-    parts, dsinks = [out_part, *parts[:3]], parts[3:]
+    parts, dlearnt = [out_part, *parts[:3]], parts[3:]
     real = read >= 0
     whole = [torch.zeros(sum(case.lengths), *part.shape[1:], dtype=dtype) for part in parts]
     for into, part in zip(whole, parts):
         into[read[real]] = part[real]
-    return whole + dsinks
+    return whole + dlearnt
 
 
 def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
-    sinks = case.learnt(dtype)
-    inputs = [x.requires_grad_() for x in (q, k, v)] + sinks
+    learnt = case.learnt(dtype)
+    inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
     tokens = tokens_of_lengths(list(case.lengths))
     numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[: len(q)]
-    tokens = replace(tokens, dropout=DropoutKey(1, numbers))
-    out = reference_attention(q, k, v, tokens, case.scores, *sinks)
+    tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learnt.get("biases"))
+    out = reference_attention(q, k, v, tokens, case.scores, learnt.get("sinks"))
     return [out.detach(), *torch.autograd.grad(out, inputs, dout)]
 
 
 def errors(world: int, case: Case) -> dict[str, float]:
     parts = run_ranks(_attend, world, case)
     joined = [torch.stack(list(same)).sum(0) for same in zip(*parts)]
-    names = ("out", "dq", "dk", "dv", *(["dsinks"] if case.sinks else []))
+    names = ("out", "dq", "dk", "dv", *(f"d{name}" for name in case.learnt(torch.float64)))
     return {name: relative_error(a, b) for name, a, b in zip(names, joined, reference(case), strict=True)}
 
 
@@ -127,7 +133,8 @@ VARIANTS = {
         Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)), True,
     ),
 }  # fmt: skip
-BOTH_WAYS = Scores(causal=False)
+BOTH_WAYS, BIASED = Scores(causal=False), Scores(relative=11)
+BIASED_ALL = Scores(scale=0.3, window=6, softcap=1.5, relative=11, dropout=WeightDropout(0.3, 77, 0))
 ALL = Scores(scale=0.3, window=6, softcap=1.5)
 CASES = {
     "ring": (2, Case()),
@@ -177,6 +184,20 @@ CASES = {
         )
         for kind in ("ring", "a2a")
     },
+    "ring, biases": (2, Case(scores=BIASED)),
+    "gather, biases": (2, Case("gather", scores=BIASED)),
+    "a2a, biases": (2, Case("a2a", scores=BIASED)),
+    "a2a+ring, biases both ways": (4, Case("a2a+ring", a2a=2, scores=replace(BIASED, causal=False))),
+    "ring of three, biases, documents": (3, Case(lengths=RAGGED, scores=BIASED_ALL, heads=(6, 2), sinks=True)),
+    "a2a+ring, biases, everything": (4, Case("a2a+ring", a2a=2, lengths=RAGGED, scores=BIASED_ALL, sinks=True)),
+    **{
+        f"{kind}, biases both ways, each document sliced": (
+            2,
+            Case(kind, lengths=RAGGED, document=True, scores=replace(BIASED, causal=False)),
+        )
+        for kind in KINDS[:3]
+    },
+    "ring, biases in tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1), scores=BIASED)),
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
 

@@ -342,7 +342,7 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
-@pytest.mark.parametrize("name", ["sinks", "normed around", "mla, values as keys"])
+@pytest.mark.parametrize("name", ["sinks", "normed around", "mla, values as keys", "relative"])
 def test_every_kind_of_layer_is_kept_in_shares(name: str, kind: ContextKind) -> None:
     for lengths in ((24, 24), (24,)):
         run_ranks(on_a_cp_rank, 2, Setting(model=KINDS[name], dtype="fp32", lengths=lengths, cp=2, context=kind))

@@ -262,13 +262,3 @@ def test_a_layer_has_its_own_kind_where_kinds_are_listed() -> None:
     listed = ContextConfig(layers=("ring", "a2a"))
     assert [kind_of_layer(listed, layer) for layer in range(2)] == ["ring", "a2a"]
     assert kind_of_layer(ContextConfig(kind="gather"), 7) == "gather"
-
-
-def test_biases_by_distance_want_whole_documents() -> None:
-    model = ModelConfig(
-        vocab_size=8, hidden_size=8, num_layers=1, num_heads=4, num_kv_heads=4, ffn_hidden_size=8, positions="relative"
-    )
-    (problem,) = context_problems(ParallelConfig(cp=2), model, seq_len=16)
-    assert problem.startswith("parallel.cp=2 with model.positions=relative")
-    assert "Set parallel.cp=1 and divide by parallel.tp or parallel.dp, or model.positions=rope." in problem
-    assert context_problems(ParallelConfig(), model, seq_len=16) == []

@@ -14,6 +14,7 @@ from spmd_types.checker import typecheck
 from torch import Tensor
 
 from megalith.kernels.cross_entropy import token_losses
+from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import span_attention
 from megalith.parallel import autograd
@@ -84,11 +85,14 @@ def test_a_collective_refuses_every_other_type(name: str, given: Any) -> None:
         call(tensor(given))
 
 
-def ring(*, sinks: Any = None, **given: Any) -> Tensor:
+def ring(*, sinks: Any = None, values: Any = None, **given: Any) -> Tensor:
     """A ring over tp, of tensors of these types."""
     q, k, v = (tensor(given.get(name, V), 8, heads, 2) for name, heads in (("q", 4), ("k", 2), ("v", 2)))
     offsets = None if sinks is None else tensor(sinks, 4)
-    return ring_attention(q, k, v, GROUP, [Spans(1, np.zeros((8, 2), np.int64), ())] * 8, Scores(softcap=2.0), offsets)
+    numbers = torch.arange(8)
+    biases = None if values is None else [PairBiases(tensor(values, 4, 7), Distances(numbers, numbers, 3))] * 8
+    spans = [Spans(1, np.zeros((8, 2), np.int64), ())] * 8
+    return ring_attention(q, k, v, GROUP, spans, Scores(softcap=2.0), offsets, biases=biases)
 
 
 def test_a_ring_takes_and_gives_what_each_rank_has_its_own_of() -> None:
@@ -112,6 +116,14 @@ def test_sinks_in_a_ring_are_the_same_on_all_its_ranks() -> None:
     for given in (V, I, P):
         with checking(), pytest.raises(SpmdTypeError, match="ring_attention, sinks over MeshAxis.* expects R .* given"):
             ring(sinks=given)
+
+
+def test_biases_by_distance_in_a_ring_are_the_same_on_all_its_ranks() -> None:
+    with checking():
+        assert types_of(ring(values=R)) == {"dp": V, "tp_kv": V, "tp_copy": V}
+    for given in (V, I, P):
+        with checking(), pytest.raises(SpmdTypeError, match="ring_attention, values over .* expects R .* given"):
+            ring(values=given)
 
 
 def test_heads_cut_over_tp_attend_with_their_own_sinks() -> None:

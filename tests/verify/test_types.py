@@ -126,8 +126,6 @@ CONTEXTS = [
 )
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_of_layer_has_no_problem_in_any_layout(name: str, parallel: ParallelConfig, world: int) -> None:
-    if VARIANTS[name].positions == "relative":  # which cp does not know
-        parallel, world = replace(parallel, cp=1), world // parallel.cp
     assert type_check(VARIANTS[name], parallel, world=world).problems == ()
 
 
