@@ -70,7 +70,7 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, LLAMA4, DECILM,
+    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, DECILM,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
