@@ -18,6 +18,9 @@ class AttentionConfig:
     qk_norm_eps: float | None = None
     """Of these norms; unset: the model's norm_eps."""
 
+    qk_norm_layers: tuple[bool, ...] = ()
+    """Which layers have these norms, as a pattern that repeats over the layers; unset: all."""
+
     scale: float | None = None
     """What scores are multiplied by; unset: 1 / sqrt(head_dim)."""
 
@@ -33,6 +36,10 @@ class AttentionConfig:
 
     window_layers: tuple[bool, ...] = ()
     """Which layers have the window, as a pattern that repeats over the layers; unset: all."""
+
+    chunked: bool = False
+    """The window does not slide: documents are cut into runs of `window` tokens, and a token sees those of its own
+    run. Source: Meta 2025, the Llama 4 release."""
 
     sinks: bool = False
     """A learnt score per head that takes part in softmax and stands for no token. Source: arXiv:2309.17453."""

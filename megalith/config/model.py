@@ -163,11 +163,14 @@ class ModelConfig:
 
     def at(self, layer: int) -> "ModelConfig":
         """A model whose layers are all as this one's layer of that number, over all stages."""
-        own = self.layers
+        own, kind = self.layers, self.attention
+        if kind.qk_norm_layers:
+            normed = _repeated(kind.qk_norm_layers, layer, True)
+            kind = replace(kind, qk_norm=kind.qk_norm if normed else "none", qk_norm_layers=())
         if own == ALIKE:
-            return self
+            return self if kind is self.attention else replace(self, attention=kind)
         return replace(
-            self, num_kv_heads=_repeated(own.num_kv_heads, layer, self.num_kv_heads),
+            self, attention=kind, num_kv_heads=_repeated(own.num_kv_heads, layer, self.num_kv_heads),
             ffn_hidden_size=_repeated(own.ffn_hidden_size, layer, self.ffn_hidden_size),
             layers=LayersConfig(attention=(self.attention_part(layer),), mlp=(self.mlp_part(layer),)),
         )  # fmt: skip
@@ -229,6 +232,11 @@ class ModelConfig:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""
         attends = self.positions == "rope" and self.attention_part(layer) == "full"
         return attends and not _repeated(self.rope.skip, layer, False)
+
+    def sharpens(self, layer: int) -> bool:
+        """Whether a layer, numbered over all stages, multiplies its queries by what grows with their positions."""
+        attends = self.positions == "rope" and self.attention_part(layer) == "full"
+        return attends and not self.turns(layer) and self.rope.skip_growth > 0
 
     def rotary_size(self) -> int:
         """Features per head that turn with the position."""

@@ -31,6 +31,13 @@ class RopeConfig:
     skip: tuple[bool, ...] = ()
     """Layers without positions, as a pattern that repeats over the layers: (no, no, no, yes) is every fourth."""
 
+    skip_growth: float = 0.0
+    """Such layers multiply queries by 1 + skip_growth * ln(1 + floor((position + 1) / skip_step)), so that attention
+    stays as sharp among many tokens as among few; 0: they do not. Source: Nakanishi 2025, arXiv:2501.19399."""
+
+    skip_step: int = 8192
+    """After so many tokens of a document the factor is another."""
+
     sections: tuple[int, ...] = ()
     """Multimodal positions: how many pairs turn by time, by height and by width. Source: arXiv:2409.12191."""
 

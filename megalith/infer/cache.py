@@ -1,12 +1,36 @@
 """Keys and values of the tokens that were read, so that each is computed once."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How many tokens a layer sees."""
+
+    window: int | None = None
+    """The last so many, the token itself included; None: all."""
+
+    chunked: bool = False
+    """Those of its own run of `window` tokens."""
+
+    def before(self, count: int) -> int:
+        """How many of a document's first `count` tokens the next one sees.
+
+        >>> [Sight(4).before(6), Sight(4, chunked=True).before(6), Sight().before(6)]
+        [3, 2, 6]
+        """
+        if self.window is None:
+            return count
+        return count % self.window if self.chunked else min(count, self.window - 1)
+
+
+EVERYTHING = Sight()
 
 FIRST_ROOM = 64
 """Tokens that a new buffer has room for (guess); it doubles when they are used up, so each is copied about once."""
@@ -15,18 +39,18 @@ FIRST_ROOM = 64
 class GrowingBuffer:
     """Rows of one document at one layer, keys or values: appended at the end, read as one tensor [rows, g, d].
 
-    With a `window` no later token sees more than the last window - 1 rows, and only those are sure to stay.
+    Only what later tokens see is sure to stay: with a window the last rows.
     """
 
-    def __init__(self, window: int | None = None) -> None:
-        self._window = window
+    def __init__(self, sight: Sight = EVERYTHING) -> None:
+        self._sight = sight
         self._rows: Tensor | None = None
         self._end = 0  # rows that are here; with a window the last ones of all
         self._count = 0  # rows of the document
 
     def append(self, rows: Tensor) -> Tensor:
         """Add rows [t, g, d] and return all that the new tokens may see: a view, good until the next call."""
-        before = self._end if self._window is None else min(self._end, self._window - 1)
+        before = self._sight.before(self._count)
         if self._rows is None or self._end + len(rows) > len(self._rows):
             self._rows, self._end = self._grown(rows, before), before
         self._rows[self._end : self._end + len(rows)] = rows
@@ -41,8 +65,8 @@ class GrowingBuffer:
 
     def holds(self, count: int) -> bool:
         """Whether a document that goes on after its first `count` rows finds here all that it sees."""
-        seen = count if self._window is None else min(count, self._window - 1)
-        return count <= self._count and count - seen >= self._count - self._end
+        first = count - self._sight.before(count)
+        return count <= self._count and first >= self._count - self._end
 
     def cut(self, count: int) -> None:
         """Forget what comes after the first `count` rows, which must be held."""
@@ -51,7 +75,7 @@ class GrowingBuffer:
 
     def _grown(self, rows: Tensor, before: int) -> Tensor:
         """More room, and at its start as many of the last rows."""
-        room, wanted = FIRST_ROOM, before + len(rows) + (self._window or 0)  # so that a window moves once per length
+        room, wanted = FIRST_ROOM, before + len(rows) + (self._sight.window or 0)  # so that a window moves once per length
         while room < wanted:
             room *= 2
         buffer = rows.new_empty(room, *rows.shape[1:])
@@ -80,22 +104,22 @@ def _extend(buffers: Sequence[GrowingBuffer], rows: Tensor, queries: Sequence[in
 class KeyValueCache:
     """Keys and values of several sequences at all layers, by the sequences' numbers.
 
-    `windows`: how many tokens each layer sees, None for all; such a layer keeps no more. Layers without one see all.
+    `sights`: what each layer sees, and so keeps; unset: all see everything.
     """
 
-    def __init__(self, num_layers: int, windows: Sequence[int | None] = ()) -> None:
-        self._windows = list(windows) or [None] * num_layers
+    def __init__(self, num_layers: int, sights: Sequence[Sight] = ()) -> None:
+        self._sights = list(sights) or [EVERYTHING] * num_layers
         self._buffers: dict[int, list[tuple[GrowingBuffer, GrowingBuffer]]] = {}
 
     def layers(self, sequences: Sequence[int]) -> list[LayerCache]:
         """What the layers need to read some tokens of each of these sequences, in this order."""
         for number in sequences:
             if number not in self._buffers:
-                self._buffers[number] = [(GrowingBuffer(window), GrowingBuffer(window)) for window in self._windows]
+                self._buffers[number] = [(GrowingBuffer(sight), GrowingBuffer(sight)) for sight in self._sights]
         chosen = [self._buffers[number] for number in sequences]
         return [
             PackedCache([layers[i][0] for layers in chosen], [layers[i][1] for layers in chosen])
-            for i in range(len(self._windows))
+            for i in range(len(self._sights))
         ]
 
     def drop(self, sequence: int) -> None:
@@ -117,8 +141,8 @@ class KeyValueCache:
 class ReadText:
     """What was read of one text, so that another which begins alike costs its other tokens only."""
 
-    def __init__(self, num_layers: int, windows: Sequence[int | None] = ()) -> None:
-        self.cache = KeyValueCache(num_layers, windows)
+    def __init__(self, num_layers: int, sights: Sequence[Sight] = ()) -> None:
+        self.cache = KeyValueCache(num_layers, sights)
         self._ids: list[int] = []
 
     def resume(self, ids: Sequence[int], *, sequence: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
-from megalith.infer.cache import KeyValueCache, ReadText
+from megalith.infer.cache import EVERYTHING, KeyValueCache, ReadText, Sight
 from megalith.infer.sample import choose
 from megalith.kernels.rope import turning_length
 from megalith.kernels.tokens import tokens_of_queries
@@ -102,7 +102,7 @@ def generate(
 
 def remember(model: ModelConfig) -> ReadText:
     """Room for what a model reads."""
-    return ReadText(model.num_layers, windows_of_layers(model))
+    return ReadText(model.num_layers, sights_of_layers(model))
 
 
 def _turns_by_length(model: ModelConfig, length: int) -> bool:
@@ -115,9 +115,10 @@ def _turns_anew(model: ModelConfig, length: int) -> bool:
     return model.rope.scaling == "longrope" and _turns_by_length(model, length)
 
 
-def windows_of_layers(model: ModelConfig) -> list[int | None]:
-    """How many tokens each layer sees; None for all."""
-    return [model.attention.window if model.has_window(layer) else None for layer in range(model.num_layers)]
+def sights_of_layers(model: ModelConfig) -> list[Sight]:
+    """How many tokens each layer sees."""
+    own = Sight(model.attention.window, model.attention.chunked)
+    return [own if model.has_window(layer) else EVERYTHING for layer in range(model.num_layers)]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:

@@ -42,6 +42,9 @@ def attention(
     else the plain definition.
     """
     lengths = tokens.lengths
+    if scores.window is not None and scores.chunked and visible is None:
+        k, v, lengths = in_chunks(k, v, lengths, scores.window)
+        scores = replace(scores, window=None, chunked=False)
     if scores.window is not None and visible is None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
@@ -212,14 +215,42 @@ def within_reach(k: Tensor, v: Tensor, lengths: Lengths, window: int) -> tuple[T
     So a token that is read from a cache costs no more than its window. A cache may have dropped those keys itself.
     """
     kept = tuple((queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths)
+    return *_last_keys(k, v, lengths, kept), kept
+
+
+def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor, Tensor, Lengths]:
+    """Runs of `size` tokens as documents of their own: k and v without runs that no query is in, and lengths.
+
+    Whatever knows documents so computes attention in chunks, at no more than its cost. A cache may have dropped whole
+    runs itself.
+    """
+    kept = tuple((queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths)
+    return *_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
+
+
+def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:
+    """(queries, keys) of each run of `size` tokens, where documents' queries begin in their first run.
+
+    >>> lengths_of_chunks(((3, 4), (5, 5)), 2)
+    ((1, 2), (2, 2), (2, 2), (2, 2), (1, 1))
+    """
+    found: list[tuple[int, int]] = []
+    for queries, keys in lengths:
+        seen = [min(size, keys - start) for start in range(0, keys, size)] or [0]
+        found += zip([seen[0] - (keys - queries), *seen[1:]], seen, strict=True)
+    return tuple(found)
+
+
+def _last_keys(k: Tensor, v: Tensor, lengths: Lengths, kept: Lengths) -> tuple[Tensor, Tensor]:
+    """The last keys and values of each document, as many as are `kept`; they may be all that there are."""
     if len(k) == sum(keys for _, keys in kept):
-        return k, v, kept
+        return k, v
     counts = [keys for _, keys in lengths]
     k, v = (
         torch.cat([part[len(part) - left :] for part, (_, left) in zip(x.split(counts), kept, strict=True)])
         for x in (k, v)
     )
-    return k, v, kept
+    return k, v
 
 
 def _alone_in_memory(v: Tensor, *others: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ def rope_frequencies(config: RopeConfig, size: int, *, length: int = 0, dtype: t
             return frequencies / config.factor
         case "llama3":
             turns = config.original_max_position * frequencies / (2 * math.pi)  # over a row of the first training
-            keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+            width = max(config.high_freq_factor - config.low_freq_factor, 1e-30)  # 0 in Llama 4: nothing in part
+            keep = (turns - config.low_freq_factor) / width
         case "yarn":
             first, last = yarn_range(config, size)
             pairs = torch.arange(size // 2, dtype=dtype)

@@ -30,6 +30,9 @@ class Scores:
     """A token sees itself and the window - 1 tokens before it; None: all before it. The same after it, if not causal.
     """
 
+    chunked: bool = False
+    """It sees those of its own run of `window` tokens instead, counted from the first of its document."""
+
     softcap: float | None = None
     """Then scores s become softcap · tanh(s / softcap); None: they stay."""
 
@@ -100,6 +103,10 @@ def _softmax(s: Tensor, visible: Tensor | None, sinks: Tensor | None) -> Tensor:
 
 def keys_seen(queries: int, keys: int, scores: Scores, *, device: torch.device) -> Tensor | None:
     """bool [queries, keys]: which keys each query sees, query i being token keys - queries + i; None: all."""
+    if scores.chunked and scores.window is not None:
+        runs = torch.arange(keys, device=device) // scores.window
+        alike = runs[keys - queries :, None] == runs
+        return alike & causal_mask(queries, keys, device=device) if scores.causal else alike
     if scores.causal:
         return causal_mask(queries, keys, window=scores.window, device=device)
     if scores.window is None or scores.window >= keys:

@@ -65,12 +65,18 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
     family = family_of(source)
+    unread = [_unread(name, weights) for name in weights.others] if isinstance(weights, HuggingFaceFolder) else []
     moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(source.model)]
     if to == "huggingface":
         family.write_config(source.model)  # raises, if anything does
-        return moves + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)]
+        return moves + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)] + unread
     assert isinstance(weights, HuggingFaceFolder)
-    return moves + [_dropped(rule, weights) for rule in weights.copies]
+    return moves + [_dropped(rule, weights) for rule in weights.copies] + unread
+
+
+def _unread(name: str, folder: HuggingFaceFolder) -> Move:
+    info, stored = folder.others[name], folder.stored_as(name)
+    return Move(name, "nothing: it is no part of the model of text", info.shape, stored, stored, 0)
 
 
 def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:

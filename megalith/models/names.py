@@ -73,6 +73,26 @@ def as_promised(config: ModelConfig, names: Collection[str]) -> ModelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Outer:
+    """An architecture of theirs that has one of text inside, and more beside it that is not read here."""
+
+    architecture: str
+    """As config.json names it."""
+
+    model_type: str
+    """The same in configs that name no architecture."""
+
+    section: str
+    """Of config.json, where the inner model's is."""
+
+    prefix: str
+    """What begins the names of the inner model's tensors."""
+
+    others: re.Pattern[str]
+    """Names of all other tensors, which are left where they are."""
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """One architecture of theirs, and all that differs from the others."""
 
@@ -106,6 +126,9 @@ class Family:
     joined: Callable[[ModelConfig], list[TensorRule]] | None = None
     """The same where a layer's experts share tensors, as in the memory of transformers 5; unset: there are no experts,
     or no other way."""
+
+    outer: Outer | None = None
+    """An architecture whose folders may be read as this one; it is never written."""
 
     settle: Callable[[ModelConfig, Collection[str]], ModelConfig] = as_promised
     """What the names of a folder's tensors decide, because its config.json may promise what is not there."""

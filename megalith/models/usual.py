@@ -198,6 +198,11 @@ def canonical(config: ModelConfig) -> ModelConfig:
         turned = shortest(tuple(not config.turns(layer) for layer in range(config.num_layers)))
         rope = canonical_rope(config.rope, windows=any(windows), skip=turned if any(turned) else ())
     scale = size**-0.5 if kind.scale is None and config.mla is None else kind.scale
+    normed = tuple(config.at(layer).attention.qk_norm != "none" for layer in range(config.num_layers))
+    kind = replace(
+        kind, qk_norm=kind.qk_norm if any(normed) else "none", chunked=kind.chunked and any(windows),
+        qk_norm_layers=shortest(normed) if any(normed) and not all(normed) else (),
+    )  # fmt: skip
     own_eps = kind.qk_norm_eps if kind.qk_norm != "none" and kind.qk_norm_eps != config.norm_eps else None
     rounded = {"window": None, "window_layers": (), "scale": scale and float(f"{scale:.12g}"), **window}
     kept = replace(
@@ -221,6 +226,8 @@ def canonical_rope(rope: RopeConfig, *, windows: bool, skip: tuple[bool, ...]) -
     }  # fmt: skip
     if windows and (rope.local_theta != rope.theta or values):
         kept["local_theta"] = rope.local_theta
+    if skip and rope.skip_growth:
+        kept |= {"skip_growth": rope.skip_growth, "skip_step": rope.skip_step}
     looked_at = ["factor"] if values else []
     if kind in ("dynamic", "llama3", "yarn", "longrope"):
         looked_at.append("original_max_position")
@@ -255,24 +262,24 @@ ROTARY_BUFFERS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_fre
 
 def usual_rules(
     config: ModelConfig, *, norms: Mapping[str, str] = NORMS, all_biases: bool = True,
-    experts: LayerRules = no_experts,
+    experts: LayerRules = no_experts, mlp: str = "mlp",
 ) -> list[TensorRule]:  # fmt: skip
     """Every tensor of theirs, in the order of the forward pass.
 
     `all_biases`: they have one switch for the biases of queries, keys, values and output, so what ours lacks is zero;
-    `experts`: those of a layer with a mixture of experts.
+    `experts`: those of a layer with a mixture of experts; `mlp`: what an MLP is called.
     """
     v, h = config.vocab_size, config.hidden_size
     found = [rule("model.embed_tokens.weight", "embed.weight", (v, h), shape=(v, h))]
     for layer in range(config.num_layers):
         theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
         attention = attention_rules(config, f"{theirs}.self_attn", f"{ours}.attention", all_biases=all_biases)
-        mlp = (
+        inner = (
             experts(config, theirs, f"{ours}.moe")
             if config.has_experts(layer)
-            else mlp_rules(config, f"{theirs}.mlp", f"{ours}.mlp")
+            else mlp_rules(config, f"{theirs}.{mlp}", f"{ours}.mlp")
         )
-        for word, rules in (("attention", attention), ("mlp", mlp)):
+        for word, rules in (("attention", attention), ("mlp", inner)):
             around = {
                 part: [rule(f"{theirs}.{norms[part]}.weight", f"{ours}.{part}.weight", (h,), shape=(h,))]
                 for part in (f"{word}_norm", f"{word}_post_norm")

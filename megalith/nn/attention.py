@@ -12,7 +12,7 @@ from megalith.kernels.rebuilt import Input
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
 from megalith.nn.qk_norm import build_qk_norms
-from megalith.nn.rope import turn_of_layer
+from megalith.nn.rope import sharpening_of_layer, turn_of_layer
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region, RowLinear, declare
@@ -38,7 +38,8 @@ class Attention(nn.Module):
     ) -> None:  # fmt: skip
         """`index`: its number over all stages, which decides about positions and windows."""
         super().__init__()
-        self.core, self.scores, self.turn = core, scores_of_layer(config, index), turn_of_layer(config, index)
+        self.core, self.scores = core, scores_of_layer(config, index)
+        self.turn, self.sharpen = turn_of_layer(config, index), sharpening_of_layer(config, index)
         self.head_dim = config.head_size()
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads = heads.queries[mesh.tp.rank]
@@ -61,7 +62,7 @@ class Attention(nn.Module):
         projected = self.qkv(x)
         q, k, v, gate = projected.split([n * d, g * d, g * d, projected.shape[-1] - (n + 2 * g) * d], dim=-1)
         q, k = self.norms(q.unflatten(-1, (n, d)), k.unflatten(-1, (g, d)))
-        q, k, v = self.turn(q, tokens), self.turn(k, tokens), v.unflatten(-1, (g, d))
+        q, k, v = self.sharpen(self.turn(q, tokens), tokens), self.turn(k, tokens), v.unflatten(-1, (g, d))
         if cache is not None:
             k, v = cache.extend(k, v, tokens)
         heads = self.core(q, k, v, tokens, scores=self.scores, sinks=self.sinks())
@@ -87,7 +88,8 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     window = kind.window if config.has_window(layer) else None
     relative = config.relative.max_distance if config.positions == "relative" else None
     return Scores(
-        config.score_scale(), window, kind.softcap, causal=kind.causal, off_by_one=kind.off_by_one, relative=relative
+        config.score_scale(), window, window is not None and kind.chunked, kind.softcap, causal=kind.causal,
+        off_by_one=kind.off_by_one, relative=relative,
     )  # fmt: skip
 
 

@@ -123,3 +123,29 @@ def turn_of_layer(config: ModelConfig, layer: int) -> Turn:
         return unturned
     own = config.rope.local_theta is not None and config.has_window(layer)
     return Turned(2 if own else 0, config.rope.interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Sharpened:
+    """Multiplies queries by what grows with their position, so that attention among many tokens stays sharp.
+
+    Source: Nakanishi 2025, arXiv:2501.19399; in steps: Meta 2025, the Llama 4 release.
+    """
+
+    growth: float
+    step: int
+    """Tokens."""
+
+    def __call__(self, x: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, n, d] -> [t, n, d]: times 1 + growth * ln(1 + floor((position + 1) / step))."""
+        time = tokens.positions.view(-1, tokens.num_tokens)[0]  # of tokens of pictures, that in time
+        steps = torch.div(time + 1, self.step, rounding_mode="floor")
+        factor = 1 + self.growth * torch.log1p(steps.to(torch.promote_types(x.dtype, torch.float32)))
+        return (x * factor[:, None, None]).to(x.dtype)
+
+
+def sharpening_of_layer(config: ModelConfig, layer: int) -> Turn:
+    """How a layer, numbered over all stages, sharpens its queries."""
+    if not config.sharpens(layer):
+        return unturned
+    return Sharpened(config.rope.skip_growth, config.rope.skip_step)

@@ -101,16 +101,21 @@ def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     return 6 * tokens * (_matrices(config, layer, "mlp.") + _matrices(config, layer, "moe."))
 
 
-def pairs_in_window(length: int, window: int) -> int:
-    """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included.
+def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
+    """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included; or,
+    where it is `chunked`, those before it in its own run of so many.
 
     Twice, so that it compares with length², which counts a token's own pair half; it is never more. Where tokens look
     both ways there are twice as many.
 
     >>> [pairs_in_window(5, window) for window in (1, 2, 4, 5, 9)]
     [10, 18, 25, 25, 25]
+    >>> [pairs_in_window(5, window, chunked=True) for window in (1, 2, 4, 5, 9)]
+    [5, 9, 17, 25, 25]
     """
     inside = min(window, length)
+    if chunked:
+        return length // inside * inside**2 + (length % inside) ** 2
     return min(length**2, inside * (inside + 1) + 2 * inside * (length - inside))
 
 
@@ -121,14 +126,15 @@ class _Seen(NamedTuple):
     squared_lengths: int
     windowed: int | None
 
-    def doubled_pairs(self, window: int | None) -> int:
+    def doubled_pairs(self, window: int | None, *, chunked: bool = False) -> int:
         """Of queries and keys, twice."""
         if window is None or self.tokens == 0 or self.squared_lengths == 0:
             return self.squared_lengths
         if self.windowed is not None:
             return self.windowed
         typical = max(1, round(self.squared_lengths / self.tokens))
-        return min(self.squared_lengths, round(pairs_in_window(typical, window) * self.tokens / typical))
+        pairs = pairs_in_window(typical, window, chunked=chunked)
+        return min(self.squared_lengths, round(pairs * self.tokens / typical))
 
 
 def _layer_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
@@ -156,9 +162,9 @@ def met(config: ModelConfig, one: HeldParameter) -> int:
 
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
-    if config.attention_part(layer) != "full":
-        return 0
-    pairs = seen.doubled_pairs(config.attention.window if config.has_window(layer) else None)
+    window = config.attention.window if config.has_window(layer) else None
+    own = seen.doubled_pairs(window, chunked=config.attention.chunked)
+    pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(None) * config.looks(layer)
     pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())
 

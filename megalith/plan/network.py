@@ -41,7 +41,9 @@ def count_problems(model: ModelConfig) -> list[str]:
             "max_seq_len", "vocab_multiple",
         )
     }  # fmt: skip
-    counts |= {"rope.original_max_position": rope, "attention.window": window}
+    counts |= {
+        "rope.original_max_position": rope, "attention.window": window, "rope.skip_step": model.rope.skip_step,
+    }  # fmt: skip
     if model.mla is not None:
         sizes = ("kv_rank", "q_rank", "nope_dim", "rope_dim", "value_dim")
         counts |= {f"mla.{name}": getattr(model.mla, name) for name in sizes}
@@ -88,7 +90,7 @@ def number_problems(model: ModelConfig) -> list[str]:
     ]
     least = {
         "init_std": model.init_std, "mtp.loss_weight": model.mtp.loss_weight,
-        "embedding_init_std": model.embedding_init_std,
+        "embedding_init_std": model.embedding_init_std, "rope.skip_growth": model.rope.skip_growth,
         "mup.attention_scale_power": None if model.mup is None else model.mup.attention_scale_power,
     } | {f"init_overrides[{number}][1]": std for number, (_, std) in enumerate(model.init_overrides)}  # fmt: skip
     problems += [
@@ -154,7 +156,8 @@ def latent_attention_has_no_options(model: ModelConfig) -> str | None:
         return None
     attention, usual = model.attention, AttentionConfig()
     given = {
-        "attention.qk_norm": (attention.qk_norm, usual.qk_norm), "attention.sinks": (attention.sinks, False),
+        "attention.qk_norm": (attention.qk_norm, usual.qk_norm), "rope.skip_growth": (model.rope.skip_growth, 0.0),
+        "attention.sinks": (attention.sinks, False),
         "attention.gated": (attention.gated, False), "qkv_bias": (model.qkv_bias, False),
         "head_dim": (model.head_dim, None), "rope.fraction": (model.rope.fraction, 1.0),
         "num_kv_heads": (model.num_kv_heads, model.num_heads),
@@ -244,12 +247,12 @@ def rope_turns_pairs(model: ModelConfig) -> str | None:
 
 
 def rope_bands_are_apart(model: ModelConfig) -> str | None:
-    """The llama3 scaling divides by the distance between its two bands."""
+    """The llama3 scaling has a band between what stays and what is stretched in full, which may have no width."""
     low, high = model.rope.low_freq_factor, model.rope.high_freq_factor
-    if model.rope.scaling != "llama3" or low < high:
+    if model.rope.scaling != "llama3" or low <= high:
         return None
     return (
-        f"model.rope.low_freq_factor={low} must be below model.rope.high_freq_factor={high}: between the two, "
+        f"model.rope.low_freq_factor={low} must be at most model.rope.high_freq_factor={high}: between the two, "
         f"wavelengths are stretched in part. Use 1.0 and 4.0."
     )
 
@@ -357,6 +360,7 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     """A pattern repeats over the layers, so it has no more places than there are layers."""
     patterns: dict[str, Sequence[object]] = {
         "attention.window_layers": model.attention.window_layers, "rope.skip": model.rope.skip,
+        "attention.qk_norm_layers": model.attention.qk_norm_layers,
     }  # fmt: skip
     patterns |= {f"layers.{one.name}": getattr(model.layers, one.name) for one in fields(LayersConfig)}
     patterns |= {} if model.moe is None else {"moe.layers": model.moe.layers}
@@ -375,6 +379,12 @@ def patterns_choose_a_layer(model: ModelConfig) -> str | None:
         return (
             f"model.rope.skip={shown(model.rope.skip)} leaves every layer without positions. "
             f"Set model.positions=none, or remove model.rope.skip."
+        )
+    norms = model.attention.qk_norm_layers
+    if norms and not any(norms):
+        return (
+            f"model.attention.qk_norm_layers={shown(norms)} leaves every layer without norms of queries and keys. "
+            f"Set model.attention.qk_norm=none, or remove model.attention.qk_norm_layers."
         )
     window, layers = model.attention.window, model.attention.window_layers
     if window is None or not layers or any(layers):

@@ -78,6 +78,14 @@ BELONGS: tuple[Belongs, ...] = (
         "model.rope.scaling=longrope",
     ),
     Belongs(
+        ("rope.skip_growth", "rope.skip_step"), "rope.skip", lambda model: any(model.rope.skip),
+        "for layers without positions", "model.rope.skip to [false, false, false, true] or so",
+    ),
+    Belongs(
+        ("rope.skip_step",), "rope.skip_growth", lambda model: model.rope.skip_growth > 0,
+        "where what multiplies queries grows", "model.rope.skip_growth=0.1",
+    ),
+    Belongs(
         ("mla.yarn_mscale",), "attention.scale", lambda model: model.attention.scale is None,
         "part of the scale where none is given", "model.attention.scale=null",
     ),
@@ -86,12 +94,12 @@ BELONGS: tuple[Belongs, ...] = (
         lambda model: model.attention.scale is None, "for the scale where none is given", "model.attention.scale=null",
     ),
     Belongs(
-        ("attention.window_layers", "rope.local_theta"), "attention.window",
+        ("attention.window_layers", "attention.chunked", "rope.local_theta"), "attention.window",
         lambda model: model.attention.window is not None, "for layers with a window, and no layer has one",
         "model.attention.window to 4096 or so",
     ),
     Belongs(
-        ("attention.qk_norm_eps",), "attention.qk_norm", lambda model: model.attention.qk_norm != "none",
+        ("attention.qk_norm_eps", "attention.qk_norm_layers"), "attention.qk_norm", lambda model: model.attention.qk_norm != "none",
         "for norms of queries and keys", "model.attention.qk_norm=head",
     ),
     Belongs(

@@ -478,10 +478,11 @@ def keeps_first_weights(run: TrainRun) -> bool:
 
 def _windowed(model: ModelConfig, batches: StepBatches) -> int | None:
     """Pairs of tokens that windows leave in my documents, as `step_flops` wants them; None: nothing has a window."""
-    window = model.attention.window
+    window, chunked = model.attention.window, model.attention.chunked
     if window is None:
         return None
-    return sum(pairs_in_window(length, window) for batch in batches.microbatches for length in batch.lengths)
+    lengths = (length for batch in batches.microbatches for length in batch.lengths)
+    return sum(pairs_in_window(length, window, chunked=chunked) for length in lengths)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

@@ -44,10 +44,10 @@ class Staged:
     weights: tuple[Postponed, ...] = ()
     """By chunk: weight gradients that wait, for schedules that split backward."""
 
-    @property
     turns: Turns = field(default_factory=Turns)
     """How two microbatches that are computed together take turns; their exchanges with experts know it."""
 
+    @property
     def modules(self) -> nn.ModuleList:
         """All chunks as one module."""
         return nn.ModuleList(self.chunks)

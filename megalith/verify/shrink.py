@@ -251,6 +251,7 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
         attention=replace(
             attention, window=attention.window and min(attention.window, 5),
             window_layers=_shrink_pattern(attention.window_layers, layers),
+            qk_norm_layers=_shrink_pattern(attention.qk_norm_layers, layers),
         ),
         rope=_shrink_rope(model, layers),
     )  # fmt: skip
@@ -264,6 +265,7 @@ def _shrink_rope(model: ModelConfig, layers: int) -> RopeConfig:
     pairs = 2 if model.mla is not None else int(6 * fraction) // 2
     return replace(
         rope, fraction=fraction, skip=_shrink_pattern(rope.skip, layers),
+        skip_step=min(rope.skip_step, 5) if rope.skip_growth else rope.skip_step,
         original_max_position=8 if rope.scaling in FROM_A_LENGTH else rope.original_max_position,
         sections=tuple(int(axis < pairs) for axis in range(3)) if rope.sections else (),
         short_factors=rope.short_factors[:pairs], long_factors=rope.long_factors[:pairs],

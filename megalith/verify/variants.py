@@ -72,6 +72,14 @@ RELATIVE = replace(
 )  # fmt: skip
 """As a T5 decoder: biases by distance, from one table for all layers, and scores that are not scaled."""
 
+CHUNKED = replace(
+    PLAIN, rope=RopeConfig(interleaved=True, skip=(False, False, True), skip_growth=0.4, skip_step=3),
+    attention=AttentionConfig(
+        qk_norm="l2", qk_norm_layers=(True, True, False), window=5, window_layers=(True, True, False), chunked=True,
+    ),
+)  # fmt: skip
+"""As Llama 4: chunks of documents and L2 norms where layers turn; elsewhere no positions, and queries that grow."""
+
 LATENT = replace(
     PLAIN, num_heads=10, num_kv_heads=10, head_dim=None, mla=MLAConfig(
         kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3, yarn_mscale=0.7,
@@ -95,7 +103,7 @@ VARIANTS = {
     "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
     "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
-    "heterogeneous": HETEROGENEOUS,
+    "heterogeneous": HETEROGENEOUS, "chunked": CHUNKED,
     "relative": RELATIVE,
 }  # fmt: skip
 
@@ -122,7 +130,7 @@ BIASED_CHOICE = replace(
 NOISY = replace(
     PLAIN, num_kv_heads=6, moe=MoEConfig(
         experts=6, ffn_hidden_size=10, layers=(False, True), capacity=CapacityConfig(factor=1.1, drop="last", pad=True),
-        router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1),
+        router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1, of_choices=True),
     ),
 )  # fmt: skip
 """As Switch Transformer: noise on what routers read, experts that refuse the last and compute equally many rows; and
@@ -136,6 +144,15 @@ PLANNED = replace(
     ),
 )  # fmt: skip
 """One expert for each token, chosen by a plan of all ranks, and weighed before it: as Llama 4, but for the plan."""
+
+OFFSET = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=6, ffn_hidden_size=10, layers=(False, True), router=RouterConfig(score="sqrt_softplus", bias=True),
+        balance=BalanceConfig(quantile=True, quantile_ema=0.3, z=0.05),
+    ),
+)  # fmt: skip
+"""Experts whose logits are moved after each step to what would have made them equally busy in it; scores of square
+roots."""
 
 CLAMPED = replace(
     PLAIN, num_kv_heads=6, mlp_bias=True, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0, moe=MoEConfig(

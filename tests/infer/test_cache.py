@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.config.kernels import Kernel
-from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache, ReadText
+from megalith.infer.cache import FIRST_ROOM, GrowingBuffer, KeyValueCache, ReadText, Sight
 from megalith.kernels.attention import attention
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import tokens_of_queries, tokens_of_rows
@@ -24,7 +24,7 @@ def test_rows_come_back_in_the_order_they_were_appended(sizes: list[int]) -> Non
 @pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
 def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(sizes: list[int], window: int) -> None:
     rows = torch.arange(sum(sizes) * 6.0).view(-1, 2, 3)
-    buffer, before = GrowingBuffer(window), 0
+    buffer, before = GrowingBuffer(Sight(window)), 0
     for part in rows.split(sizes):
         found = buffer.append(part)
         before += len(part)
@@ -38,7 +38,7 @@ def test_a_buffer_with_a_window_gives_what_new_tokens_see_and_keeps_little_more(
 def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int | None) -> None:
     rows = torch.arange(300.0).view(-1, 1, 1)
     for count in (0, 1, 2, 60, 90, 99, 100):
-        buffer = GrowingBuffer(window)
+        buffer = GrowingBuffer(Sight(window))
         for part in rows[:100].split([40, 1, 20, 39]):
             buffer.append(part)
         held = buffer.holds(count)
@@ -49,10 +49,29 @@ def test_a_buffer_that_is_cut_goes_on_as_if_it_had_never_been_longer(window: int
             first = 0 if window is None else max(0, count - window + 1)
             assert torch.equal(buffer.append(rows[200:203])[:-3], rows[first:count])
         assert held or count < 100, "the end is always held"
-    slid = GrowingBuffer(3)
+    slid = GrowingBuffer(Sight(3))
     for part in rows.split(1):
         slid.append(part)
     assert slid.holds(299) and not slid.holds(100)
+
+
+@pytest.mark.parametrize("size", [1, 3, 70])
+@pytest.mark.parametrize("sizes", [[1] * 300, [3, 60, 1, 1, 200, 1], [500, 1, 1]])
+def test_a_buffer_of_chunks_gives_the_chunk_that_new_tokens_begin_in(sizes: list[int], size: int) -> None:
+    rows = torch.arange(sum(sizes) * 1.0).view(-1, 1, 1)
+    buffer, before = GrowingBuffer(Sight(size, chunked=True)), 0
+    for part in rows.split(sizes):
+        assert buffer.holds(before) and torch.equal(
+            buffer.append(part), rows[before // size * size : before + len(part)]
+        )
+        before += len(part)
+        buffer.cut(before)
+    assert not buffer.holds(before + 1)
+    for count in range(before):
+        if buffer.holds(count):
+            buffer.cut(count)
+            assert torch.equal(buffer.append(rows[:1])[:-1], rows[count // size * size : count])
+            break
 
 
 def test_what_was_read_is_kept_as_far_as_a_text_begins_alike() -> None:
@@ -100,6 +119,7 @@ def test_documents_keep_apart_and_come_back_packed() -> None:
 VARIANTS = {
     "plain": (PLAIN, False),
     "window": (Scores(window=5), False),
+    "chunks": (Scores(window=7, chunked=True), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
     "distances": (Scores(relative=9), False),
@@ -119,7 +139,7 @@ def test_token_t_read_from_the_cache_is_position_t_of_the_whole(variant: str, ke
     table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4)
     rows = [replace(tokens_of_rows(1, len(q)), biases=table) for q, _, _ in texts]
     whole = [attention(q, k, v, row, scores, sinks) for (q, k, v), row in zip(texts, rows, strict=True)]
-    cache, read = KeyValueCache(1, [scores.window]), [0, 0]
+    cache, read = KeyValueCache(1, [Sight(scores.window, scores.chunked)]), [0, 0]
     for counts in [(10, 1), (2, 4), *[(1, 1)] * 76]:
         (layer,) = cache.layers([0, 1])
         new = [[x[at : at + count] for x in text] for text, at, count in zip(texts, read, counts)]

@@ -13,7 +13,8 @@ from megalith.config.rope import RopeConfig
 from megalith.config.sample import SampleConfig
 from megalith.errors import ConfigError, DataError
 from megalith.infer import cache
-from megalith.infer.generate import Written, divide_room, generate, remember, windows_of_layers
+from megalith.infer.cache import Sight
+from megalith.infer.generate import Written, divide_room, generate, remember, sights_of_layers
 from megalith.infer.load import writing_layout
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder
@@ -136,8 +137,9 @@ def test_a_text_that_was_left_early_goes_on_from_there(tiny: SimpleNamespace) ->
 
 
 def test_layers_with_a_window_keep_no_more_than_it(tiny: SimpleNamespace) -> None:
-    assert windows_of_layers(tiny.config(attention=WINDOWS)) == [3, None]
-    assert windows_of_layers(tiny.config()) == [None, None]
+    assert sights_of_layers(tiny.config(attention=WINDOWS)) == [Sight(3), Sight()]
+    assert sights_of_layers(tiny.config(attention=replace(WINDOWS, chunked=True)))[0] == Sight(3, chunked=True)
+    assert sights_of_layers(tiny.config()) == [Sight(), Sight()]
 
 
 def test_a_text_that_turns_by_its_length_is_read_whole(tiny: SimpleNamespace) -> None:

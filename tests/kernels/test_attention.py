@@ -10,7 +10,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.config.kernels import Kernel
 from megalith.kernels import attention as ways
-from megalith.kernels.attention import Way, attention, reference_attention, way_of, within_reach
+from megalith.kernels.attention import (
+    Way,
+    attention,
+    in_chunks,
+    reference_attention,
+    way_of,
+    within_reach,
+)
 from megalith.kernels.dropout import dropped_weights
 from megalith.kernels.relative_bias import reference_biases
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
@@ -33,6 +40,9 @@ VARIANTS = {
     "scale": (Scores(scale=0.3), False),
     "window": (Scores(window=5), False),
     "window of one": (Scores(window=1), False),
+    "chunks": (Scores(window=4, chunked=True), False),
+    "long chunks, sinks": (Scores(window=64, chunked=True), True),
+    "chunks both ways": (Scores(window=3, chunked=True, causal=False), False),
     "softcap": (Scores(softcap=1.5), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
@@ -385,6 +395,15 @@ def test_a_token_read_from_a_cache_costs_its_window() -> None:
     assert lengths == ((1, 2), (2, 3), (0, 0))
     assert within_reach(k, k, ((4, 4), (5, 5)), 1)[0] is k
     assert within_reach(keys, values, ((1, 4), (2, 5), (0, 0)), 2) == (keys, values, lengths), "dropped by the cache"
+
+
+def test_chunks_are_documents_and_a_cache_gives_no_more_than_the_one_that_is_read() -> None:
+    k = torch.arange(12.0).view(12, 1, 1)
+    keys, values, lengths = in_chunks(k, -k, ((1, 4), (4, 7), (0, 1)), 3)
+    assert keys.flatten().tolist() == [3, 7, 8, 9, 10] and torch.equal(values, -keys)
+    assert lengths == ((1, 1), (3, 3), (1, 1), (0, 0))
+    assert in_chunks(keys, values, ((1, 4), (4, 7), (0, 1)), 3)[0] is keys, "dropped by the cache"
+    assert in_chunks(k, k, ((5, 5), (7, 7)), 4) == (k, k, ((4, 4), (1, 1), (4, 4), (3, 3)))
 
 
 @pytest.mark.parametrize("variant", [name for name, (scores, _) in VARIANTS.items() if scores.causal])

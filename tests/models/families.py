@@ -154,6 +154,24 @@ CASES: dict[str, Case] = {
             "intermediate_size": 16, "rope_parameters": {**YARN, "truncate": False},
         },
     ),
+    "llama4": Case(
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 5, "intermediate_size": 16, "intermediate_size_mlp": 20, "head_dim": 6,
+            "attention_chunk_size": 5, "no_rope_layers": [1, 0], "floor_scale": 3, "attn_scale": 0.5,
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0},
+        },
+    ),
+    "llama4, every other layer": Case(
+        "Llama4TextConfig",
+        {
+            "num_local_experts": 3, "intermediate_size": 8, "intermediate_size_mlp": 11, "head_dim": 4,
+            "attention_chunk_size": 4, "num_hidden_layers": 5, "interleave_moe_layer_step": 2, "use_qk_norm": False,
+            "attention_bias": True, "attn_temperature_tuning": False, "tie_word_embeddings": True,
+            "no_rope_layers": [1] * 5, "rope_parameters": FAST,
+            "layer_types": ["chunked_attention", "chunked_attention", WHOLE, "chunked_attention", WHOLE],
+        },
+    ),
     "deepseek_v3, experts": Case(
         "DeepseekV3Config",
         {

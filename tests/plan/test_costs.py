@@ -225,6 +225,17 @@ def test_a_window_costs_the_pairs_that_it_leaves() -> None:
         assert saved == 6 * SMALL.num_layers * 8 * 16 * (length**2 - pairs_in_window(length, window))
 
 
+def test_chunks_cost_what_documents_of_their_length_do() -> None:
+    for length, size in ((7, 3), (7, 1), (40, 39), (5, 5), (5, 9)):
+        parts = [min(size, length - start) for start in range(0, length, size)]
+        squares = sum(part**2 for part in parts)
+        assert pairs_in_window(length, size, chunked=True) == squares
+        chunks = replace(SMALL, attention=AttentionConfig(window=size, chunked=True))
+        assert attention_flops(chunks, 0, tokens=length, squared_lengths=length**2) == attention_flops(
+            SMALL, 0, tokens=length, squared_lengths=squares
+        )
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_looking_both_ways_costs_all_pairs(window: int | None) -> None:
     causal, both = (replace(SMALL, attention=AttentionConfig(window=window, causal=one)) for one in (True, False))

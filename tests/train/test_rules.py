@@ -177,8 +177,8 @@ CASES = [
     ({"model__rope__theta": "inf"}, 1, "model.rope.theta=inf must be a finite number above 0", "Use 10000.0"),
     ({"model__rope__original_max_position": "0"}, 1, "original_max_position=0 must be at least 1", "to 1 or more"),
     (
-        {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": "4"}, 1,
-        "model.rope.low_freq_factor=4.0 must be below model.rope.high_freq_factor=4.0", "Use 1.0 and 4.0",
+        {"model__rope__scaling": "llama3", "model__rope__low_freq_factor": "5"}, 1,
+        "model.rope.low_freq_factor=5.0 must be at most model.rope.high_freq_factor=4.0", "Use 1.0 and 4.0",
     ),
     ({"model__init_std": "inf"}, 1, "model.init_std=inf must be a finite number of at least 0", "Use 0 or more"),
     ({"model__init_std": "nan"}, 1, "model.init_std=nan must be a finite number of at least 0", "Use 0 or more"),

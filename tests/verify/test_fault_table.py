@@ -56,6 +56,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "cp_left_out_of_sum": (False, "wrong gradients"),
     "cp_gather_unsorted": (False, "wrong loss"),
     "a2a_heads_swapped": (False, "wrong loss"),
+    "chunks_of_rows": (False, "wrong loss"),
     "documents_joined_across_ranks": (False, "wrong loss"),
     "ring_gather_owner": (False, "wrong loss"),
     "ring_scatter_owner": (False, "wrong loss"),
@@ -179,7 +180,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert (model.moe is not None) == bool(EXPERT_NEEDS & {*fault.needs})
     assert (parallel.ep > 1, parallel.etp is not None) == ("ep" in fault.needs, "etp" in fault.needs)
     moe = model.moe or MoEConfig(experts=1, ffn_hidden_size=1)
-    assert (moe.capacity.factor is not None, moe.router.balancing_bias) == (
+    assert (moe.capacity.factor is not None, moe.router.balancing_bias, moe.balance.quantile) == (
         "capacity" in fault.needs,
         "balancing bias" in fault.needs,
     )
