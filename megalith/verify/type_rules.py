@@ -3,6 +3,7 @@
 Beside verify/types.py this is the only file that knows the checker library, `spmd_types`.
 """
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ from spmd_types import I, MeshAxis, P, R, SpmdTypeError, V, rules
 from spmd_types import PerMeshAxisLocalSpmdType as Type
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.cross_entropy import LossSumFunction, TokenLossesFunction
 from megalith.parallel.context import RingAttention
@@ -106,10 +108,21 @@ def typed_by(reference: Callable[..., Any]) -> Callable[[type[Function]], type[F
     """Class decorator: an autograd function has the types of the plain composition that it stands for."""
 
     def give(cls: type[Function]) -> type[Function]:
-        checker.register_decomposition(cls, reference)
+        checker.register_decomposition(cls, functools.partial(_for_its_types, reference))
         return cls
 
     return give
+
+
+def _for_its_types(reference: Callable[..., Any], *given: Any) -> Any:
+    """What a composition gives. What it saves for a backward that nobody runs is its own affair: a region that is
+    computed again must not count it among what it saved the first time."""
+    with saved_tensors_hooks(_itself, _itself):
+        return reference(*given)
+
+
+def _itself(saved: Tensor) -> Tensor:
+    return saved
 
 
 @dataclass(eq=False)
