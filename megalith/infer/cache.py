@@ -9,6 +9,7 @@ from torch import Tensor
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache
 
+
 @dataclass(frozen=True, slots=True)
 class Sight:
     """How many tokens a layer sees."""
@@ -75,7 +76,8 @@ class GrowingBuffer:
 
     def _grown(self, rows: Tensor, before: int) -> Tensor:
         """More room, and at its start as many of the last rows."""
-        room, wanted = FIRST_ROOM, before + len(rows) + (self._sight.window or 0)  # so that a window moves once per length
+        wanted = before + len(rows) + (self._sight.window or 0)  # so that a window moves once per length
+        room = FIRST_ROOM
         while room < wanted:
             room *= 2
         buffer = rows.new_empty(room, *rows.shape[1:])

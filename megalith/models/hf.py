@@ -37,11 +37,13 @@ from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
 from megalith.models.jobs import batches, done_in_order
 from megalith.models.llama import LLAMA
+from megalith.models.llama4 import LLAMA4
 from megalith.models.mistral import MISTRAL
 from megalith.models.mixtral import MIXTRAL
 from megalith.models.names import (
     BALANCING_BIAS,
     Family,
+    Outer,
     TensorRule,
     as_stored,
     by_parameter,
@@ -70,7 +72,7 @@ from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, OLMO2, SMOLLM3, GRANITE, PHI3, STARCODER2, GPT2, NEOX,
-    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, DECILM,
+    DEEPSEEK_V3, DEEPSEEK_V2, MIXTRAL, QWEN3_MOE, QWEN2_MOE, OLMOE, GPT_OSS, LLAMA4, DECILM,
 )  # fmt: skip
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
@@ -124,13 +126,18 @@ class HuggingFaceFolder:
                 the wrong shape or cut off; each is named.
         """
         self.path = path
-        self.raw = read_json(path / CONFIG)
-        self.family = find_family(self.raw, path)
+        raw = read_json(path / CONFIG)
+        self.family, outer = find_family(raw, path)
+        self.raw = raw if outer is None else _inner_config(raw, outer, path)
         try:
             promised = self.family.read_config({name: self.raw[name] for name in self.raw if name != QUANTISED})
         except ConfigError as error:
             raise CheckpointError(f"{path / CONFIG}: {error}") from error
-        self._tensors = dequantised(self.raw, _stored(path), path)
+        tensors = dequantised(self.raw, _stored(path), path)
+        self.others = {} if outer is None else {name: tensors[name] for name in tensors if outer.others.fullmatch(name)}
+        """Tensors of parts that are not read."""
+        prefix = "" if outer is None else outer.prefix
+        self._tensors = {name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others}
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
         names = self._tensors.keys()
         self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
@@ -153,7 +160,7 @@ class HuggingFaceFolder:
 
     def stored_as(self, name: str) -> str:
         """What the folder has it in: a dtype, or how few bits are dequantised."""
-        stored = self._tensors[self._name(name)]
+        stored = self.others.get(name) or self._tensors[self._name(name)]
         return f"{stored.kind} dequantised" if isinstance(stored, Dequantised) else show_dtype(DTYPES[stored.dtype])
 
     def _name(self, name: str) -> str:
@@ -281,23 +288,45 @@ class HuggingFaceFolder:
         )
 
 
-def find_family(raw: Mapping[str, Any], path: Path) -> Family:
-    """The family of a config.json.
+def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | None]:
+    """The family of a config.json, and what it is inside of, if anything.
 
     Raises:
         CheckpointError: its architecture is not supported.
     """
     named = raw.get("architectures") or []
     for family in FAMILIES:
-        if family.architecture in named or (not named and raw.get("model_type") == family.model_type):
-            _refuse_other_code(raw, family, path)
-            return family
+        for kind in (family, family.outer):
+            if kind is not None and _is_of(raw, kind):
+                _refuse_other_code(raw, kind.architecture, path)
+                return family, family.outer if kind is family.outer else None
     found = ", ".join(map(str, named)) or f"model_type {raw.get('model_type')}"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise CheckpointError(f"{path}: the architecture {found} is not supported. Use one of {known}.")
 
 
-def _refuse_other_code(raw: Mapping[str, Any], family: Family, path: Path) -> None:
+def _is_of(raw: Mapping[str, Any], kind: Family | Outer) -> bool:
+    named = raw.get("architectures") or []
+    return kind.architecture in named or (not named and raw.get("model_type") == kind.model_type)
+
+
+def _inner_config(raw: Mapping[str, Any], outer: Outer, path: Path) -> dict[str, Any]:
+    """The config of the model inside, with what the outer one says for both.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    inner = raw.get(outer.section)
+    if not isinstance(inner, dict):
+        raise CheckpointError(
+            f"{path / CONFIG}: {outer.section}={inner!r:.60}: expected the settings of a model of text. "
+            f"Use the config.json that came with the weights."
+        )
+    shared = {name: raw[name] for name in (*TOKEN_IDS, QUANTISED, "tie_word_embeddings") if raw.get(name) is not None}
+    return shared | {name: value for name, value in inner.items() if value is not None or name not in shared}
+
+
+def _refuse_other_code(raw: Mapping[str, Any], architecture: str, path: Path) -> None:
     """Code that came with a folder is not run. Where its model has the name of one of transformers' own, it is taken
     for an older copy of that, as those of Phi-3 and DeepSeek are; any other may compute anything.
 
@@ -306,11 +335,11 @@ def _refuse_other_code(raw: Mapping[str, Any], family: Family, path: Path) -> No
     """
     named = raw.get("auto_map") or {}
     model = named.get("AutoModelForCausalLM") if isinstance(named, dict) else named
-    if model is not None and str(model).rsplit(".", 1)[-1] != family.architecture:
+    if model is not None and str(model).rsplit(".", 1)[-1] != architecture:
         raise CheckpointError(
             f"{path / CONFIG}: auto_map={named!r:.120}: the model is computed by code of its own, which is not run. "
             f"Use a folder that transformers reads without trust_remote_code; or remove auto_map, if it computes what "
-            f"{family.architecture} does."
+            f"{architecture} does."
         )
 
 

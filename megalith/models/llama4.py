@@ -96,8 +96,7 @@ def _read_rope(fields: Fields, length: int, turned: tuple[bool, ...]) -> RopeCon
 
 
 def _read_chunks(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:
-    """Arguments of AttentionConfig about what layers see: in chunks where they turn, unless layer_types says otherwise.
-    """
+    """Arguments of AttentionConfig about what layers see: chunks where they turn, or as layer_types says."""
     size = fields.whole_or_none("attention_chunk_size") if "attention_chunk_size" in fields.raw else 8192
     found = fields.flags_of_layers("layer_types", len(turned), {CHUNKED: True, FULL: False})
     flags = turned if found is None else found
@@ -111,8 +110,7 @@ def _read_chunks(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:
 
 
 def _read_norms(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:
-    """Arguments of AttentionConfig about norms: where layers turn. Theirs come after turning, which changes no length.
-    """
+    """Arguments of AttentionConfig about norms: where layers turn; theirs come after that, which changes no length."""
     if not fields.flag("use_qk_norm", True) or not any(turned):
         return {}
     return {"qk_norm": "l2", "qk_norm_layers": () if all(turned) else shortest(turned)}

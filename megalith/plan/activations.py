@@ -440,6 +440,8 @@ def _attention_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
     inner = part.heads * model.value_size() * setting.tokens
     found = any(row.what == "output" and row.numel == inner for row in core)
     rows += core
+    if model.sharpens(layer):
+        rows.append(Row("attention", "growth of queries", setting.tokens, setting.tokens * w))
     if model.attention.gated:  # the gate reads what attention found, and the projection what the gate gives
         rows += [] if found else [Row("attention", "output before the gate", inner, inner * e)]
         rows.append(Row("attention", "gate", inner, inner * w))
@@ -501,7 +503,7 @@ def _core_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
     """Between the projections: what attention itself keeps, its output left out unless it keeps one of its own."""
     if again:
         rows = _inputs(setting, setting.part.heads, setting.part.kv_heads)
-        if _reads_projection(setting, layer):
+        if _reads_projection(setting, layer) and not setting.model.sharpens(layer):
             rows[0] = rows[0]._replace(nbytes=_projected(setting) * setting.element)
         return rows
     if setting.cp > 1:
@@ -510,7 +512,8 @@ def _core_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
 
 
 def _reads_projection(setting: Setting, layer: int) -> bool:
-    """Whether queries and keys are parts of what the projection gives: neither normed nor turned."""
+    """Whether keys, and queries unless they are sharpened, are parts of what the projection gives: neither normed nor
+    turned."""
     model = setting.model
     return model.mla is None and model.attention.qk_norm == "none" and not model.turns(layer)
 
@@ -525,6 +528,7 @@ def _inputs(setting: Setting, heads: int, kv_heads: int, *, tokens: int | None =
 
 def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, separate: bool) -> list[Row]:
     """Attention of whole documents; `separate`: its output is not what the projection after it reads."""
+    setting = in_chunks(setting, layer)
     model, e, t = setting.model, setting.element, sum(setting.lengths)
     rows, d, way = _inputs(setting, heads, kv_heads, tokens=t), model.value_size(), way_of(setting, layer)
     found = "output of some heads" if separate else "output"
@@ -539,7 +543,8 @@ def _alone_rows(setting: Setting, layer: int, heads: int, kv_heads: int, *, sepa
         found = found if separate or _read_as_kept(setting, heads) else "output by head"
         return [*rows, Row("attention", found, heads * d * t, heads * d * t * e)]
     if _reads_projection(setting, layer) and not separate:
-        rows = [Row("attention", "queries, keys, values", _projected(setting), _projected(setting) * e)]
+        whole = Row("attention", "queries, keys, values", _projected(setting), _projected(setting) * e)
+        rows = [rows[0], whole] if model.sharpens(layer) else [whole]
     calls = kernel_lengths(setting.lengths)
     if way == "plain":
         pairs = heads * sum(length**2 for length in setting.lengths)
@@ -574,6 +579,7 @@ def _read_as_kept(setting: Setting, heads: int) -> bool:
 
 def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", "torch", "plain"]:
     """How a layer attends, as kernels/attention.py chooses; plain: torch has no fused kernel, and keeps all scores."""
+    setting = in_chunks(setting, layer)
     model, longest = setting.model, max(setting.lengths)
     kind = model.attention
     if model.positions == "relative":
@@ -588,6 +594,16 @@ def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", 
     if model.key_size() == model.value_size():
         return "torch"
     return "spans" if longest >= TILED_LENGTHS.stop else "plain"
+
+
+def in_chunks(setting: Setting, layer: int) -> Setting:
+    """The same with documents as a layer attends to them: where it does so in chunks, each chunk is one."""
+    kind = setting.model.attention
+    if not kind.chunked or kind.window is None or not setting.model.has_window(layer):
+        return setting
+    size, plain = kind.window, replace(kind, window=None, window_layers=(), chunked=False)
+    lengths = [min(size, length - start) for length in setting.lengths for start in range(0, length, size)]
+    return replace(setting, lengths=tuple(lengths), model=replace(setting.model, attention=plain))
 
 
 def kv_heads_exchanged(kv_heads: int, ranks: int) -> int:

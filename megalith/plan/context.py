@@ -203,17 +203,21 @@ class Spans:
 
 def plan_spans(
     queries: Numbers, keys: Numbers, starts: Numbers, *, ends: Numbers | None = None, repeats: int = 1,
-    window: int | None = None,
+    window: int | None = None, chunked: bool = False,
 ) -> Spans:  # fmt: skip
     """What tokens number `queries` see of tokens number `keys`, both ascending, when documents begin at `starts` [t].
 
     A query sees itself and the earlier tokens of its document; where attention is not causal, and their documents end
-    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included.
+    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included; or, where
+    it is `chunked`, those of its own run of so many.
     """
     queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
-    lowest = starts[queries] if window is None else np.maximum(starts[queries], queries - window + 1)
-    beyond = queries + 1 if ends is None else ends[queries]
-    beyond = beyond if window is None else np.minimum(beyond, queries + window)
+    lowest, beyond = starts[queries], queries + 1 if ends is None else ends[queries]
+    if window is not None and chunked:
+        lowest = queries - (queries - lowest) % window
+        beyond = np.minimum(beyond, lowest + window)
+    elif window is not None:
+        lowest, beyond = np.maximum(lowest, queries - window + 1), np.minimum(beyond, queries + window)
     first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
     return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))

@@ -99,7 +99,8 @@ BELONGS: tuple[Belongs, ...] = (
         "model.attention.window to 4096 or so",
     ),
     Belongs(
-        ("attention.qk_norm_eps", "attention.qk_norm_layers"), "attention.qk_norm", lambda model: model.attention.qk_norm != "none",
+        ("attention.qk_norm_eps", "attention.qk_norm_layers"), "attention.qk_norm",
+        lambda model: model.attention.qk_norm != "none",
         "for norms of queries and keys", "model.attention.qk_norm=head",
     ),
     Belongs(

@@ -73,7 +73,7 @@ Need = Literal[
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
     "latent", "adapters", "places", "biases by distance", "experts", "ep", "etp", "capacity", "balancing bias",
-    "dropped weights",
+    "balancing offset", "dropped weights", "chunks of documents", "memory",
 ]  # fmt: skip
 
 
@@ -356,8 +356,15 @@ def _one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers,
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
-def _no_window(self: tokens.Context, near: int, *, window: int | None = None, causal: bool = True) -> tuple[Spans, ...]:
+def _no_window(
+    self: tokens.Context, near: int, *, window: int | None = None, causal: bool = True, chunked: bool = False
+) -> tuple[Spans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
+
+
+def _chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
+    seen, size = plan_spans(queries, keys, starts, **others), others["window"]
+    return plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size)) if size else seen
 
 
 def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor, ...]:
@@ -665,6 +672,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a2a_heads_swapped", "Heads come back from the exchange in the places of another rank's.",
         "numbers", ("cp", "a2a"), lambda: replaced(context, "tokens_for_heads", _heads_of_the_next_rank),
+    ),
+    Fault(
+        "chunks_of_rows", "Chunks that attention stays inside are counted from the first token of all documents.",
+        "numbers", ("cp", "documents", "window", "chunks of documents"),
+        lambda: replaced(tokens, "plan_spans", _chunks_of_rows),
     ),
     Fault(
         "documents_joined_across_ranks", "Tokens see other documents, where the keys are those of another rank.",

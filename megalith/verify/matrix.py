@@ -20,6 +20,7 @@ from megalith.verify.ranks import LayoutCase, layout_case
 from megalith.verify.variants import (
     BIASED_CHOICE,
     BOTH_WAYS,
+    CHUNKED,
     CLAMPED,
     FURTHER,
     FURTHER_EXPERTS,
@@ -448,6 +449,10 @@ def _variants_and_others() -> Iterator[Layout]:
         "relative, tp2 sp, documents, selective": (RELATIVE, tp2, PARTS, stay),
         "latent, tp3 sp, documents, selective, offloaded": (LATENT, ParallelConfig(tp=3, sp=True), PARTS, AWAY),
         "one norm, tp3, documents, block, offloaded": (three, ParallelConfig(tp=3), BLOCK, AWAY),
+        "chunked, cp4 a2a+ring, each document sliced, selective": (
+            CHUNKED, ParallelConfig(cp=4, context=_exchange("a2a+ring", slicing="document", a2a=2)), PARTS, stay,
+        ),
+        "chunked, tp2 cp2 sp ring, documents, full": (CHUNKED, ParallelConfig(tp=2, cp=2, sp=True), FULL, stay),
         "sinks, cp2 gather, documents, selective": (
             VARIANTS["sinks"], ParallelConfig(cp=2, context=_exchange("gather")), PARTS, stay,
         ),

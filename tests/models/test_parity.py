@@ -65,6 +65,14 @@ FAULTS: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3, below the first length", "rope", {"original_max_position": 10}),
     ("phi3, above the first length", "rope", {"attention_factor": 1.0}),
     ("granite", "", {"logit_scale": 1.0}),
+    ("llama4", "attention", {"window": 6}),
+    ("llama4", "attention", {"chunked": False}),
+    ("llama4", "attention", {"qk_norm_layers": ()}),
+    ("llama4", "rope", {"skip": ()}),
+    ("llama4", "rope", {"skip_growth": 0.4}),
+    ("llama4", "rope", {"skip_step": 4}),
+    ("llama4", "rope", {"interleaved": False}),
+    ("llama4, every other layer", "attention", {"window_layers": ()}),
 ]
 """One setting wrong: what the comparison must be able to see."""
 

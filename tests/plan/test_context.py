@@ -1,6 +1,7 @@
 """Slices of tokens: each token on exactly one rank, equal work, and what a query sees on any rank is one interval."""
 
 from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -136,6 +137,26 @@ def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
             every.append([seen[0], seen[-1] + 1])
         start += keys
     assert spans.visible.tolist() == every[: len(every) // spans.repeats]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_in_chunks_a_query_sees_its_own_run_wherever_ranks_have_it(
+    by: Literal["row", "document"], causal: bool
+) -> None:
+    slices = plan_slices([13, 24, 1, 10], row=48, slicing=Slicing(ranks=2, by=by))
+    starts, ends, document = slices.starts(), slices.ends(), slices.document()
+    runs = (np.arange(len(starts)) - starts) // 5
+    for queries in slices.numbers:
+        for keys in slices.numbers:
+            given: dict[str, Any] = {"ends": None if causal else ends, "window": 5, "chunked": True}
+            visible = plan_spans(queries, keys, starts, **given).visible
+            for i, (first, last) in zip(queries, visible, strict=True):
+                seen = [
+                    j for j in keys
+                    if document[i] == document[j] and runs[i] == runs[j] and (j <= i if causal else j < ends[j])
+                ]  # fmt: skip
+                assert seen == keys[first:last].tolist()
 
 
 def test_queries_may_be_more_than_keys_where_all_see_all() -> None:

@@ -157,7 +157,8 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (rope(fraction=0.5), "model.rope.fraction=0.5 of 6 features per head is 3", "Set model.rope.fraction to 0.7"),
     (rope(fraction=0.1), "model.rope.fraction=0.1 of 6 features per head is 0", "Set model.rope.fraction to 0.4"),
     (
-        rope(scaling="llama3", low_freq_factor=4.1), "model.rope.low_freq_factor=4.1 must be at most", "Use 1.0 and 4.0",
+        rope(scaling="llama3", low_freq_factor=5.0), "model.rope.low_freq_factor=5.0 must be at most",
+        "Use 1.0 and 4.0",
     ),
     (rope(scaling="yarn", beta_slow=32.0), "model.rope.beta_slow=32.0 must be below", "Use 1.0 and 32.0"),
     (
