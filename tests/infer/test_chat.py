@@ -14,6 +14,7 @@ from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import DataError
 from megalith.infer.chat import Chat, Until, template_of
+from megalith.infer.generate import Written
 from megalith.infer.load import Writer
 from megalith.models.adapters import AdaptedWeights
 from megalith.models.companions import turn_ends
@@ -85,6 +86,27 @@ def test_a_turn_costs_its_own_tokens_and_is_the_turn_of_a_chat_that_begins_there
         assert cost == whole if turn == 0 else cost < whole  # bytes that are no text are written otherwise
     chat.reset()
     assert chat.say("hello", lambda shown: None) == fresh().say("hello", lambda shown: None)
+
+
+def test_the_model_reads_the_conversation_and_what_asks_for_its_answer(
+    tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[list[int]] = []
+
+    def noted(model: Decoder, prompts: list[list[int]], *others: Any, **named: Any) -> Iterator[Written]:
+        read.extend(prompts)
+        yield Written(0, ord("y"), None)
+        yield Written(0, 256, "stop")
+
+    monkeypatch.setattr("megalith.infer.chat.generate", noted)
+    model, tokenizer = tiny.model(tiny.config(vocab_size=257, max_seq_len=400)), ByteTokenizer()
+    chat = Chat(
+        Writer(model, tokenizer, frozenset({256})), ChatTemplate("t", BUILT_IN["chatml"], {}), GREEDY, "be kind"
+    )
+    assert [chat.say(text, lambda shown: None) for text in ("hello", "why")] == ["y", "y"]
+    first = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    second = first + "y<|im_end|>\n<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n"
+    assert [tokenizer.decode(ids) for ids in read] == [first, second]
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -42,6 +42,32 @@ def test_experts_chosen_more_than_others_lose_and_those_chosen_less_gain() -> No
     move_balancing_biases(trainer.staged.modules, trainer.mesh)
     assert torch.allclose(first.moved, torch.tensor([-1e-3, -1e-3, 1e-3, 1e-3]))
     assert second.moved is not None and not second.moved.any(), "all were chosen equally often"
+    record.counts[:] = torch.tensor([[1.0, 1, 1, 1], [1, 0, 0, 0]])
+    move_balancing_biases(trainer.staged.modules, trainer.mesh)
+    assert torch.allclose(first.moved, torch.tensor([-2e-3, 0, 2e-3, 2e-3])), "whole steps, however small the surplus"
+
+
+@pytest.mark.parametrize("why", ["no label", "not finite"])
+def test_a_step_that_updates_nothing_moves_no_bias(why: str) -> None:
+    run = run_with(BALANCED)
+    run = replace(run, optim=replace(run.optim, nonfinite_grad="skip"))
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    masked = tuple(range(12)) if why == "no label" else ()
+    loader = Loader(
+        RaggedRows(12, 257, 24, masked=masked), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=6,
+        consumed=0, steps=2, device=torch.device("cpu"),
+    )  # fmt: skip
+    owned = trainer.data.owned[-1]
+    before = owned.weight.clone()
+    owned.weight.fill_(torch.inf if why == "not finite" else 1.0)
+    trainer.data.publish()
+    assert not train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
+    routers = list(routers_of(trainer.staged.modules))
+    assert not any(router.moved.any() for router in routers if router.moved is not None)
+    owned.weight.copy_(before)
+    trainer.data.publish()
+    assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
+    assert all(router.moved is not None and bool(router.moved.any()) for router in routers)
 
 
 def test_routers_that_are_not_trained_keep_their_biases() -> None:
@@ -52,6 +78,31 @@ def test_routers_that_are_not_trained_keep_their_biases() -> None:
         weight.requires_grad_(False)
     move_balancing_biases(trainer.staged.modules, trainer.mesh)
     assert router.moved is not None and not router.moved.any()
+
+
+def test_the_loss_scale_of_fp16_goes_for_losses_of_balance_too() -> None:
+    run = run_with(RouterConfig())
+    assert run.model.moe is not None
+    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=BalanceConfig(batch=0.5, z=0.1))))
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    loader = Loader(
+        RaggedRows(12, 257, 12, masked=()), Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=6,
+        consumed=0, steps=1, device=torch.device("cpu"),
+    )  # fmt: skip
+    batches = loader.next().microbatches
+
+    def gradients(scale: float) -> list[torch.Tensor]:
+        trainer.data.begin_step(len(batches))
+        trainer.staged.forward_backward(batches, lambda losses: losses[0] * scale, scale=scale)
+        return [owned.gradient.clone() for owned in trainer.data.finish()]
+
+    for plain, scaled in zip(gradients(1.0), gradients(1024.0), strict=True):
+        torch.testing.assert_close(scaled, plain * 1024, rtol=1e-5, atol=1e-4 * float(plain.abs().max()))
+    (router,) = (o.gradient for o in trainer.data.owned if o.shard.name == "layers.0.moe.router")
+    trainer.data.begin_step(len(batches))
+    trainer.staged.forward_backward(batches, lambda losses: losses[0] * 0, scale=1.0)
+    trainer.data.finish()
+    assert bool(router.any()), "the router learns from them alone, too"
 
 
 def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
