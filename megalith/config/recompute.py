@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-RecomputedModule = Literal["core_attention", "norm", "mlp", "mlp_act"]
+RecomputedModule = Literal["core_attention", "norm", "mlp", "mlp_act", "shared_experts"]
+"""Of a mixture of experts `mlp` is all of it, messages too; `mlp_act` what the experts for all tokens have between
+their matmuls, which those that are chosen never keep; `shared_experts` all of the former."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

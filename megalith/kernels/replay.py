@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalith.errors import DataError
@@ -30,6 +31,32 @@ class Routing:
     def microbatches(self, layer: str) -> Iterator[int]:
         """Those that a layer has choices of."""
         return (number for name, number in self.choices if name == layer)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What routers decided in a part of the model that backward runs once more: there they decide the same again.
+
+    Where input comes back with other roundings, as after sums in no fixed order, a tie could otherwise fall the other
+    way, and backward would look for a token's gradient at an expert that never had it.
+    """
+
+    found: dict[str, Tensor] = field(default_factory=dict)
+    """By layer: int32 [t, k], the expert, or -1 - its number where it refused."""
+
+    def note(self, layer: str, chosen: Tensor, kept: Tensor) -> None:
+        """Write down what was chosen, and what of it experts took: experts [t, k], the latter negative elsewhere."""
+        self.found[layer] = chosen.where(kept >= 0, -1 - chosen).detach().to(torch.int32)
+
+    def chosen(self, layer: str) -> Tensor | None:
+        """What was chosen, int64 [t, k], if this has been decided."""
+        found = self.found.get(layer)
+        return None if found is None else found.where(found >= 0, -1 - found).to(torch.int64)
+
+    def taken(self, layer: str) -> Tensor | None:
+        """Which of it experts took, bool [t, k]."""
+        found = self.found.get(layer)
+        return None if found is None else found >= 0
 
 
 class Route(NamedTuple):

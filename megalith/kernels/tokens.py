@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.kernels.replay import Route
+from megalith.kernels.replay import Decided, Route
 from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
 
 
@@ -64,6 +64,9 @@ class Tokens:
 
     balance: "BalanceShare | None" = None
     """What losses that keep experts busy count; None where nothing is trained."""
+
+    decided: Decided | None = None
+    """What routers decided when these tokens came here first; filled in where a part of the model runs twice."""
 
     route: Route | None = None
     """What routers write down of this microbatch, or follow; None: neither."""

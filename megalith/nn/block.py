@@ -18,7 +18,7 @@ from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import LatentAttention
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
-from megalith.nn.moe.layer import MoE
+from megalith.nn.moe.layer import MoE, itself
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.square import Square
 from megalith.parallel.context import Attend
@@ -70,6 +70,7 @@ class Layer(nn.Module):
                 mlp = MoE(
                     f"{name}.moe", config, config.moe, mesh, region, dtype=dtype, act_again=act, dispatcher=dispatcher,
                     number=number,
+                    around_shared=partial(Recomputed, check=check) if "shared_experts" in again else itself,
                 )  # fmt: skip
             else:
                 mlp = _mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act)

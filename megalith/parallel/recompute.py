@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.kernels.rebuilt import Comparison, Input, Rebuilt, fingerprint, rebuild, value_of
+from megalith.kernels.replay import Decided
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import gathered_again
 from megalith.parallel.group import Group
@@ -84,10 +85,11 @@ class Recomputed(nn.Module):
         """The same result; `others` may end with the tokens."""
         # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys and values).
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
-        return recompute(partial(_call, self.function, others[len(tensors) :]), x, *tensors, check=self.check)
+        last = [replace(other, decided=Decided()) for other in others if isinstance(other, Tokens)]
+        return recompute(partial(_call, self.function, last), x, *tensors, check=self.check)
 
 
-def _call(function: Function, last: Sequence[Tensor | Tokens], *first: Tensor) -> Tensor:
+def _call(function: Function, last: Sequence[Tokens], *first: Tensor) -> Tensor:
     return function(*first, *last)
 
 
@@ -121,7 +123,8 @@ class LayerRunner:
         if not span.recomputed:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
-        return recompute(partial(_run, layers, tokens), kept, *tokens.rotary, check=self.recompute.check)
+        run = partial(_run, layers, replace(tokens, decided=Decided()))
+        return recompute(run, kept, *tokens.rotary, check=self.recompute.check)
 
 
 def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:

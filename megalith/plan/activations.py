@@ -285,7 +285,7 @@ def _mixture_rows(setting: Setting, again: Sequence[str], *, kept: bool) -> list
         Row(f"mlp.{region}".rstrip("."), what, numel, nbytes)
         for region, what, numel, nbytes in mixture_tensors(setting.mixture)
     ]
-    if moe.shared_ffn_hidden_size is None:
+    if moe.shared_ffn_hidden_size is None or "shared_experts" in again:
         return rows
     shared = replace(setting, model=replace(model, ffn_hidden_size=moe.shared_ffn_hidden_size))
     rows += [row._replace(region=f"mlp.shared.0.{row.region}") for row in _mlp_rows(shared, "mlp_act" in again)]

@@ -101,6 +101,11 @@ def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     return 6 * tokens * (_matrices(config, layer, "mlp.") + _matrices(config, layer, "moe."))
 
 
+def shared_flops(config: ModelConfig, layer: int, tokens: int) -> int:
+    """The same of the experts for all tokens alone."""
+    return 6 * tokens * _matrices(config, layer, "moe.shared")
+
+
 def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
     """Twice the (query, key) pairs of a document in which each token sees at most `window` tokens, itself included; or,
     where it is `chunked`, those before it in its own run of so many.

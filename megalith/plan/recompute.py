@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.suggest import did_you_mean
 from megalith.errors import PlanError
@@ -63,6 +64,17 @@ def recompute_problems(
         *_device_problems(recompute),
         *_sharding_problems(recompute, tp=tp, sp=sp),
         *_offload_problems(offload, compiled=compiled, stage_layers=stage_layers),
+    ]
+
+
+def shared_experts_problems(recompute: RecomputeConfig, model: ModelConfig) -> list[str]:
+    """Experts for all tokens cannot run again where there are none."""
+    shared = model.moe is not None and model.moe.shared_ffn_hidden_size is not None
+    if shared or "shared_experts" not in recompute.modules:
+        return []
+    return [
+        f"recompute.modules={list(recompute.modules)} names shared_experts, of which the model has none. Remove "
+        f"shared_experts, or set model.moe.shared_ffn_hidden_size."
     ]
 
 

@@ -7,7 +7,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import attention_flops, layer_flops, mlp_flops, step_flops
+from megalith.plan.costs import attention_flops, layer_flops, mlp_flops, shared_flops, step_flops
 from megalith.plan.memory import setting_of
 from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
 from megalith.plan.workload import plan_workload
@@ -99,10 +99,13 @@ def _share(setting: Setting, module: str) -> float:
     """A second forward pass of this part, in every layer of the model, as a part of a step's useful operations."""
     c, tokens, squares = setting.model, sum(setting.lengths), sum(length**2 for length in setting.lengths)
     again = {"core_attention": attention_flops, "layer": layer_flops}.get(module)
-    if again is not None:
-        once = sum(again(c, n, tokens=tokens, squared_lengths=squares) for n in range(c.num_layers))
-    else:
-        once = sum(mlp_flops(c, n, tokens) for n in range(c.num_layers)) if module == "mlp" else 0
+    matmuls = {"mlp": mlp_flops, "shared_experts": shared_flops}.get(module)
+    once = 0
+    for layer in range(c.num_layers):
+        if again is not None:
+            once += again(c, layer, tokens=tokens, squared_lengths=squares)
+        elif matmuls is not None:
+            once += matmuls(c, layer, tokens)
     return once / 3 / step_flops(c, tokens=tokens, squared_lengths=squares)
 
 

@@ -109,13 +109,13 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     spans, inputs, losses = sum(map(len, again)), sum(s.embedding for s in stages), sum(s.loss for s in stages)
     parts = sum(divided_parts(run.model, stage.layers) for stage in stages)
     entered = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer)]
-    more, left = list[int](), 0  # once more
+    more, left, alone = list[int](), 0, modules_again(run.recompute)  # once more
     for stage, counts in zip(stages, again, strict=True):
         repeated = stage.layers[: sum(counts)]
         more += [x for layer in repeated for x in entered_features(run.model, layer)]
         left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
         gates = sum(_gates(run.model, layer) for layer in stage.layers)
-        left += gates if "mlp" in modules_again(run.recompute) else 0
+        left += gates if {"mlp", "shared_experts"} & {*alone} else 0
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
@@ -125,8 +125,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     behind = "matmuls" if run.parallel.overlap else ""
     ring = "matmuls" if run.parallel.rings else ""
     if run.parallel.sp:
-        thinking = sum(divides_mlp(run.model, layer) for stage in stages for layer in stage.layers)
-        inside = thinking if "mlp" in modules_again(run.recompute) else 0
+        inside = sum(_mlp_again(run.model, layer, alone) for stage in stages for layer in stage.layers)
         read = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer, read=True)]
         rows: list[tuple[str, Collective, list[int], str]] = [
             ("tokens, gathered", "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
@@ -289,6 +288,12 @@ def _exchange(workload: Workload, tp_rank: int, kind: ContextKind, kv_heads: int
 # --- experts
 
 
+def _mlp_again(model: ModelConfig, layer: int, again: Sequence[str]) -> bool:
+    """Whether a layer's MLP, or what a mixture has for all tokens, runs again by itself."""
+    shared = "shared_experts" in again and model.has_experts(layer)
+    return divides_mlp(model, layer) and ("mlp" in again or shared)
+
+
 def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     """Rows to the ranks with their experts and back, forward and backward, when all experts are equally busy.
 
@@ -302,7 +307,7 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     if grid.size("ep") * grid.size("etp") > 1:
         by_exchange = run.parallel.dispatcher == "exchange"
         yield from (_exchange_rows if by_exchange else _gather_rows)(workload, model.moe, passes)
-    yield from _choices_together(workload, model.moe, passes.all + passes.again)
+    yield from _choices_together(workload, model.moe, passes)
     if model.moe.router.balancing_bias and passes.all:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp
         counts = passes.all // workload.num_microbatches * model.moe.experts
@@ -414,10 +419,10 @@ def _gather_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Itera
         yield _row("ep_etp", what, kind, ranks=ranks, calls=calls, nbytes=calls * tokens * nbytes)
 
 
-def _choices_together(workload: Workload, moe: MoEConfig, forwards: int) -> Iterator[Traffic]:
+def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
     """What ranks that share a microbatch tell each other about choices: counts for the losses of balance, and choices
-    where experts refuse some; and what all ranks do for the global batch."""
-    p, losses = workload.run.parallel, moe.balance
+    where experts refuse some, once; and what all ranks do for the global batch."""
+    p, losses, forwards = workload.run.parallel, moe.balance, passes.all + passes.again
     sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.experts
     if max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0:
         rows = workload.run.train.micro_batch_size
@@ -429,10 +434,9 @@ def _choices_together(workload: Workload, moe: MoEConfig, forwards: int) -> Iter
             "dp_cp_tp", "counts of choices", "all_reduce", ranks=everyone, calls=forwards, nbytes=forwards * each
         )
     if moe.capacity.factor is not None:
-        choices = forwards * sharing * own_tokens(workload) * moe.top_k
-        yield _row("cp_tp", "choices", "all_gather", ranks=sharing, calls=forwards, nbytes=choices * 8)
-        weight = _sizes(workload, moe)[1]
-        yield _row("cp_tp", "weights of choices", "all_gather", ranks=sharing, calls=forwards, nbytes=choices * weight)
+        choices, weight = passes.all * sharing * own_tokens(workload) * moe.top_k, _sizes(workload, moe)[1]
+        for what, nbytes in (("choices", 8), ("weights of choices", weight)):
+            yield _row("cp_tp", what, "all_gather", ranks=sharing, calls=passes.all, nbytes=choices * nbytes)
 
 
 # --- pp

@@ -131,6 +131,7 @@ AGAIN = [
     RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block"),
     RecomputeConfig(granularity="selective", modules=("mlp",)),
     RecomputeConfig(granularity="selective", modules=("mlp_act",)),
+    RecomputeConfig(granularity="selective", modules=("shared_experts",)),
     RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act")),
 ]  # fmt: skip
 
@@ -158,7 +159,7 @@ def first_step(rank: int, world: int, case: LayoutCase, ways: list[RecomputeConf
 )  # fmt: skip
 def test_recomputation_changes_no_bit_and_counts_nothing_twice(model: ModelConfig, parallel: ParallelConfig) -> None:
     """`mlp` is the whole mixture with its messages; `mlp_act` the shared experts' activation, as those of the others
-    are never kept; `norm` what the router and both kinds of experts read."""
+    are never kept; `shared_experts` all of these; `norm` what the router and both kinds of experts read."""
     (kept, uses), *others = on_ranks(first_step, case_of(model, parallel), [RecomputeConfig(), *AGAIN])
     assert sum(sum(use.counts) for use in uses) > 0 and all(bool(one.any()) for one in kept)
     for way, (gradients, counted) in zip(AGAIN, others, strict=True):

@@ -56,6 +56,7 @@ SELECTIVE = [
 ]
 FULL = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
 BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)]
+SHARED = RecomputeConfig(granularity="selective", modules=("shared_experts",))
 CHEAP = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"))
 DOCUMENTS = {
     "rows": (12, 12), "tiled rows": (70, 70), "packed": (33, 20, 17), "short, packed": (5, 3, 2), "one": (130,),
@@ -253,7 +254,7 @@ MIXTURES = {
 
 @pytest.mark.parametrize(
     "recompute",
-    [RecomputeConfig(), CHEAP, *(pytest.param(r, marks=pytest.mark.slow) for r in (SELECTIVE[2], BLOCK[0]))],
+    [RecomputeConfig(), CHEAP, *(pytest.param(r, marks=pytest.mark.slow) for r in (SELECTIVE[2], BLOCK[0], SHARED))],
     ids=str,
 )
 @pytest.mark.parametrize("name", MIXTURES)

@@ -1,9 +1,20 @@
 """Which layers run again and which wait in host memory; and every combination that is refused, with its text."""
 
+from dataclasses import replace
+
 import pytest
 
+from megalith.config.moe import MoEConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.plan.recompute import Span, layer_spans, modules_again, recompute_notes, recompute_problems
+from megalith.plan.recompute import (
+    Span,
+    layer_spans,
+    modules_again,
+    recompute_notes,
+    recompute_problems,
+    shared_experts_problems,
+)
+from megalith.testing.tiny import tiny_run
 
 HERE = OffloadConfig()
 
@@ -89,6 +100,20 @@ def problems(
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_its_value_and_a_way_out(text: str, expected: str) -> None:
     assert expected in text
+
+
+def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
+    again = RecomputeConfig(granularity="selective", modules=("shared_experts",))
+    model = tiny_run({}).model
+    (text,) = shared_experts_problems(again, model)
+    assert text == (
+        "recompute.modules=['shared_experts'] names shared_experts, of which the model has none. Remove "
+        "shared_experts, or set model.moe.shared_ffn_hidden_size."
+    )
+    assert shared_experts_problems(again, replace(model, moe=MoEConfig(experts=2, ffn_hidden_size=3))) == [text]
+    some = MoEConfig(experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
+    assert shared_experts_problems(again, replace(model, moe=some)) == []
+    assert shared_experts_problems(RecomputeConfig(), model) == []
 
 
 def test_all_conflicts_come_together() -> None:

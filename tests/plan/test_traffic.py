@@ -102,6 +102,8 @@ EXPERTS = [
     (4, MOE | {"parallel.ep": "2", "parallel.zero": "2", "model.moe.balance.global_batch": "0.1"} | BIASES),
     (4, MOE | {"parallel.etp": "2", "parallel.pp": "2", "model.moe.layers": "[false, true]"}),
     (4, MOE | {"parallel.ep": "2", "parallel.zero": "3", "model.hidden_size": "98"}),
+    (2, MOE | SP | SHARED | {"recompute.granularity": "selective", "recompute.modules": "[shared_experts]"}),
+    (2, MOE | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"}),
     (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
 ]
 

@@ -511,7 +511,8 @@ MEMORY = (
     Row(name="--recompute-num-layers", takes="int", fields=("recompute.num_layers",), how="left out: 1"),
     Row(
         name="--recompute-modules", takes="words", fields=("recompute.modules",),
-        how="core_attn: core_attention; layernorm: norm; mlp: mlp; those of other models are left out",
+        how="core_attn: core_attention; layernorm: norm; mlp, moe: mlp; shared_experts; those of other models are left "
+        "out",
     ),
     Row(name="--distribute-saved-activations", takes="nothing", fields=("recompute.shard_inputs",)),
     Row(name="--cpu-offloading-num-layers", takes="int", fields=("offload.layers",), default=0),

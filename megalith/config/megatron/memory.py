@@ -4,9 +4,13 @@ from megalith.config.megatron.draft import Draft
 
 _GRANULARITY, _SHORT = "--recompute-granularity", "--recompute-activations"
 _METHOD, _LAYERS, _MODULES = "--recompute-method", "--recompute-num-layers", "--recompute-modules"
+_SHARED = "--moe-shared-expert-intermediate-size"
 _SHARD, _OFFLOAD = "--distribute-saved-activations", "--cpu-offloading-num-layers"
 
 _NAMES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp"}
+_OF_EXPERTS = {"moe": ("--num-experts", "mlp"), "shared_experts": (_SHARED, "shared_experts")}
+"""Where the model has them, by which flag; `moe_act` is not kept in any case."""
+
 _OF_OTHER_MODELS = (
     "moe_act", "moe", "shared_experts", "mla_up_proj", "gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc",
 )  # fmt: skip
@@ -50,10 +54,13 @@ def _check_range(draft: Draft, flag: str, *, least: int, most: int) -> None:
 
 def _modules(draft: Draft) -> list[str]:
     """Our names of the modules that are recomputed, each once."""
-    found, others = [], []
+    there = {word: name for word, (flag, name) in _OF_EXPERTS.items() if draft.arguments.value(flag) is not None}
+    names, found, others = _NAMES | there, [], []
     for word in draft.arguments.value(_MODULES) or ["core_attn"]:
-        if word in _NAMES:
-            found.append(_NAMES[word])
+        if word in names:
+            found.append(names[word])
+        elif word == "moe_act" and "moe" in there:
+            draft.say("already", _MODULES, "what experts have between their matmuls is computed again in any case")
         elif word in _OF_OTHER_MODELS:
             others.append(word)
         else:

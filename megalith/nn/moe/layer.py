@@ -1,5 +1,6 @@
 """A mixture of experts in place of an MLP: choose, send, answer, bring back."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,6 +22,11 @@ from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
 from megalith.plan.shards import whole
 
 
+def itself(module: nn.Module) -> nn.Module:
+    """Nothing around it."""
+    return module
+
+
 class MoE(nn.Module):
     """The weighted sum of what each token's chosen experts make of it: x [t, h] -> [t, h], of my own tokens.
 
@@ -30,9 +36,10 @@ class MoE(nn.Module):
     def __init__(
         self, name: str, config: ModelConfig, moe: MoEConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
         dispatcher: DispatcherName = "exchange", act_again: Rebuilding | None = None, number: int = 0,
+        around_shared: Callable[[nn.Module], nn.Module] = itself,
     ) -> None:  # fmt: skip
         """`number`: of the layer, over all stages; `act_again`: how backward gets the shared experts' activation, where
-        those of the others are never kept."""
+        those of the others are never kept; `around_shared`: what runs them."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
         build = partial(build_dispatcher, dispatcher, mesh, moe.experts)
@@ -42,7 +49,7 @@ class MoE(nn.Module):
         self.narrow, self.widen = latent_matrices(name, config, moe, region, dtype=dtype)
         shared = moe.shared_ffn_hidden_size is not None
         built = [SharedExperts(name, config, moe, mesh, region, dtype=dtype, act_again=act_again)] if shared else []
-        self.shared = nn.ModuleList(built)
+        self.shared = nn.ModuleList(map(around_shared, built))
 
     def meanwhile(self, something: Meanwhile) -> None:
         """Call it whenever tokens are on their way between ranks, before waiting for them."""

@@ -107,7 +107,10 @@ class Router(nn.Module):
             logits = logits + self.router_bias.to(logits.dtype)
         logits = self.noise.for_logits(logits, tokens)
         choice = self.chosen(logits, tokens)
-        return self.balance(self.within_capacity(choice, tokens), logits, tokens)
+        within = self.within_capacity(choice, tokens)
+        if tokens.decided is not None:
+            tokens.decided.note(self.layer, choice.experts, within.experts)
+        return self.balance(within, logits, tokens)
 
     @property
     def moved(self) -> Tensor | None:
@@ -115,14 +118,17 @@ class Router(nn.Module):
         return self._parameters.get("balancing_bias")
 
     def chosen(self, logits: Tensor, tokens: Tokens) -> Choice:
-        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to be followed."""
-        route = tokens.route
+        """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to be followed: of the
+        first pass, or of a recording."""
+        route, router = tokens.route, self.moe.router
+        decided = None if tokens.decided is None else tokens.decided.chosen(self.layer)
+        if decided is not None:
+            return Choice(decided, weigh(logits, score_experts(logits, router.score), decided, router))
         if route is None or not route.routing.followed:
             choice = self.choose(logits, training=tokens.balance is not None)
             if route is not None:
                 route.note(self.layer, choice.experts)
             return choice
-        router = self.moe.router
         experts = route.recall(self.layer, (len(logits), self.moe.top_k)).to(logits.device)
         return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
 
@@ -142,6 +148,9 @@ class Router(nn.Module):
         capacity = self.moe.capacity
         if capacity.factor is None or tokens.balance is None:
             return choice
+        decided = None if tokens.decided is None else tokens.decided.taken(self.layer)
+        if decided is not None:
+            return without(choice, decided)
         group, mine = self.sharing, len(choice.experts)
         padding = ~self.noise.region.mine(tokens.valid)  # refused first: it must not take the place of text
         seen = Choice(choice.experts, choice.weights.detach().masked_fill(padding.unsqueeze(1), -1.0))

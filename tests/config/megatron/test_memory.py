@@ -41,6 +41,17 @@ def test_what_is_passed_over_is_said(tiny: Translate) -> None:
     assert "this model has no moe" in texts
 
 
+def test_parts_of_mixtures_are_ours_where_there_are_some(tiny: Translate) -> None:
+    moe, again = "--num-experts 4 --moe-router-topk 2", "--recompute-activations --recompute-modules"
+    shared = "--moe-shared-expert-intermediate-size 24"
+    done = tiny(f"{moe} {shared} {again} moe shared_experts moe_act")
+    assert done.run is not None and done.run.recompute.modules == ("mlp", "shared_experts")
+    assert "what experts have between their matmuls is computed again in any case" in [e.text for e in done.entries]
+    done = tiny(f"{moe} {again} moe shared_experts")
+    assert done.run is not None and done.run.recompute.modules == ("mlp",)
+    assert "this model has no shared_experts" in [entry.text for entry in done.entries]
+
+
 def test_an_unknown_module_is_refused(tiny: Translate) -> None:
     (problem,) = tiny("--recompute-activations --recompute-modules attention").problems
     assert problem.startswith("--recompute-modules attention: Megatron has no such choice. Use one of core_attn, ")

@@ -9,10 +9,14 @@ from torch import Tensor
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
+from megalith.kernels.replay import Decided
+from megalith.kernels.routing import NOWHERE, Choice, score_experts, weigh
 from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_rows
 from megalith.models.decoder import allocate, initialise
 from megalith.nn.moe.layer import MoE
+from megalith.nn.moe.router import Router
 from megalith.parallel.mesh import mesh_of_one
+from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import WholeTokens
 
 MODEL = ModelConfig(vocab_size=8, hidden_size=12, num_layers=2, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
@@ -175,3 +179,40 @@ def test_biases_of_experts_are_weighted_with_what_they_give(gated: bool) -> None
     weight = (x @ layer.router.gate.router.t()).sigmoid()
     expected = weight * (inner @ layer.experts.down.down.t() + layer.experts.down.down_bias)
     assert torch.allclose(layer(x, training(1, 4)), expected, rtol=1e-10)
+
+
+class Flipping(Router):
+    """Chooses the experts after those that it would have chosen: one further with every call."""
+
+    calls = 0
+
+    def choose(self, logits: Tensor, *, training: bool) -> Choice:
+        moe = self.moe
+        experts = (super().choose(logits.detach(), training=training).experts + self.calls) % moe.experts
+        self.calls += 1
+        return Choice(experts, weigh(logits, score_experts(logits, moe.router.score), experts, moe.router))
+
+
+@pytest.mark.parametrize("capacity", [None, 0.6])
+def test_a_layer_that_runs_again_decides_what_it_decided_first(capacity: float | None) -> None:
+    moe, x = replace(MOE, capacity=CapacityConfig(factor=capacity)), torch.randn(9, 12, dtype=torch.float64)
+    gradients, calls = [], []
+    for again in (False, True):
+        layer = build(moe)
+        layer.router.__class__ = Flipping
+        mine = x.clone().requires_grad_()
+        run = Recomputed(layer) if again else layer
+        for _ in range(2):  # a second microbatch decides for itself
+            run(mine, training()).square().sum().backward()
+        gradients.append([mine.grad, *(p.grad for p in layer.parameters() if p.grad is not None)])
+        calls.append(layer.router.calls)
+    assert calls == [2, 2]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+def test_what_is_refused_is_remembered_with_what_was_chosen() -> None:
+    decided, chosen = Decided(), torch.tensor([[0, 3], [2, 1]])
+    assert decided.chosen("layers.0") is None and decided.taken("layers.0") is None
+    decided.note("layers.0", chosen, torch.tensor([[NOWHERE, 3], [2, NOWHERE]]))
+    assert torch.equal(decided.chosen("layers.0"), chosen)  # type: ignore[arg-type]  # it is there
+    assert decided.taken("layers.0").tolist() == [[False, True], [True, False]]  # type: ignore[union-attr]  # the same
