@@ -12,6 +12,7 @@ from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m
 from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.gpt_oss import gpt_oss_20b
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
+from megalith.recipes.llama4 import llama4_scout
 from megalith.recipes.lora_tiny import lora_tiny
 from megalith.recipes.mistral import mistral_7b
 from megalith.recipes.mixtral import mixtral_8x7b
@@ -61,6 +62,7 @@ _RECIPES = (
     qwen3_30b_a3b,
     mixtral_8x7b,
     llama3_70b,
+    llama4_scout,
     llama3_405b,
     deepseek_v3,
 )  # smallest first

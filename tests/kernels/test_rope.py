@@ -1,5 +1,6 @@
 """Rotary positions: known frequencies, scores that see only distances, a backward that turns back."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,14 @@ def test_llama31_frequencies_are_those_of_the_release() -> None:
     known = {28: 3.211446e-3, 29: 2.166571e-3, 34: 1.785078e-4, 35: 9.556212e-5, 63: 3.068926e-7}
     for index, value in known.items():
         assert scaled[index].item() == pytest.approx(value, rel=1e-5)
+
+
+def test_llama3_bands_without_a_width_keep_or_stretch_each_pair_in_full() -> None:
+    none = RopeConfig(theta=30.0, scaling="llama3", factor=4.0, high_freq_factor=1.0, original_max_position=16)
+    plain, scaled = rope_frequencies(RopeConfig(theta=30.0), 16), rope_frequencies(none, 16)
+    kept = plain * 16 / (2 * math.pi) >= 1.0
+    assert kept.any() and not kept.all()
+    torch.testing.assert_close(scaled, torch.where(kept, plain, plain / 4), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])

@@ -10,6 +10,7 @@ from megalith.config.attention import AttentionConfig, QKNorm
 from megalith.config.model import ModelConfig
 from megalith.nn.attention import Attention
 from megalith.nn.qk_norm import WholeNorms, l2_normed
+from megalith.plan.parameters import layer_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
 
@@ -33,6 +34,14 @@ def test_an_epsilon_of_their_own_is_that_of_these_norms_alone(
     assert config.norm_eps == 1e-5
     assert_equals("q", normed_q, rms(q, dims, 0.5) * w.get("q_norm.weight", 1.0), FP64)
     assert_equals("k", normed_k, rms(k, dims, 0.5) * w.get("k_norm.weight", 1.0), FP64)
+
+
+def test_layers_that_are_left_out_have_neither_norm_nor_weight(layers: SimpleNamespace) -> None:
+    some = layers.config(num_layers=2, attention=AttentionConfig(qk_norm="head", qk_norm_layers=(True, False)))
+    normed, plain = (layers.weights(layers.build(Attention, some.at(layer))) for layer in range(2))
+    assert normed.keys() - plain.keys() == {"q_norm.weight", "k_norm.weight"}
+    counts = [{one.name.split(".", 2)[2] for one in layer_parameters(some, layer)} for layer in range(2)]
+    assert counts[0] - counts[1] == {"attention.q_norm.weight", "attention.k_norm.weight"}
 
 
 def test_per_head_all_heads_share_a_weight(layers: SimpleNamespace) -> None:

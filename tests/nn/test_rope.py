@@ -14,7 +14,7 @@ from megalith.errors import DataError
 from megalith.kernels.rope import rope_frequencies, rope_tables
 from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, with_places
 from megalith.nn import rope as rotations
-from megalith.nn.rope import Rotations, Turned, turn_of_layer, unturned
+from megalith.nn.rope import Rotations, Turned, sharpening_of_layer, turn_of_layer, unturned
 
 
 def config(**changes: Any) -> ModelConfig:
@@ -145,3 +145,18 @@ def test_places_in_a_picture_are_refused_by_a_model_of_text(changes: dict[str, A
         DataError, match=r"3 positions each for model.rope.sections=\[\]: set model.rope.sections to one"
     ):
         Rotations(config(**changes), torch.float64).given_to(tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_queries_of_layers_without_positions_grow_by_steps_within_each_document(dtype: torch.dtype) -> None:
+    model = config(rope=RopeConfig(skip=(False, True), skip_growth=0.5, skip_step=3))
+    assert [sharpening_of_layer(model, layer) is unturned for layer in range(4)] == [True, False, True, False]
+    q = seeded(9, 3, 8).to(dtype)
+    expected = [1 + 0.5 * np.log(1 + (place + 1) // 3) for place in (0, 1, 2, 3, 4, 5, 6, 0, 1)]
+    found = sharpening_of_layer(model, 1)(q, tokens_of_lengths([7, 2]))
+    wide = (q.double() * torch.tensor(expected).view(-1, 1, 1)).to(dtype)
+    torch.testing.assert_close(found, wide)
+    from_a_cache = sharpening_of_layer(model, 1)(q[:2], tokens_of_queries([(2, 7)]))
+    torch.testing.assert_close(from_a_cache, (q[:2].double() * torch.tensor(expected[5:7]).view(-1, 1, 1)).to(dtype))
+    places = with_places(tokens_of_lengths([2]), np.array([[5, 6], [0, 0], [0, 1]]))
+    torch.testing.assert_close(sharpening_of_layer(model, 1)(q[:2], places), from_a_cache)
