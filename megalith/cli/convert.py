@@ -177,7 +177,7 @@ def show_peft(source: str, target: str, modules: list[str], nbytes: int, options
         print("\n".join(modules))
         print(f"{len(modules)} linear layers with adapters; nothing was written")
         return
-    print(f"wrote {target}: adapters of {len(modules)} linear layers, {nbytes / 1e6:.3g} MB, from {source}")
+    print(f"wrote {target}: adapters of {len(modules)} linear layers, {_size(nbytes)}, from {source}")
     print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
 
 
@@ -186,7 +186,7 @@ def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
     if json:
         print_json(report)
         return
-    tensors, size = report["tensors"], f"{report['nbytes'] / 1e9:.3g} GB"
+    tensors, size = report["tensors"], _size(report["nbytes"])
     if not report["dry_run"]:
         print(f"wrote {report['target']}: {len(tensors)} tensors, {size}, from {report['source']}")
         if report["tokenizer"] is None:
@@ -202,3 +202,9 @@ def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
         dtype += "" if dtype == move["target_dtype"] else f" -> {move['target_dtype']}"
         print(f"{move['source']} -> {move['target']}  {move['shape']} {dtype}")
     print(f"{len(tensors)} tensors, {size}; nothing was written")
+
+
+def _size(nbytes: int) -> str:
+    """87900 -> `87.9 kB`."""
+    unit, name = next(((u, n) for u, n in ((10**9, "GB"), (10**6, "MB")) if nbytes >= 0.9995 * u), (10**3, "kB"))
+    return f"{nbytes / unit:.3g} {name}"

@@ -317,6 +317,6 @@ def _ms(seconds: float) -> str:
 
 def _count(count: int) -> str:
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if count >= unit:
+        if count >= 0.99995 * unit:  # which four digits of the next smaller unit round to
             return f"{count / unit:.4g}{name}"
     return str(count)

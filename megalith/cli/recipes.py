@@ -142,7 +142,7 @@ def diff_runs(argv: list[str]) -> int:
 
 def _short_count(count: int) -> str:
     """123551232 -> `124M`."""
-    for unit, name in ((10**9, "B"), (10**6, "M")):
-        if count >= unit:
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if count >= 0.9995 * unit:  # which three digits of the next smaller unit round to
             return f"{count / unit:.3g}{name}"
     return str(count)

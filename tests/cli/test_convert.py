@@ -71,6 +71,7 @@ def test_a_folder_without_a_tokenizer_is_told(run: Path, capsys: pytest.CaptureF
     theirs, ours = run.parent / "theirs", run.parent / "ours"
     assert main(["convert", str(run), str(theirs)]) == 0  # a run on bytes
     said = capsys.readouterr().out
+    assert " tensors, " in said and " kB, from " in said
     assert "the folder has no tokenizer: programs that read it must" in said and "megalith generate" not in said
     assert not (theirs / "tokenizer.json").exists()
     assert main(["convert", str(run), str(ours), "--to", "megalith"]) == 0

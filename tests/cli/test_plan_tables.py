@@ -31,7 +31,8 @@ def test_numbers_have_the_digits_that_matter() -> None:
         "7 B", "2.0 KiB", "3.0 MiB", "200 GiB", "5.0 TiB",
     ]  # fmt: skip
     assert [_ms(seconds) for seconds in (1.5, 0.0012, 0.00001)] == ["1,500", "1.2", "0.010"]
-    assert [_count(n) for n in (12, 1500, 124_000_000, 405_850_000_000)] == ["12", "1.5k", "124M", "405.9B"]
+    counts = (12, 1500, 124_000_000, 999_949_999, 999_950_000, 405_850_000_000)
+    assert [_count(n) for n in counts] == ["12", "1.5k", "124M", "999.9M", "1B", "405.9B"]
 
 
 def test_every_sort_of_memory_has_a_word() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalith.cli.main import main
-from megalith.cli.recipes import recipe_summary
+from megalith.cli.recipes import _short_count, recipe_summary
 from megalith.config.train import TrainRun
 from megalith.config.tree import from_dict, load_yaml
 from megalith.recipes import recipes, resolve
@@ -17,11 +17,16 @@ def test_every_recipe_is_listed_with_parameters_and_memory(capsys: pytest.Captur
     text = capsys.readouterr().out
     for name in recipes():
         assert f" {name} " in text
-    assert "8.03B" in text
+    assert "8.03B" in text and "e+" not in text
     assert main(["recipes", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [row["name"] for row in rows] == list(recipes())
     assert all(row["memory_gib_per_rank"] > 0 and row["summary"] for row in rows)
+
+
+def test_counts_are_three_digits() -> None:
+    counts = (12, 828_544, 123_551_232, 999_499_999, 999_885_952, 8_030_261_248)
+    assert [_short_count(n) for n in counts] == ["12", "829k", "124M", "999M", "1B", "8.03B"]
 
 
 def test_a_summary_counts_memory_per_rank_of_one_replica() -> None:

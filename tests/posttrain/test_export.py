@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from megalith.checkpoint.boxes import Entry
 from megalith.cli.main import main
+from megalith.config.lora import LoraConfig
 from megalith.config.tree import to_dict
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import adapters_in, load_pretrained, locate, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
-from megalith.posttrain.export import plan_peft
+from megalith.posttrain.export import peft_config, plan_peft
 from megalith.testing.tiny import tiny_run
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
@@ -105,6 +107,14 @@ def test_the_merged_model_is_the_base_with_adapters(trained: Path) -> None:
 def test_a_release_of_ours_is_the_merged_model_too(trained: Path, tmp_path: Path) -> None:
     assert main(["convert", str(trained / "run"), str(tmp_path / "release"), "--to", "megalith"]) == 0
     assert torch.equal(ours(tmp_path / "release"), ours(trained / "run"))
+
+
+@pytest.mark.parametrize(("alpha", "written"), [(8.0, 8), (4.5, 4.5)])
+def test_the_scale_is_told_as_it_is(alpha: float, written: float) -> None:
+    adapters = SimpleNamespace(lora=LoraConfig(rank=3, alpha=alpha, rslora=True, dropout=0.05))
+    told = peft_config([], SimpleNamespace(base_path=Path("base"), adapters=adapters))  # type: ignore[arg-type]
+    assert (told["r"], told["lora_alpha"], told["use_rslora"], told["lora_dropout"]) == (3, written, True, 0.05)
+    assert type(told["lora_alpha"]) is type(written), "PEFT has whole numbers where they are whole"
 
 
 def test_their_folder_comes_back_as_it_went(trained: Path, tmp_path: Path) -> None:
