@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-Score = Literal["softmax", "sigmoid"]
+Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 """What makes a router's logits scores of experts."""
 
 Drop = Literal["least", "last"]
@@ -15,7 +15,7 @@ class RouterConfig:
     """How a token chooses its experts, and how much each counts."""
 
     score: Score = "softmax"
-    """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid)."""
+    """Scores of a token's experts: shares of one (softmax), or each by itself (sigmoid, or √log(1 + exp(logit)))."""
 
     renormalise: bool = True
     """The weights of a token's chosen experts are divided by their sum; otherwise they are their scores."""
@@ -37,7 +37,7 @@ class RouterConfig:
     """Add a learnt number per expert to the logits."""
 
     balancing_bias: bool = False
-    """With sigmoid: add to scores, for the choice alone, a number per expert that each step moves by
+    """With sigmoid or sqrt_softplus: add to scores, for the choice alone, a number per expert that each step moves by
     `balancing_rate` towards equal use. Source: Wang et al. 2024, arXiv:2408.15664."""
 
     balancing_rate: float = 1e-3
@@ -53,9 +53,13 @@ class RouterConfig:
     forced_balance: bool = False
     """For measuring alone: experts are chosen at random, so that all are equally busy. The model learns nothing."""
 
+    forced_bias: float = 0.0
+    """For measuring alone: while training, logits are moved by random numbers of this standard deviation, one for each
+    expert of a layer and the same in every step, so that some are far busier than others."""
+
     def draws(self) -> bool:
         """Whether a choice depends on random numbers while training."""
-        return self.jitter > 0 or self.forced_balance
+        return self.jitter > 0 or self.forced_balance or self.forced_bias > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +84,25 @@ class BalanceConfig:
     """Weight of the mean square of log Σ_i exp(logit_i), which keeps logits small.
     Source: Zoph et al. 2022, arXiv:2202.08906."""
 
+    of_choices: bool = False
+    """The f_i of these losses are of the experts that tokens ask for, with groups, biases and noise, before any
+    refuses; otherwise of the best by score alone."""
+
     sinkhorn: bool = False
     """While training, experts are chosen by a plan that sends all equally many tokens.
     Source: Clark et al. 2022, arXiv:2202.01169."""
+
+    quantile: bool = False
+    """Experts are chosen by logits less an offset per expert, which each step sets to what would have sent all experts
+    equally many tokens. Source: as Megatron-LM has it."""
+
+    quantile_ema: float = 0.0
+    """What of the offsets before a step remains in those after it."""
+
+
+def has_balance_losses(balance: BalanceConfig) -> bool:
+    """Whether a loss keeps experts equally busy."""
+    return max(balance.sequence, balance.batch, balance.global_batch) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

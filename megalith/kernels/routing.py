@@ -18,6 +18,11 @@ NOWHERE = -1
 """The number of an expert that a token would have gone to, but was refused by."""
 
 SINKHORN_TOLERANCE, SINKHORN_ROUNDS = 1e-4, 200
+SINKHORN_LOOKS = 20
+"""Rounds after which a host asks whether a plan has settled, and waits for a GPU; most do within 20."""
+
+SMALL = -40.0
+"""A logit from which on log(1 + exp(x)) is exp(x), in float64, too."""
 
 
 class Choice(NamedTuple):
@@ -73,14 +78,17 @@ class GateFunction(Function):
 # --- choice
 
 
-def choose_experts(logits: Tensor, router: RouterConfig, top_k: int, bias: Tensor | None = None) -> Choice:
+def choose_experts(
+    logits: Tensor, router: RouterConfig, top_k: int, bias: Tensor | None = None, *, offsets: Tensor | None = None
+) -> Choice:
     """Each token's best `top_k` experts and their weights: logits [t, E] -> [t, k].
 
-    `bias` [E] is added to scores for the choice alone. Of equal experts the one of the lower number is chosen. Weights
-    have the dtype of the logits; what lies between is fp32 or float64.
+    For the choice alone `bias` [E] is added to scores, or logits less `offsets` [E] stand for them. Of equal experts
+    the one of the lower number is chosen. Weights have the dtype of the logits; what lies between is fp32 or float64.
     """
     scores = score_experts(logits, router.score)
     order = scores if bias is None else scores + bias
+    order = order if offsets is None else logits.to(offsets.dtype) - offsets
     experts = best(among_groups(order.detach(), router, top_k), top_k)
     return Choice(experts, weigh(logits, scores, experts, router))
 
@@ -98,13 +106,48 @@ def weigh(logits: Tensor, scores: Tensor, experts: Tensor, router: RouterConfig)
 def score_experts(logits: Tensor, score: Score) -> Tensor:
     """Scores [t, E] of logits [t, E], in fp32 or float64."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if score == "sqrt_softplus":
+        return log_of_scores(wide, score).exp()
     return wide.softmax(1) if score == "softmax" else wide.sigmoid()
 
 
 def shares_of_one(logits: Tensor, score: Score) -> Tensor:
     """The same for balancing: scores that add up to 1 for each token, however small all of them are."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (wide if score == "softmax" else torch.nn.functional.logsigmoid(wide)).softmax(1)
+    return (wide if score == "softmax" else log_of_scores(wide, score)).softmax(1)
+
+
+def log_of_scores(logits: Tensor, score: Score) -> Tensor:
+    """Logarithms of scores that do not depend on one another: [t, E] -> [t, E]."""
+    if score == "sigmoid":
+        return torch.nn.functional.logsigmoid(logits)
+    log: Tensor = LogRootSoftplusFunction.apply(logits)  # type: ignore[no-untyped-call]  # torch's own
+    return log
+
+
+def reference_log_root_softplus(x: Tensor) -> Tensor:
+    """log √log(1 + exp(x)): half of x, where exp(x) is too small to be told from log(1 + exp(x))."""
+    return torch.where(x > SMALL, torch.nn.functional.softplus(x.clamp(min=SMALL)).log(), x) / 2
+
+
+class LogRootSoftplusFunction(Function):
+    """`reference_log_root_softplus`, of which backward keeps x alone."""
+
+    reference = staticmethod(reference_log_root_softplus)
+
+    @staticmethod
+    def forward(ctx: Context, x: Tensor) -> Tensor:
+        """x, of any shape."""
+        ctx.save_for_backward(x)
+        return reference_log_root_softplus(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Context, dy: Tensor) -> Tensor:
+        """Half of sigmoid(x) / softplus(x) each, which goes to 1/2 for small x."""
+        (x,) = ctx.saved_tensors
+        near = x.clamp(min=SMALL)
+        return dy * torch.where(x > SMALL, near.sigmoid() / torch.nn.functional.softplus(near), 1.0) / 2
 
 
 def best(scores: Tensor, count: int) -> Tensor:
@@ -132,20 +175,35 @@ def among_groups(scores: Tensor, router: RouterConfig, top_k: int) -> Tensor:
 def sinkhorn(logits: Tensor, total: Callable[[Tensor], Tensor], *, tokens: int) -> Tensor:
     """A plan [t, E] near exp(logits) by which all experts get equally much of all `tokens`.
 
-    `total` adds what ranks have that share the tokens. Ends when the experts' factors move by less than 1e-4 on
-    average, or do not settle. Source: Sinkhorn and Knopp 1967; Clark et al. 2022, arXiv:2202.01169.
+    `total` adds what ranks have that share the tokens. Stays as it is once the experts' factors move by less than 1e-4
+    on average, or are no numbers. Source: Sinkhorn and Knopp 1967; Clark et al. 2022, arXiv:2202.01169.
     """
     wide = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     plan = torch.exp(wide - wide.amax(1, keepdim=True))  # a factor per token changes nothing
-    count = plan.shape[1]
-    of_experts, of_tokens = plan.new_ones(count), plan.new_ones(len(plan))
-    for _ in range(SINKHORN_ROUNDS):
-        of_tokens = 1 / tokens / ((plan * of_experts).sum(1) + 1e-8)
-        settled = 1 / count / (total((plan * of_tokens[:, None]).sum(0)) + 1e-8)
-        moved, of_experts = (settled - of_experts).abs().mean(), settled
-        if not moved > SINKHORN_TOLERANCE:
+    of_experts, of_tokens = plan.new_ones(plan.shape[1]), plan.new_ones(len(plan))
+    going_on = torch.ones((), dtype=torch.bool, device=plan.device)
+    for number in range(1, SINKHORN_ROUNDS + 1):
+        fresh = 1 / tokens / ((plan * of_experts).sum(1) + 1e-8)
+        settled = 1 / plan.shape[1] / (total((plan * fresh[:, None]).sum(0)) + 1e-8)
+        moved = (settled - of_experts).abs().mean()
+        of_tokens, of_experts = fresh.where(going_on, of_tokens), settled.where(going_on, of_experts)
+        going_on = going_on & (moved > SINKHORN_TOLERANCE)
+        if number % SINKHORN_LOOKS == 0 and not going_on:
             break
     return plan * of_experts * of_tokens[:, None]
+
+
+def balancing_offsets(logits: Tensor, offsets: Tensor, valid: Tensor, top_k: int) -> Tensor:
+    """What to take from the logits of each expert, so that all get equally many of these tokens: [t, E] -> [E].
+
+    offsets [E]: those of now. A token wants an expert by how far its logit lies above the token's best that is not
+    chosen; the new offset of an expert is what K n / E of the n `valid` tokens (bool [t]) want it by more than.
+    """
+    wide = logits.to(offsets.dtype)
+    next_best = (wide - offsets).topk(top_k + 1, dim=1).values[:, -1:]
+    wants = (wide - next_best).masked_fill(~valid.unsqueeze(1), -math.inf).sort(dim=0, descending=True).values
+    seats = valid.sum() * top_k // logits.shape[1]
+    return wants.index_select(0, seats.view(1).clamp(max=len(wants) - 1)).squeeze(0)
 
 
 # --- capacity

@@ -83,9 +83,10 @@ def canonical_experts(config: ModelConfig) -> ModelConfig:
     flags = tuple(config.has_experts(layer) for layer in range(config.num_layers))
     if moe is None or not any(flags):
         return replace(config, moe=None)
-    router = replace(moe.router, dtype="fp32", jitter=0.0, forced_balance=False, balancing_rate=1e-3)
+    router = replace(moe.router, dtype="fp32", jitter=0.0, forced_balance=False, forced_bias=0.0, balancing_rate=1e-3)
+    balance = BalanceConfig(quantile=moe.balance.quantile)  # whose offsets choose outside of training, too
     kept = replace(
-        moe, layers=() if all(flags) else flags, balance=BalanceConfig(), capacity=CapacityConfig(), router=router
+        moe, layers=() if all(flags) else flags, balance=balance, capacity=CapacityConfig(), router=router
     )  # fmt: skip
     return replace(config, moe=kept, ffn_hidden_size=moe.ffn_hidden_size if all(flags) else config.ffn_hidden_size)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, has_balance_losses
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.grid import Grid, dense_grid, divisors, expert_grid, expert_problems, stage_problems
 
@@ -40,7 +40,10 @@ def moe_count_problems(moe: MoEConfig) -> list[str]:
 
 def moe_number_problems(moe: MoEConfig) -> list[str]:
     """Numbers out of their range, nan and infinity among them."""
-    weights = {f"balance.{field.name}": getattr(moe.balance, field.name) for field in fields(BalanceConfig)}
+    losses = [field.name for field in fields(BalanceConfig) if field.name != "quantile_ema"]
+    weights = {f"balance.{name}": getattr(moe.balance, name) for name in losses} | {
+        "router.forced_bias": moe.router.forced_bias
+    }
     problems = [
         f"model.moe.{name}={value} must be a finite number of at least 0. Use 0.01, or 0 to leave it out."
         for name, value in weights.items()
@@ -55,8 +58,14 @@ def moe_number_problems(moe: MoEConfig) -> list[str]:
         for name, (value, usual) in above.items()
         if value is not None and not 0 < value < math.inf
     ]
-    if not 0 <= moe.router.jitter < 1:
-        problems.append(f"model.moe.router.jitter={moe.router.jitter} must be at least 0 and below 1. Use 0.01.")
+    shares = {
+        "router.jitter": (moe.router.jitter, 0.01), "balance.quantile_ema": (moe.balance.quantile_ema, 0.9),
+    }  # fmt: skip
+    problems += [
+        f"model.moe.{name}={value} must be at least 0 and below 1. Use {usual}."
+        for name, (value, usual) in shares.items()
+        if not 0 <= value < 1
+    ]
     return problems
 
 
@@ -85,7 +94,7 @@ def one_choice_has_a_weight(moe: MoEConfig) -> str | None:
 
 def biases_move_single_scores(moe: MoEConfig) -> str | None:
     """Balancing biases belong to scores that do not depend on one another."""
-    if not moe.router.balancing_bias or moe.router.score == "sigmoid":
+    if not moe.router.balancing_bias or moe.router.score != "softmax":
         return None
     return (
         f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a bias is added to each "
@@ -134,11 +143,13 @@ def _groups_have_enough(moe: MoEConfig, groups: int, chosen: int) -> str | None:
 
 
 def plans_go_alone(moe: MoEConfig) -> str | None:
-    """A plan for equal use needs no help, and knows of no groups."""
-    if not moe.balance.sinkhorn:
+    """What makes use equal by itself needs no help, and knows of no groups."""
+    chosen = [name for name in ("sinkhorn", "quantile") if getattr(moe.balance, name)]
+    if not chosen:
         return None
     losses = {f"balance.{name}": getattr(moe.balance, name) for name in ("sequence", "batch", "global_batch")}
     odd = {name: value for name, value in losses.items() if value}
+    odd |= {"balance.quantile": "true"} if len(chosen) > 1 else {}
     odd |= {"router.groups": moe.router.groups} if moe.router.groups is not None else {}
     odd |= {"router.balancing_bias": "true"} if moe.router.balancing_bias else {}
     odd |= {"capacity.factor": moe.capacity.factor} if moe.capacity.factor is not None else {}
@@ -146,8 +157,18 @@ def plans_go_alone(moe: MoEConfig) -> str | None:
         return None
     given = ", ".join(f"model.moe.{name}={value}" for name, value in odd.items())
     return (
-        f"{given} with model.moe.balance.sinkhorn=true: its plan makes experts equally busy by itself, of all experts. "
-        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.balance.sinkhorn=false."
+        f"{given} with model.moe.balance.{chosen[0]}=true: it makes experts equally busy by itself, of all experts. "
+        f"Remove {'them' if len(odd) > 1 else 'it'}, or set model.moe.balance.{chosen[0]}=false."
+    )
+
+
+def offsets_leave_a_choice(moe: MoEConfig) -> str | None:
+    """Where tokens go to all experts, none is wanted more than the next."""
+    if not moe.balance.quantile or moe.top_k < moe.experts:
+        return None
+    return (
+        f"model.moe.balance.quantile=true with model.moe.top_k={moe.top_k} of model.moe.experts={moe.experts}: tokens "
+        f"go to all experts already. Set model.moe.balance.quantile=false, or model.moe.top_k to less."
     )
 
 
@@ -161,6 +182,16 @@ def inputs_have_one_weight(moe: MoEConfig) -> str | None:
     )
 
 
+def noises_of_one_kind(moe: MoEConfig) -> str | None:
+    """Experts cannot be made equally and unequally busy at once."""
+    if not moe.router.forced_balance or moe.router.forced_bias == 0:
+        return None
+    return (
+        f"model.moe.router.forced_balance=true with model.moe.router.forced_bias={moe.router.forced_bias}: one makes "
+        f"experts equally busy, the other does not. Set model.moe.router.forced_bias=0, or forced_balance=false."
+    )
+
+
 def some_layer_has_experts(moe: MoEConfig) -> str | None:
     """A pattern without any is a model without any."""
     if not moe.layers or any(moe.layers):
@@ -171,7 +202,7 @@ def some_layer_has_experts(moe: MoEConfig) -> str | None:
 RULES: tuple[Rule, ...] = (
     some_layer_has_experts,
     tokens_choose_among_all, one_choice_has_a_weight, biases_move_single_scores, groups_are_whole, plans_go_alone,
-    inputs_have_one_weight,
+    offsets_leave_a_choice, inputs_have_one_weight, noises_of_one_kind,
 )  # fmt: skip
 
 
@@ -269,16 +300,35 @@ FEW_EXPERTS = 32
 
 
 def balance_notes(model: ModelConfig) -> list[str]:
-    """What a run says at its start when nothing keeps its experts busy, or chance does."""
+    """What a run says at its start of experts that chance chooses, or too coarse a router, or that nothing balances."""
     moe = model.moe
-    if moe is not None and moe.router.forced_balance:
-        return [
-            "model.moe.router.forced_balance=true: experts are chosen at random, to measure speed, and the model is of "
-            "no use"
-        ]
-    if moe is None or moe.experts == 1 or moe.router.balancing_bias or moe.balance.sinkhorn:
+    if moe is None:
         return []
-    if max(moe.balance.sequence, moe.balance.batch, moe.balance.global_batch) > 0:
+    return [*_forced_notes(moe), *_coarse_notes(moe), *_idle_notes(moe)]
+
+
+def _forced_notes(moe: MoEConfig) -> list[str]:
+    forced = {"forced_balance=true": moe.router.forced_balance, "forced_bias": moe.router.forced_bias > 0}
+    said = [name if "=" in name else f"{name}={moe.router.forced_bias}" for name, given in forced.items() if given]
+    return [
+        f"model.moe.router.{name}: experts are chosen at random, to measure speed, and the model is of no use"
+        for name in said
+    ]
+
+
+def _coarse_notes(moe: MoEConfig) -> list[str]:
+    if moe.router.dtype != "model" or moe.experts < FEW_EXPERTS:
+        return []
+    return [
+        f"model.moe.router.dtype=model: in bf16 logits of {moe.experts} experts are often equal, and who is chosen is "
+        f"up to their order: set model.moe.router.dtype=fp32"
+    ]
+
+
+def _idle_notes(moe: MoEConfig) -> list[str]:
+    chance = moe.router.forced_balance or moe.router.forced_bias > 0
+    kept = moe.router.balancing_bias or moe.balance.sinkhorn or moe.balance.quantile or has_balance_losses(moe.balance)
+    if moe.experts == 1 or chance or kept:
         return []
     return [
         "nothing keeps the experts equally busy, and few of them may end up with all tokens: set "

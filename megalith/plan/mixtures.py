@@ -150,6 +150,8 @@ def _router(m: Mixture) -> Iterator[KeptTensor]:
         yield KeptTensor("router", "weights", chosen, chosen * m.score)
         return
     yield KeptTensor("router", "scores", every, every * m.score)
+    if router.score == "sqrt_softplus":
+        yield KeptTensor("router", "logits", every, every * m.score)
     if router.renormalise:
         yield KeptTensor("router", "scores that were chosen", chosen, chosen * m.score)
         yield KeptTensor("router", "their sums", m.tokens, m.tokens * m.score)
@@ -161,13 +163,14 @@ def _losses(m: Mixture) -> Iterator[KeptTensor]:
     """Of balance."""
     losses, every = m.moe.balance, m.tokens * m.moe.experts
     of_shares = [losses.sequence, losses.batch, losses.global_batch]
-    single = m.moe.router.score == "sigmoid"
-    keeps_logits = m.moe.router.renormalise and not single and m.logit == m.score
+    score = m.moe.router.score
+    single, softplus = score != "softmax", score == "sqrt_softplus"
+    keeps_logits = m.logit == m.score and (softplus or (m.moe.router.renormalise and not single))
     if not keeps_logits and ((single and any(of_shares)) or losses.z):
         yield KeptTensor("router", "logits, for losses", every, every * m.score)
     if any(of_shares):
         yield KeptTensor("router", "shares", every, every * m.score)
-        if single:
+        if score == "sigmoid":
             yield KeptTensor("router", "logs of sigmoids", every, every * m.score)
     for loss in (losses.sequence, losses.batch):
         if loss:

@@ -249,6 +249,8 @@ def _mixture(model: ModelConfig, part: TensorPart, place: _Place) -> Iterator[He
         yield HeldParameter("moe.router_bias", moe.experts)
     if moe.router.balancing_bias:
         yield HeldParameter("moe.balancing_bias", moe.experts, frozen=True, counts=False)
+    if moe.balance.quantile:
+        yield HeldParameter("moe.balancing_offset", moe.experts, frozen=True, counts=False)
     yield HeldParameter("moe.router", moe.experts, h)
     for one in _experts(model, moe, place.of_experts):
         yield replace(one, name=f"moe.experts.{one.name}", cut=True, grid="expert")

@@ -312,6 +312,10 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp
         counts = passes.all // workload.num_microbatches * model.moe.experts
         yield _row("dp_cp_tp", "counts of choices, for biases", "all_reduce", ranks=ranks, calls=1, nbytes=8 * counts)
+    if model.moe.balance.quantile and passes.all:
+        ranks = workload.dp * run.parallel.cp * run.parallel.tp
+        offsets = passes.all // workload.num_microbatches * (model.moe.experts + 1)
+        yield _row("dp_cp_tp", "offsets of experts", "all_reduce", ranks=ranks, calls=1, nbytes=8 * offsets)
 
 
 class _Mixtures(NamedTuple):
@@ -433,6 +437,11 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
         yield _row(
             "dp_cp_tp", "counts of choices", "all_reduce", ranks=everyone, calls=forwards, nbytes=forwards * each
         )
+    if moe.balance.quantile:
+        together = forwards * sharing * own_tokens(workload)
+        logits = moe.experts * _sizes(workload, moe)[1]
+        yield _row("cp_tp", "logits", "all_gather", ranks=sharing, calls=forwards, nbytes=together * logits)
+        yield _row("cp_tp", "which is padding", "all_gather", ranks=sharing, calls=forwards, nbytes=together)
     if moe.capacity.factor is not None:
         choices, weight = passes.all * sharing * own_tokens(workload) * moe.top_k, _sizes(workload, moe)[1]
         for what, nbytes in (("choices", 8), ("weights of choices", weight)):

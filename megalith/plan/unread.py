@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from megalith.config.fields import Plain, describe
 from megalith.config.model import ModelConfig
+from megalith.config.moe import has_balance_losses
 from megalith.config.tree import flatten
 
 ANY_SCALING = ("linear", "dynamic", "llama3", "yarn", "longrope")
@@ -110,6 +111,16 @@ BELONGS: tuple[Belongs, ...] = (
         ("moe.router.balancing_rate",), "moe.router.balancing_bias",
         lambda model: model.moe is not None and model.moe.router.balancing_bias, "how far a bias moves",
         "model.moe.router.balancing_bias=true",
+    ),
+    Belongs(
+        ("moe.balance.quantile_ema",), "moe.balance.quantile",
+        lambda model: model.moe is not None and model.moe.balance.quantile, "what remains of offsets",
+        "model.moe.balance.quantile=true",
+    ),
+    Belongs(
+        ("moe.balance.of_choices",), "moe.balance.batch",
+        lambda model: model.moe is not None and has_balance_losses(model.moe.balance), "what a loss of balance counts",
+        "model.moe.balance.batch=0.01",
     ),
     Belongs(
         ("moe.router.group_score",), "moe.router.groups",

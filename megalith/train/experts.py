@@ -39,6 +39,26 @@ def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
 
 
+def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
+    """After a step, take from the logits of experts what would have made them equally busy in it, on average.
+
+    Offsets are those of the microbatches that had tokens; of these before the step `quantile_ema` remains. Their mean
+    over the experts, which changes no choice, is 0. Collective over the ranks with the same layers; one message.
+    """
+    moving = [
+        (router.offset, router.balance.record, router.moe.balance.quantile_ema)
+        for router in routers_of(model)
+        if router.offset is not None and any(weight.requires_grad for weight in router.gate.sunk())
+    ]
+    recorded = [(offset, record, kept) for offset, record, kept in moving if record is not None]
+    if not recorded:
+        return
+    sums = torch.stack([record.offsets.sum(0) for _, record, _ in recorded])
+    for (offset, _, kept), row in zip(recorded, all_reduce_(sums, mesh.over("dp", "cp", "tp")), strict=True):
+        fresh = kept * offset.data.double() + (1 - kept) * row[:-1] / row[-1].clamp(min=1)
+        offset.data.copy_(fresh - fresh.mean())
+
+
 def with_routing(batches: Sequence[Batch], routing: Routing) -> list[Batch]:
     """Microbatches whose choices of experts are written into `routing`, or follow it (`routing.again()`).
 

@@ -14,7 +14,7 @@ from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.train.build import Trainer
-from megalith.train.experts import move_balancing_biases
+from megalith.train.experts import move_balancing_biases, move_balancing_offsets
 from megalith.train.loss import share_of_means
 
 
@@ -73,6 +73,7 @@ def train_step(
             scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
         move_balancing_biases(trainer.staged.modules, mesh)
+        move_balancing_offsets(trainer.staged.modules, mesh)
         data.publish()
     elif not finite and trainer.run.optim.nonfinite_grad == "raise":
         raise DataError(

@@ -15,7 +15,7 @@ from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
 from megalith.parallel.data import Division, division_of
 from megalith.parallel.expert import Sent
-from megalith.parallel.group import Group
+from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard, whole
@@ -73,27 +73,15 @@ ORIGINAL_EXPERTS = Experts.forward
 # --- balance
 
 
-class BeforeRefusal:
-    """Counts of choices as they were before experts refused some."""
-
-    def __init__(self) -> None:
-        self.choice: Choice | None = None
-
-    def within_capacity(self, router: Router, choice: Choice, tokens: Tokens) -> Choice:
-        """Remembers what was chosen."""
-        self.choice = choice
-        return ORIGINAL_WITHIN_CAPACITY(router, choice, tokens)
-
-    def balance(self, balance: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
-        """Counts that."""
-        balanced = ORIGINAL_BALANCE(balance, choice, logits, tokens)
-        record, share = balance.record, tokens.balance
-        if record is not None and share is not None and self.choice is not None:
-            valid = balance.region.mine(tokens.valid)
-            one, experts = torch.zeros_like(valid), balance.moe.experts
-            used = count_choices(self.choice.experts, one, valid, sequences=1, num_experts=experts)
-            record.counts[share.microbatch] = used[0].detach()
-        return balanced
+def counted_before_refusal(self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
+    """Counts choices as they were before experts refused some."""
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
+    record, share = self.record, tokens.balance
+    if record is not None and share is not None:
+        valid = self.region.mine(tokens.valid)
+        one, experts = torch.zeros_like(valid), self.moe.experts
+        record.counts[share.microbatch] = count_choices(asked, one, valid, sequences=1, num_experts=experts)[0]
+    return balanced
 
 
 def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int, Tensor]]:
@@ -101,18 +89,25 @@ def scaled_by_sharing_ranks(self: Balance, *arguments: object) -> list[tuple[int
     return [(kind, loss * self.sharing.size) for kind, loss in ORIGINAL_LOSSES(self, *arguments)]  # type: ignore[arg-type]  # as they came
 
 
+def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
+    """Each rank makes experts equally busy with its part of a microbatch."""
+    sharing, self.sharing = self.sharing, alone(*self.sharing.axes)
+    ORIGINAL_OFFSETS(self, logits, tokens)
+    self.sharing = sharing
+
+
 def own_counts_alone(x: Tensor, group: Group) -> Tensor:
     """No sum over other ranks."""
     return x
 
 
-def counted_again(self: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
+def counted_again(self: Balance, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
     """A microbatch that comes again in backward counts a second time."""
-    balanced = ORIGINAL_BALANCE(self, choice, logits, tokens)
+    balanced = ORIGINAL_BALANCE(self, choice, asked, logits, tokens)
     record: Record | None = self.record
     if record is not None and tokens.balance is not None and torch._C._current_graph_task_id() != -1:
         record.counts[tokens.balance.microbatch] *= 2
     return balanced
 
 
-ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_WITHIN_CAPACITY = Balance.__call__, Balance.losses, Router.within_capacity
+ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = Balance.__call__, Balance.losses, Router.note_offsets

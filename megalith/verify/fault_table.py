@@ -111,7 +111,7 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
     return replace(model, attention=kind)
 
 
-EXPERT_NEEDS = frozenset({"experts", "ep", "etp", "capacity", "balancing bias"})
+EXPERT_NEEDS = frozenset({"experts", "ep", "etp", "capacity", "balancing bias", "balancing offset"})
 """Of which a fault in a mixture of experts has at least one."""
 
 
@@ -119,10 +119,10 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
     """The model with the experts that the fault needs: four, of which each token chooses two."""
     if not EXPERT_NEEDS & {*fault.needs}:
         return model
-    biased = "balancing bias" in fault.needs
+    biased, moved = "balancing bias" in fault.needs, "balancing offset" in fault.needs
     return replace(
         model, moe=MoEConfig(
-            experts=4, ffn_hidden_size=10, balance=BalanceConfig(batch=0.5),
+            experts=4, ffn_hidden_size=10, balance=BalanceConfig(quantile=True) if moved else BalanceConfig(batch=0.5),
             router=RouterConfig(score="sigmoid" if biased else "softmax", balancing_bias=biased, balancing_rate=0.01),
             capacity=CapacityConfig(factor=0.8 if "capacity" in fault.needs else None),
         ),

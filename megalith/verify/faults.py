@@ -24,7 +24,6 @@ from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, value_of
-from megalith.kernels.routing import Choice
 from megalith.kernels.scores import Scores
 from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
@@ -97,7 +96,7 @@ class Fault:
     or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
     documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
     heads (`whole norms`), and what else attention and embeddings can have; experts, which may be divided (`ep`), have
-    parts (`etp`), or refuse (`capacity`), and balancing biases."""
+    parts (`etp`), or refuse (`capacity`), and balancing biases or offsets."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -511,18 +510,6 @@ def _whole_gradient(weight: Shard, adapters: LoraConfig, region: Region) -> tupl
 ORIGINAL_ADAPTER = lora.column_adapter
 
 
-def _counts_before_refusal() -> AbstractContextManager[None]:
-    counts = expert_faults.BeforeRefusal()
-
-    def within_capacity(self: Router, choice: Choice, tokens: Tokens) -> Choice:
-        return counts.within_capacity(self, choice, tokens)
-
-    def balanced(self: Balance, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
-        return counts.balance(self, choice, logits, tokens)
-
-    return _both(replaced(Router, "within_capacity", within_capacity), replaced(Balance, "__call__", balanced))
-
-
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
@@ -774,7 +761,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "counted_before_refusal", "Choices that experts refuse count as their tokens.",
-        "numbers", ("dp", "capacity"), _counts_before_refusal,
+        "numbers", ("dp", "capacity"), lambda: replaced(Balance, "__call__", expert_faults.counted_before_refusal),
     ),
     Fault(
         "balance_of_own_tokens", "Losses of balance take a rank's own tokens for all that ranks share.",
@@ -787,6 +774,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bias_moved_by_own_tokens", "Balancing biases move by what a rank's own tokens chose.",
         "numbers", ("dp", "balancing bias"), lambda: replaced(experts, "all_reduce_", expert_faults.own_counts_alone),
+    ),
+    Fault(
+        "offset_of_own_tokens", "Offsets of experts are what would make them equally busy with a rank's own tokens.",
+        "numbers", ("cp", "balancing offset"), lambda: replaced(Router, "note_offsets", expert_faults.offsets_of_own),
     ),
     Fault(
         "second_pass_counted", "Tokens count once more when backward computes their layer again.",

@@ -28,6 +28,7 @@ from megalith.verify.variants import (
     LATENT,
     NARROW,
     NOISY,
+    OFFSET,
     PLANNED,
     RELATIVE,
     VARIANTS,
@@ -532,6 +533,8 @@ def _experts_under_one_axis() -> Mixed:
         "noisy, tp2 sp ep2 etp1, full": (NOISY, replace(tp2, ep=2, etp=1), 3, FULL),
         "biased choice, tp2 sp etp1 and ep1": (BIASED_CHOICE, replace(tp2, etp=1), 1, norms),
         "planned, tp2 sp etp1, full": (PLANNED, replace(tp2, etp=1), 1, FULL),
+        "offset, dp2, zero 1": (OFFSET, ParallelConfig(dp=2, zero=1), 2, NO),
+        "offset, tp2 sp etp1, documents, full": (OFFSET, replace(tp2, etp=1), 1, FULL),
         "narrow, cp2 ep2": (NARROW, ParallelConfig(cp=2, ep=2), 1, NO),
         "clamped, cp2 ep2, documents": (CLAMPED, ParallelConfig(cp=2, ep=2), 2, NO),
         "biased choice, cp2 ep2 gather": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2, dispatcher=GATHER), 2, FULL),
@@ -563,6 +566,8 @@ def _experts_under_several_axes() -> Mixed:
             BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, NO,
         ),
         "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
+        "offset, cp2 dp2 ep2, zero 2": (OFFSET, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
+        "offset, tp2 pp2 dp2 sp ep2 etp1": (OFFSET, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
         "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, NO),
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
             BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
@@ -614,7 +619,7 @@ def _experts() -> Iterator[Layout]:
     rows = {**_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded()}
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
-        "narrow, cp2 ep2", "planned, cp3 ep3", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
+        "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2",
     }  # fmt: skip
     for name, (model, parallel, microbatch, recompute) in rows.items():

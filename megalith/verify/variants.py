@@ -165,6 +165,6 @@ FURTHER_EXPERTS = replace(BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(dep
 """Layers with experts that predict further ahead."""
 
 MIXTURES = {
-    "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "clamped": CLAMPED,
-    "further experts": FURTHER_EXPERTS,
+    "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "offset": OFFSET,
+    "clamped": CLAMPED, "further experts": FURTHER_EXPERTS,
 }  # fmt: skip

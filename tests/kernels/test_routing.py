@@ -5,13 +5,17 @@ from torch import Tensor
 from megalith.config.moe import RouterConfig
 from megalith.kernels.routing import (
     NOWHERE,
+    SINKHORN_LOOKS,
     Choice,
     among_groups,
+    balancing_offsets,
     best,
     capacity_of,
     choose_experts,
     gate,
+    log_of_scores,
     refuse_surplus,
+    score_experts,
     shares_of_one,
     sinkhorn,
     without,
@@ -61,7 +65,10 @@ def test_a_balancing_bias_decides_who_is_chosen_and_not_the_weight() -> None:
 
 def test_only_the_best_groups_are_chosen_from() -> None:
     router = RouterConfig(renormalise=False, groups=2, top_groups=1)
-    masked = among_groups(LOGITS.softmax(1), router, 2)
+    scores = LOGITS.softmax(1)
+    of_groups = scores.view(4, 2, 2).sum(2)  # of each group its best two, and it has no more
+    assert close(of_groups, (0.880797, 0.119203), (0.880797, 0.119203), (0.828426, 0.171574), (0.324027, 0.675973))
+    masked = among_groups(scores, router, 2)
     assert masked.isinf().tolist() == [[False, False, True, True]] * 3 + [[True, True, False, False]]
     choice = choose_experts(LOGITS, router, 2)
     assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 1], [3, 2]]
@@ -110,6 +117,25 @@ def test_sinkhorn_sends_all_experts_equally_much() -> None:
     assert torch.allclose(plan.sum(0), torch.full((4,), 0.25, dtype=torch.float64), atol=1e-4)
 
 
+def test_a_plan_stays_as_it_is_once_it_has_settled() -> None:
+    """Of these logits after 12 rounds, whenever the host looks."""
+    of_experts, scores = torch.ones(4, dtype=torch.float64), LOGITS.exp()
+    for _ in range(12):
+        of_tokens = 1 / 4 / (scores * of_experts).sum(1)
+        of_experts = 1 / 4 / (scores * of_tokens[:, None]).sum(0)
+    expected = scores * of_experts * of_tokens[:, None]
+    rounds: list[Tensor] = []
+
+    def total(x: Tensor) -> Tensor:
+        rounds.append(x)
+        return x
+
+    assert torch.allclose(sinkhorn(LOGITS, total, tokens=4), expected, rtol=1e-6)
+    assert len(rounds) == SINKHORN_LOOKS
+    of_tokens = 1 / 4 / (scores * of_experts).sum(1)
+    assert not torch.allclose(scores * of_experts * of_tokens[:, None], expected, rtol=1e-6), "another would move it"
+
+
 def test_sinkhorn_ends_on_logits_that_are_no_numbers() -> None:
     assert sinkhorn(torch.full((2, 3), float("nan")), lambda x: x, tokens=2).isnan().all()
 
@@ -121,7 +147,7 @@ def test_an_expert_takes_the_heaviest_tokens() -> None:
     assert sorted((t, e) for t, row in enumerate(kept.experts.tolist()) for e in row if e != NOWHERE) == [
         (1, 1), (2, 0), (2, 2), (3, 3),
     ]  # fmt: skip
-    assert float(kept.weights.sum()) == pytest.approx(0.731059 + 0.880797 + 0.119203 + 0.731059, abs=2e-6)
+    assert float(kept.weights.sum()) == pytest.approx(2.4621171573, abs=1e-9)
 
 
 def test_with_room_for_two_only_the_third_is_refused() -> None:
@@ -183,3 +209,57 @@ def test_the_gate_hands_its_weights_gradient_to_a_sink_unrounded() -> None:
     gate(x, w, dtype=torch.float32, sink=sink).sum().backward()
     assert w.grad is None and sink.seen[0].dtype == torch.float32
     assert torch.equal(sink.seen[0], torch.ones(5, 3).t() @ x.float())
+
+
+# --- other scores, and offsets
+
+
+def test_scores_of_square_roots_are_those_of_the_formula_and_weigh_as_sigmoids_do() -> None:
+    scores = score_experts(LOGITS, "sqrt_softplus")
+    assert torch.allclose(scores, (1 + LOGITS.exp()).log().sqrt(), rtol=1e-13)
+    choice = choose_experts(LOGITS, RouterConfig(score="sqrt_softplus", scale=2.0), 2)
+    chosen = scores.gather(1, choice.experts)
+    assert choice.experts.tolist() == [[0, 1], [1, 0], [0, 2], [3, 1]]
+    assert torch.allclose(choice.weights, 2 * chosen / chosen.sum(1, keepdim=True), rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tiny_scores_of_square_roots_keep_their_shares_and_gradients(dtype: torch.dtype) -> None:
+    far = torch.tensor([[-200.0, -201.0, -39.0, -41.0, 90.0]], dtype=dtype, requires_grad=True)
+    assert torch.allclose(log_of_scores(far, "sqrt_softplus"), torch.cat([far[:, :4] / 2, far[:, 4:].log() / 2], 1))
+    shares_of_one(far, "sqrt_softplus")[0, 0].backward()
+    score_experts(far, "sqrt_softplus").sum().backward()
+    assert far.grad is not None and bool(far.grad.isfinite().all())
+    near = LOGITS.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: log_of_scores(x, "sqrt_softplus"), near)
+
+
+def test_offsets_send_all_experts_equally_many_tokens() -> None:
+    """With offsets that no longer move, each expert has K n / E of n tokens."""
+    draw = torch.Generator().manual_seed(1)
+    logits = torch.randn(240, 6, dtype=torch.float64, generator=draw) + torch.tensor([3.0, 1, 0, 0, -1, -2])
+    valid, offsets = torch.ones(240, dtype=torch.bool), torch.zeros(6, dtype=torch.float64)
+    free = choose_experts(logits, RouterConfig(), 2).experts.flatten().bincount(minlength=6)
+    assert int(free.max()) > 150
+    for _ in range(60):
+        offsets = balancing_offsets(logits, offsets, valid, 2)
+        offsets = offsets - offsets.mean()
+    counts = choose_experts(logits, RouterConfig(), 2, offsets=offsets).experts.flatten().bincount(minlength=6)
+    assert counts.sub(80).abs().max() <= 3, counts
+
+
+def test_an_experts_offset_is_what_its_share_of_the_tokens_exceeds() -> None:
+    """Of 4 tokens with 2 of 4 experts each, all want an expert by its logit less their third best; the third counts."""
+    found = balancing_offsets(LOGITS, torch.zeros(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), 2)
+    wants = LOGITS - torch.tensor([0.0, 0.5, 0.5, 0.0], dtype=torch.float64).unsqueeze(1)
+    assert torch.equal(found, wants.sort(dim=0, descending=True).values[2])
+    padded = torch.cat([LOGITS, torch.full((3, 4), 99.0, dtype=torch.float64)])
+    valid = torch.arange(7) < 4
+    assert torch.equal(balancing_offsets(padded, torch.zeros(4, dtype=torch.float64), valid, 2), found)
+
+
+def test_offsets_decide_who_is_chosen_and_not_the_weight() -> None:
+    offsets = torch.tensor([5.0, 0, 0, 0], dtype=torch.float64)
+    choice = choose_experts(LOGITS, RouterConfig(), 2, offsets=offsets)
+    assert not bool((choice.experts == 0).any())
+    assert torch.allclose(choice.weights, LOGITS.gather(1, choice.experts).softmax(1), rtol=1e-14)

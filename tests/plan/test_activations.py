@@ -230,6 +230,7 @@ ROUTERS = {
     "shares": RouterConfig(renormalise=False),
     "sigmoid": RouterConfig(score="sigmoid", bias=True, balancing_bias=True, scale=2.5),
     "scores": RouterConfig(score="sigmoid", renormalise=False, groups=2, top_groups=1),
+    "roots": RouterConfig(score="sqrt_softplus", scale=2.5),
     "as the model": RouterConfig(dtype="model"),
     "wide": RouterConfig(dtype="fp64"),
     "jitter": RouterConfig(jitter=0.1),
@@ -244,8 +245,9 @@ MIXTURES = {
     "weighed input": replace(MODEL, moe=replace(MOE, top_k=1, weigh_input=True, router=ROUTERS["shares"])),
     **{
         f"{name}, balanced": replace(MODEL, moe=replace(MOE, router=ROUTERS[name], balance=ALL_LOSSES))
-        for name in ("softmax", "shares", "sigmoid", "as the model")
+        for name in ("softmax", "shares", "sigmoid", "roots", "as the model")
     },
+    "moved logits": replace(MODEL, moe=replace(MOE, balance=BalanceConfig(quantile=True, z=0.1))),
     "size of logits": replace(MODEL, moe=replace(MOE, router=ROUTERS["sigmoid"], balance=BalanceConfig(z=0.1))),
     "roomy": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=4.0))),
     "padded": replace(MODEL, moe=replace(MOE, capacity=CapacityConfig(factor=1.3, pad=True))),

@@ -136,6 +136,15 @@ def test_published_mixtures_have_their_published_numbers(config: ModelConfig, pa
     assert biases == (14_848 if config is DEEPSEEK_V3 else 0), "which are saved, and are no parameters"
 
 
+def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers() -> None:
+    mixtral = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48,
+        moe=MoEConfig(experts=4, ffn_hidden_size=48),
+    )  # fmt: skip
+    qwen3 = replace(mixtral, attention=AttentionConfig(qk_norm="head"), moe=MoEConfig(experts=4, ffn_hidden_size=16))
+    assert (num_parameters(mixtral), num_parameters(qwen3)) == (25_824, 13_552)
+
+
 def test_a_mixture_costs_what_a_token_meets() -> None:
     """6·d·f·g·K, the router's 6·h·E, of the shared 6·h·f·g and 6·h of their gate, and 12·h·d of latents."""
     moe = MoEConfig(

@@ -49,6 +49,14 @@ def test_good_settings_break_no_rule() -> None:
         ({"router": RouterConfig(scale=float("nan"))}, "model.moe.router.scale=nan must be a finite number above 0"),
         ({"balance": BalanceConfig(z=-1.0)}, "model.moe.balance.z=-1.0 must be a finite number of at least 0"),
         ({"balance": BalanceConfig(sinkhorn=True, batch=0.1)}, "model.moe.balance.batch=0.1 with model.moe.balance."),
+        ({"balance": BalanceConfig(sinkhorn=True, quantile=True)}, "model.moe.balance.quantile=true with model.moe"),
+        ({"balance": BalanceConfig(quantile=True, sequence=0.1)}, "moe.balance.sequence=0.1 with model.moe.balance.q"),
+        ({"balance": BalanceConfig(quantile=True), "router": replace(SIGMOID, balancing_bias=True)}, "Remove it, or s"),
+        ({"balance": BalanceConfig(quantile=True), "capacity": CapacityConfig(factor=1.0)}, "balance.quantile=false"),
+        ({"balance": BalanceConfig(quantile=True), "top_k": 8}, "model.moe.top_k=8 of model.moe.experts=8"),
+        ({"balance": BalanceConfig(quantile=True, quantile_ema=1.0)}, "model.moe.balance.quantile_ema=1.0 must be at"),
+        ({"router": RouterConfig(forced_bias=-1.0)}, "model.moe.router.forced_bias=-1.0 must be a finite number of at"),
+        ({"router": RouterConfig(forced_bias=1.0, forced_balance=True)}, "Set model.moe.router.forced_bias=0"),
         ({"capacity": CapacityConfig(factor=0.0)}, "model.moe.capacity.factor=0.0 must be a finite number above 0"),
         ({"capacity": CapacityConfig(factor=1.0), "balance": BalanceConfig(sinkhorn=True)}, "moe.capacity.factor=1.0"),
     ],
@@ -62,6 +70,8 @@ def test_a_broken_rule_is_told(changed: dict[str, Any], text: str) -> None:
     ("changed", "text"),
     [
         ({"router": RouterConfig(balancing_rate=0.1)}, "model.moe.router.balancing_rate=0.1 with model.moe.router.bal"),
+        ({"balance": BalanceConfig(quantile_ema=0.1)}, "model.moe.balance.quantile_ema=0.1 with model.moe.balance.q"),
+        ({"balance": BalanceConfig(of_choices=True)}, "model.moe.balance.of_choices=true with model.moe.balance.ba"),
         ({"router": RouterConfig(group_score="max")}, "model.moe.router.group_score=max with model.moe.router.groups"),
         ({"capacity": CapacityConfig(drop="last")}, "model.moe.capacity.drop=last with model.moe.capacity.factor=null"),
         ({"capacity": CapacityConfig(pad=True)}, "model.moe.capacity.pad=true with model.moe.capacity.factor=null"),
@@ -115,11 +125,22 @@ def test_a_run_says_when_nothing_balances_its_experts() -> None:
     assert "model.moe.balance.batch=0.01" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True))))
     assert "at random" in note
+    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_bias=2.0))))
+    assert "forced_bias=2.0: experts are chosen at random" in note
     balancing = replace(SIGMOID, balancing_bias=True)
     for moe in (
         None,
         GOOD,
+        replace(GOOD, balance=BalanceConfig(quantile=True)),
         replace(GOOD, balance=BalanceConfig(), router=balancing),
         replace(GOOD, experts=1, top_k=1),
     ):
         assert balance_notes(replace(MODEL, moe=moe)) == []
+
+
+def test_a_run_says_when_its_router_is_too_coarse() -> None:
+    coarse = replace(GOOD, experts=32, router=RouterConfig(dtype="model"))
+    (note,) = balance_notes(replace(MODEL, moe=coarse))
+    assert "logits of 32 experts" in note and "model.moe.router.dtype=fp32" in note
+    assert balance_notes(replace(MODEL, moe=replace(coarse, experts=31))) == []
+    assert balance_notes(replace(MODEL, moe=replace(coarse, router=RouterConfig()))) == []

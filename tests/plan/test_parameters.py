@@ -10,7 +10,7 @@ import torch
 from megalith.config.attention import AttentionConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.models.decoder import Decoder, build_chunks, declared_parameters
@@ -57,6 +57,7 @@ MIXTURES = {
             router=RouterConfig(score="sigmoid", bias=True, balancing_bias=True),
         ),
     ),
+    "moved logits": replace(SMALL, moe=replace(MOE, balance=BalanceConfig(quantile=True))),
     "DeepSeek": replace(MLA, moe=replace(MOE, layers=(False, True, True), shared_ffn_hidden_size=21)),
 }  # fmt: skip
 BIASES = replace(SMALL, moe=replace(MOE, biases=True))

@@ -105,6 +105,7 @@ EXPERTS = [
     (2, MOE | SP | SHARED | {"recompute.granularity": "selective", "recompute.modules": "[shared_experts]"}),
     (2, MOE | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"}),
     (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
+    (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.balance.quantile": "true"}),
 ]
 
 

@@ -18,7 +18,15 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
-from megalith.train.experts import LayerUse, move_balancing_biases, routers_of, row_of_use, use_of_experts, with_routing
+from megalith.train.experts import (
+    LayerUse,
+    move_balancing_biases,
+    move_balancing_offsets,
+    routers_of,
+    row_of_use,
+    use_of_experts,
+    with_routing,
+)
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -68,6 +76,25 @@ def test_a_step_that_updates_nothing_moves_no_bias(why: str) -> None:
     trainer.data.publish()
     assert train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.0).updated
     assert all(router.moved is not None and bool(router.moved.any()) for router in routers)
+
+
+def test_offsets_are_means_over_microbatches_with_tokens_of_which_a_part_remains() -> None:
+    balance = BalanceConfig(quantile=True, quantile_ema=0.25)
+    run = run_with(RouterConfig())
+    assert run.model.moe is not None
+    run = replace(run, model=replace(run.model, moe=replace(run.model.moe, balance=balance)))
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    first, second = routers_of(trainer.staged.modules)
+    move_balancing_offsets(trainer.staged.modules, trainer.mesh)
+    assert first.offset is not None and not first.offset.any(), "nothing was noted yet"
+    record = first.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
+    second.balance.record_of(BalanceShare(0, 3, 1.0), torch.zeros(1))
+    record.offsets[:] = torch.tensor([[4.0, 0, 0, 0, 1], [8.0, 4, 0, 0, 1], [0, 0, 0, 0, 0]])
+    first.offset.data.copy_(torch.tensor([0.0, 4, 0, -4]))
+    move_balancing_offsets(trainer.staged.modules, trainer.mesh)
+    fresh = torch.tensor([6 * 0.75, 2 * 0.75 + 1, 0, -1.0])
+    assert torch.allclose(first.offset, fresh - fresh.mean())
+    assert second.offset is not None and not second.offset.any(), "nothing but padding"
 
 
 def test_routers_that_are_not_trained_keep_their_biases() -> None:

@@ -81,6 +81,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "balance_of_own_tokens": (False, "wrong gradients"),
     "balance_scaled_with_cp": (False, "wrong gradients"),
     "bias_moved_by_own_tokens": (False, "wrong weights after a step"),
+    "offset_of_own_tokens": (False, "wrong weights after a step"),
     "second_pass_counted": (False, "wrong counts"),
     "second_sum_removed": (True, "wrong gradients"),
     "host_copy_lost": (False, "wrong gradients"),
@@ -183,6 +184,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
     assert (moe.capacity.factor is not None, moe.router.balancing_bias, moe.balance.quantile) == (
         "capacity" in fault.needs,
         "balancing bias" in fault.needs,
+        "balancing offset" in fault.needs,
     )
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)

@@ -37,4 +37,4 @@ def test_every_choice_of_a_mixture_is_in_one_of_them() -> None:
     parts = {"router": RouterConfig, "balance": BalanceConfig, "capacity": CapacityConfig}
     choices = {f"{part}.{field.name}" for part, kind in parts.items() for field in fields(kind)}
     choices |= {field.name for field in fields(MoEConfig)} - set(parts)
-    assert choices - changed == {"router.dtype", "router.forced_balance"}
+    assert choices - changed == {"router.dtype", "router.forced_balance", "router.forced_bias"}

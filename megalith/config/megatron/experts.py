@@ -64,11 +64,12 @@ def _router(draft: Draft) -> None:
         draft.put(_TYPES, "model.moe.router.score", score, "sinkhorn's weights are scores of all experts")
         draft.put(_TYPES, "model.moe.router.renormalise", False)
     else:
-        draft.put("--moe-router-score-function", "model.moe.router.score", score)
+        ours = "sqrt_softplus" if score == "sqrtsoftplus" else score
+        draft.put("--moe-router-score-function", "model.moe.router.score", ours)
         bare = score == "softmax" and bool(arguments.value("--moe-router-pre-softmax"))
         draft.put(
             "--moe-router-pre-softmax" if score == "softmax" else "--moe-router-score-function",
-            "model.moe.router.renormalise", not bare and not (score == "sigmoid" and chosen == 1),
+            "model.moe.router.renormalise", not bare and not (score != "softmax" and chosen == 1),
         )  # fmt: skip
     if arguments.value("--moe-router-group-topk") is not None and score == "softmax":
         draft.say("already", "--moe-router-group-topk", "groups are judged by the sum of their best experts")
@@ -90,6 +91,11 @@ def _balance(draft: Draft) -> None:
     weights = _words(draft.arguments.value(_WEIGHTS))
     if kinds == ["sinkhorn"]:
         draft.put(_TYPES, "model.moe.balance.sinkhorn", True)
+        return
+    if kinds == ["quantile_balancing"]:
+        draft.put(_TYPES, "model.moe.balance.quantile", True)
+        if draft.arguments.value("--moe-router-quantile-balancing-ema"):
+            draft.copy("--moe-router-quantile-balancing-ema")
         return
     unknown = [kind for kind in kinds if kind not in (*LOSSES, "none")]
     if unknown:
@@ -134,6 +140,10 @@ def _switches(draft: Draft) -> None:
     ):
         if draft.arguments.value(flag):
             draft.put(flag, setting, True)
+    skew = draft.arguments.value("--moe-router-force-biased")
+    if isinstance(skew, int | float) and skew:
+        text = "" if skew < 0 else "the same numbers in every step, as with a number below 0"
+        draft.put("--moe-router-force-biased", "model.moe.router.forced_bias", abs(skew), text)
     linear = not draft.arguments.value("--disable-bias-linear")
     for setting in ("model.moe.biases", "model.moe.router.bias"):
         draft.put("--disable-bias-linear", setting, linear)

@@ -406,7 +406,8 @@ EXPERTS = (
     Row(name="--moe-router-topk", takes="int", fields=("model.moe.top_k",), default=2),
     Row(
         name="--moe-router-score-function", takes="choice", fields=("model.moe.router.score",), default="softmax",
-        choices=("softmax", "sigmoid"), how="with one expert per token, sigmoid is not renormalised",
+        choices=("softmax", "sigmoid", "sqrtsoftplus"),
+        how="sqrtsoftplus: sqrt_softplus; with one expert per token, these and sigmoid are not renormalised",
     ),
     Row(
         name="--moe-router-pre-softmax", takes="nothing", fields=("model.moe.router.renormalise",),
@@ -432,10 +433,15 @@ EXPERTS = (
         name="--moe-router-load-balancing-type", takes="words",
         fields=(
             "model.moe.balance.batch", "model.moe.balance.sequence", "model.moe.balance.global_batch",
-            "model.moe.balance.sinkhorn", "model.moe.router.score", "model.moe.router.renormalise",
+            "model.moe.balance.sinkhorn", "model.moe.balance.quantile", "model.moe.router.score",
+            "model.moe.router.renormalise",
         ),
-        how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; left out: aux_loss; sinkhorn "
-        "weighs by softmax over all experts, and one expert per token by sigmoid",
+        how="aux_loss: batch; seq_aux_loss: sequence; global_aux_loss: global_batch; quantile_balancing: quantile; "
+        "left out: aux_loss; sinkhorn weighs by softmax over all experts, and one expert per token by sigmoid",
+    ),
+    Row(
+        name="--moe-router-quantile-balancing-ema", takes="float", fields=("model.moe.balance.quantile_ema",),
+        default=0.0, how="read with --moe-router-load-balancing-type quantile_balancing only",
     ),
     Row(
         name="--moe-aux-loss-coeff", takes="words",
@@ -445,6 +451,10 @@ EXPERTS = (
     Row(name="--moe-z-loss-coeff", takes="float", fields=("model.moe.balance.z",)),
     Row(name="--moe-input-jitter-eps", takes="float", fields=("model.moe.router.jitter",)),
     Row(name="--moe-router-force-load-balancing", takes="nothing", fields=("model.moe.router.forced_balance",)),
+    Row(
+        name="--moe-router-force-biased", takes="float", fields=("model.moe.router.forced_bias",),
+        how="without its sign: the numbers are the same in every step",
+    ),
     Row(
         name="--moe-expert-capacity-factor", takes="float", fields=("model.moe.capacity.factor",),
         how="of a microbatch over all ranks that share it; below 0: unset",

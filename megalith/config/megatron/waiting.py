@@ -363,9 +363,9 @@ MODEL = (
         verdict="not mapped", effect="model", switch="--num-experts",
         reason="not yet. Remove it",
         flags="""
-            --expert-tensor-parallel-num-weight-shards --moe-layer-recompute! --moe-router-force-biased
+            --expert-tensor-parallel-num-weight-shards --moe-layer-recompute!
             --moe-router-padding-for-fp8! --moe-router-padding-for-quantization!
-            --moe-router-quantile-balancing-ema --moe-routing-trace-capture-hidden-states!
+            --moe-routing-trace-capture-hidden-states!
             --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
             --moe-routing-trace-max-training-iters --moe-routing-trace-path
         """,

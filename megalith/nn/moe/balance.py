@@ -27,13 +27,16 @@ class Record:
     """float64 [microbatches, E]: my tokens that went to each expert, padding and refused choices left out."""
 
     chosen: Tensor
-    """float64 [microbatches, E]: choices by score alone, of all ranks, for the loss over the global batch."""
+    """float64 [microbatches, E]: what the loss over the global batch counts, of all ranks."""
 
     refused: Tensor
     """float64 [microbatches]: my choices that were refused."""
 
     losses: Tensor
     """float64 [microbatches, kinds of loss]: my part of each, without its weight."""
+
+    offsets: Tensor
+    """float64 [microbatches, E + 1]: what would have made the experts equally busy, and a 1 if there were tokens."""
 
 
 class Balance:
@@ -45,8 +48,11 @@ class Balance:
         self.weights = tuple(getattr(moe.balance, name) for name in LOSSES)
         self.record: Record | None = None
 
-    def __call__(self, choice: Choice, logits: Tensor, tokens: Tokens) -> Choice:
-        """The same choice, whose weights' backward goes into the losses. Collective over ranks that share tokens."""
+    def __call__(self, choice: Choice, asked: Tensor, logits: Tensor, tokens: Tokens) -> Choice:
+        """The same choice, whose weights' backward goes into the losses. Collective over ranks that share tokens.
+
+        asked: int64 [t, k], the experts before any refused.
+        """
         share = tokens.balance
         if share is None:
             return choice
@@ -58,23 +64,23 @@ class Balance:
             record.counts[share.microbatch] = used[0]
             record.refused[share.microbatch] = (valid.unsqueeze(1) & (choice.experts < 0)).sum()
         weights = choice.weights
-        for kind, loss in self.losses(choice, logits, valid, sequence, tokens, record):
+        for kind, loss in self.losses(asked, logits, valid, sequence, tokens, record):
             with torch.no_grad():
                 record.losses[share.microbatch, kind] = loss
             weights = attach(weights, loss, share.weight * self.weights[kind])
         return Choice(choice.experts, weights)
 
     def losses(
-        self, choice: Choice, logits: Tensor, valid: Tensor, sequence: Tensor, tokens: Tokens, record: Record
+        self, asked: Tensor, logits: Tensor, valid: Tensor, sequence: Tensor, tokens: Tokens, record: Record
     ) -> Iterator[tuple[int, Tensor]]:
         """My part of every loss that has a weight, and which it is."""
         if not any(self.weights):
             return
         moe, by_sequence, by_batch, by_step, of_size = self.moe, *(weight > 0 for weight in self.weights)
         shares = shares_of_one(logits, moe.router.score)
-        plain = best(shares.detach(), moe.top_k)
+        counted = asked if moe.balance.of_choices else best(shares.detach(), moe.top_k)
         sequences = len(tokens.lengths)
-        counts = count_choices(plain, sequence, valid, sequences=sequences, num_experts=moe.experts)
+        counts = count_choices(counted, sequence, valid, sequences=sequences, num_experts=moe.experts)
         counts = all_reduce_(counts, self.sharing)
         everything = counts.sum(0, keepdim=True)
         if by_sequence:
@@ -100,6 +106,6 @@ class Balance:
         """Where this step's microbatches write."""
         m, e = share.microbatches, self.moe.experts
         if self.record is None or len(self.record.counts) != m or self.record.counts.device != like.device:
-            shapes = (m, e), (m, e), (m,), (m, len(LOSSES))
+            shapes = (m, e), (m, e), (m,), (m, len(LOSSES)), (m, e + 1)
             self.record = Record(*(torch.zeros(s, dtype=torch.float64, device=like.device) for s in shapes))
         return self.record

@@ -1,5 +1,6 @@
 """The router: which experts each token goes to."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ from megalith.kernels.dropout import uniform_features
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.routing import (
     Choice,
+    balancing_offsets,
     best,
     capacity_of,
     choose_experts,
@@ -60,11 +62,26 @@ class Noise:
         return value * (1 + self.router.jitter * self._draw(tokens.dropout, "jitter", value.shape[1])).to(value.dtype)
 
     def for_logits(self, logits: Tensor, tokens: Tokens) -> Tensor:
-        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits all the same."""
-        if not self.router.forced_balance or tokens.dropout is None:
+        """Draws in place of logits [t, E], where balance is forced; gradients go to the logits all the same. And what
+        moves all of an expert's, where imbalance is."""
+        if tokens.dropout is None:
             return logits
-        drawn = self._draw(tokens.dropout, "forced balance", logits.shape[1]).to(logits.dtype)
-        return logits + (drawn - logits).detach()
+        if self.router.forced_balance:
+            drawn = self._draw(tokens.dropout, "forced balance", logits.shape[1]).to(logits.dtype)
+            logits = logits + (drawn - logits).detach()
+        if self.router.forced_bias > 0:
+            logits = logits + self.bias_of_experts(tokens.dropout.seed, logits)
+        return logits
+
+    def bias_of_experts(self, seed: int, logits: Tensor) -> Tensor:
+        """[E], drawn once for a run and layer: two uniform numbers each make one of a normal distribution.
+
+        Source: Box and Muller 1958, Ann. Math. Statist. 29(2).
+        """
+        key, one = key_of(seed, "router", "forced bias", self.layer), torch.zeros(1, dtype=torch.int64)
+        sizes, angles = ((uniform_features(key, one, 2 * logits.shape[1])[0] + 1) / 2).chunk(2)  # from 0 to 1
+        normal = (-2 * sizes.clamp(min=2.0**-32).log()).sqrt() * (2 * math.pi * angles).cos()
+        return (self.router.forced_bias * normal).to(logits)
 
     def _draw(self, source: DropoutKey, purpose: str, features: int) -> Tensor:
         place = key_of(source.seed, "router", purpose, self.layer)
@@ -98,6 +115,9 @@ class Router(nn.Module):
         if moe.router.balancing_bias:
             declare(self, "balancing_bias", Declared(vector(f"{name}.balancing_bias"), ZEROS), dtype=wide)
             self.balancing_bias.requires_grad_(False)  # moved by counts, after each step
+        if moe.balance.quantile:
+            declare(self, "balancing_offset", Declared(vector(f"{name}.balancing_offset"), ZEROS), dtype=wide)
+            self.balancing_offset.requires_grad_(False)  # set after each step
         self.balance = Balance(moe, region, mesh)
 
     def forward(self, x: Input, tokens: Tokens) -> Choice:
@@ -107,15 +127,21 @@ class Router(nn.Module):
             logits = logits + self.router_bias.to(logits.dtype)
         logits = self.noise.for_logits(logits, tokens)
         choice = self.chosen(logits, tokens)
+        self.note_offsets(logits, tokens)
         within = self.within_capacity(choice, tokens)
         if tokens.decided is not None:
             tokens.decided.note(self.layer, choice.experts, within.experts)
-        return self.balance(within, logits, tokens)
+        return self.balance(within, choice.experts, logits, tokens)
 
     @property
     def moved(self) -> Tensor | None:
         """The balancing bias, where there is one."""
         return self._parameters.get("balancing_bias")
+
+    @property
+    def offset(self) -> Tensor | None:
+        """What is taken from experts' logits, where anything is."""
+        return self._parameters.get("balancing_offset")
 
     def chosen(self, logits: Tensor, tokens: Tokens) -> Choice:
         """logits [t, E] -> [t, k]; the experts are those of an earlier time, where these are to be followed: of the
@@ -140,7 +166,20 @@ class Router(nn.Module):
             plan = sinkhorn(logits, total, tokens=len(logits) * self.sharing.size)
             experts = best(plan, moe.top_k)
             return Choice(experts, weigh(logits, score_experts(logits, router.score), experts, router))
-        return choose_experts(logits, router, moe.top_k, self.moved)
+        return choose_experts(logits, router, moe.top_k, self.moved, offsets=self.offset)
+
+    def note_offsets(self, logits: Tensor, tokens: Tokens) -> None:
+        """Writes down what would have made the experts equally busy in this microbatch, of all ranks that share it."""
+        share, offset = tokens.balance, self.offset
+        if share is None or offset is None:
+            return
+        with torch.no_grad():
+            every = gathered_again(logits.detach(), self.sharing)
+            valid = gathered_again(self.noise.region.mine(tokens.valid).contiguous(), self.sharing)
+            found = balancing_offsets(every, offset, valid, self.moe.top_k)
+            there = valid.any()
+            row = torch.cat([found.where(there, 0.0), there.to(found).unsqueeze(0)])
+            self.balance.record_of(share, logits).offsets[share.microbatch] = row
 
     def within_capacity(self, choice: Choice, tokens: Tokens) -> Choice:
         """Without what experts refuse. All ranks that share a microbatch decide together, so that no layout drops other

@@ -56,6 +56,8 @@ def test_a_mixture_as_deepseek_v3_has_it(tiny: Translate) -> None:
         ("--moe-router-load-balancing-type sinkhorn", RouterConfig(renormalise=False, dtype="model")),
         ("--moe-router-load-balancing-type sinkhorn --moe-router-topk 1",
          RouterConfig(score="sigmoid", renormalise=False, dtype="model")),
+        ("--moe-router-score-function sqrtsoftplus", RouterConfig(score="sqrt_softplus", dtype="model")),
+        ("--moe-router-force-biased -0.5", RouterConfig(forced_bias=0.5, dtype="model")),
         ("--moe-router-force-load-balancing", RouterConfig(forced_balance=True, dtype="model")),
     ],
 )  # fmt: skip
@@ -79,6 +81,8 @@ def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
     assert "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
     assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn").balance.sinkhorn
     assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance == BalanceConfig()
+    quantile = "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema"
+    assert moe_of(tiny, f"{quantile} 0.9").balance == BalanceConfig(quantile=True, quantile_ema=0.9)
 
 
 def test_capacities(tiny: Translate) -> None:
@@ -103,9 +107,8 @@ def test_layouts_of_experts(tiny: Translate) -> None:
 
 
 def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None:
-    flag = "--moe-router-load-balancing-type quantile_balancing"
-    assert any(
-        "quantile_balancing is not built" in text for text in tiny(f"--num-experts 4 {flag}").refusals(strict=False)
-    )
+    flag = "--moe-router-load-balancing-type balanced_by_hand"
+    found = tiny(f"--num-experts 4 {flag}").refusals(strict=False)
+    assert any("balanced_by_hand is not built" in text for text in found)
     assert tiny("--moe-routing-trace-path x").refusals(strict=True) == []
     assert tiny("--num-experts 4 --moe-routing-trace-path x").refusals(strict=False)

@@ -34,7 +34,7 @@ def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
         "lora.dropout", "lora.layers", "lora.load", "lora.rank", "lora.rslora", "lora.targets",
         "model.attention.causal", "model.attention.qk_norm_eps", "model.attention.scale",
         "model.attention.softcap", "model.block", "model.init_overrides",
-        "model.logit_softcap",
+        "model.logit_softcap", "model.moe.balance.of_choices",
         "model.moe.router.group_score", "model.norm_placement", "model.relative.buckets",
         "model.relative.max_distance", "model.residual_scale", "model.rope.beta_fast", "model.rope.beta_slow",
         "model.rope.high_freq_factor", "model.rope.local_theta", "model.rope.long_factors",

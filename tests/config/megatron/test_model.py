@@ -109,7 +109,7 @@ def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
 @pytest.mark.parametrize(
     ("added", "without", "refusal"),
     [
-        ("--num-experts 8 --moe-router-force-biased 0.1", (), "--moe-router-force-biased 0.1: not yet"),
+        ("--num-experts 8 --moe-routing-trace-path x", (), "--moe-routing-trace-path x: not yet"),
         ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],

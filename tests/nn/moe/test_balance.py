@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.balance import balance_loss, count_choices
+from megalith.kernels.routing import choose_experts, shares_of_one
 from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_lengths
 from megalith.models.decoder import allocate, initialise
 from megalith.nn.moe.balance import LOSSES
@@ -103,6 +104,25 @@ def test_the_loss_counts_choices_by_score_and_the_record_those_made() -> None:
     assert first is not None and second is not None
     assert torch.equal(first.losses, second.losses)
     assert second.counts[0, 0] == 11 and first.counts[0, 0] < 11
+
+
+def test_the_loss_counts_choices_as_made_before_any_was_refused_where_it_shall() -> None:
+    """Biases and groups then show in it, and capacities do not hide who is asked for too much."""
+    balance = BalanceConfig(batch=0.1, of_choices=True)
+    moe = replace(MOE, router=RouterConfig(score="sigmoid", balancing_bias=True), balance=balance)
+    losses, plain = [], replace(moe, balance=replace(balance, of_choices=False))
+    for each in (plain, moe, replace(moe, capacity=CapacityConfig(factor=0.5))):
+        router = router_of(each)
+        assert router.moved is not None
+        router.moved.data.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+        router(X[0], training())
+        assert router.balance.record is not None
+        losses.append(float(router.balance.record.losses[0, 1]))
+    assert losses[1] != pytest.approx(losses[0], rel=1e-3) and losses[1] == losses[2]
+    shares, chosen = shares_of_one(router_of(moe).gate(X[0]), "sigmoid")[:11], torch.zeros(5, dtype=torch.float64)
+    asked = choose_experts(router_of(moe).gate(X[0]), moe.router, 2, torch.tensor([9.0, 0, 0, 0, 0])).experts[:11]
+    chosen += asked.flatten().bincount(minlength=5)
+    assert losses[1] == pytest.approx(float(5 / (2 * 11**2) * (chosen * shares.detach().sum(0)).sum()), rel=1e-12)
 
 
 def test_a_microbatch_that_comes_again_changes_no_record_and_evaluation_none() -> None:

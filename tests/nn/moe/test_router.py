@@ -137,6 +137,50 @@ def test_forced_balance_keeps_all_experts_busy_whatever_the_input() -> None:
     assert int(counts.min()) > 1050 and int(counts.max()) < 1350
 
 
+def test_forced_biases_keep_some_experts_busier_in_every_step_and_are_a_layers_own() -> None:
+    router = RouterConfig(forced_bias=3.0)
+    found = alone(replace(MOE, router=router))
+    drawn = found.noise.bias_of_experts(0, X)
+    assert torch.equal(drawn, found.noise.bias_of_experts(0, X)) and not torch.equal(
+        drawn, found.noise.bias_of_experts(1, X)
+    )
+    other = replace(found.noise, layer=1).bias_of_experts(0, X)
+    many = replace(found.noise, router=replace(router, forced_bias=1.0)).bias_of_experts(0, X.new_zeros(1, 4000))
+    assert not torch.equal(drawn, other)
+    assert abs(float(many.mean())) < 0.05 and abs(float(many.std()) - 1) < 0.05
+    (first, second) = (found(X, training()), alone(MOE)(X, training()))
+    busy = [int(choice.experts.flatten().bincount(minlength=5).max()) for choice in (first, second)]
+    assert busy[0] > busy[1]
+    plain = tokens_of_rows(2, 6)
+    assert torch.equal(found(X, plain).weights, alone(MOE)(X, plain).weights), "none outside training"
+    assert same_on_two(replace(MOE, router=router))
+
+
+def offsets_noted(rank: int, world: int, moe: MoEConfig) -> Tensor:
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(ParallelConfig(tp=2, sp=True), MODEL, 2), rank=rank)
+    region = SplitTokens(mesh.tp) if world > 1 else WholeTokens(mesh.tp)
+    router = filled(Router("layers.0.moe", MODEL, moe, mesh, region, dtype=torch.float64))
+    router(region.mine(X), replace(training(), valid=torch.arange(12) < 10))
+    assert router.balance.record is not None
+    return router.balance.record.offsets
+
+
+def test_offsets_are_found_over_all_tokens_that_ranks_share_without_padding() -> None:
+    moe = replace(MOE, balance=BalanceConfig(quantile=True))
+    (found,) = offsets_noted(0, 1, moe)
+    assert found[-1] == 1 and bool(found[:-1].any())
+    assert all(torch.equal(each[0], found) for each in run_ranks(offsets_noted, 2, moe))
+    router = alone(moe)
+    assert router.offset is not None and not router.offset.requires_grad
+    router(X, replace(training(), valid=torch.zeros(12, dtype=torch.bool)))
+    assert router.balance.record is not None and not router.balance.record.offsets.any(), "nothing but padding"
+    before = router.balance.record.offsets.clone()
+    router(X, tokens_of_rows(2, 6))
+    assert torch.equal(before, router.balance.record.offsets), "evaluation notes nothing"
+    router.offset.copy_(torch.tensor([9.0, 0, 0, 0, 0]))
+    assert not bool((router(X, tokens_of_rows(2, 6)).experts == 0).any()), "but goes by them"
+
+
 def test_gradients_reach_the_logits_although_the_choice_is_drawn() -> None:
     router = alone(replace(MOE, router=RouterConfig(forced_balance=True)))
     choice = router(X, training())
