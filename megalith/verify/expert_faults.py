@@ -13,6 +13,7 @@ from megalith.nn.init import fill
 from megalith.nn.moe.balance import Balance, Record
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
+from megalith.parallel.autograd import Crossing
 from megalith.parallel.data import Division, division_of
 from megalith.parallel.expert import Sent
 from megalith.parallel.group import Group, alone
@@ -53,6 +54,13 @@ def never_undone(sizes: Sequence[int], order: Sequence[int]) -> tuple[list[int],
     return [sizes[chunk] for chunk in order], list(range(len(order)))
 
 
+def read_early(self: Crossing, started: Tensor) -> Tensor:
+    """Rows as they were before they arrived."""
+    early = torch.zeros_like(started)
+    ORIGINAL_WAIT(self, started)
+    return early
+
+
 def weighted_twice(self: Experts, sent: Sent) -> Tensor:
     """The weight of a row multiplies its answer once more."""
     return ORIGINAL_EXPERTS(self, sent) * sent.weights.unsqueeze(1)
@@ -67,7 +75,7 @@ def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice
     return without(choice, refuse_surplus(choice, limit, capacity.drop, num_experts=moe.experts))
 
 
-ORIGINAL_EXPERTS = Experts.forward
+ORIGINAL_EXPERTS, ORIGINAL_WAIT = Experts.forward, Crossing.wait
 
 
 # --- balance

@@ -38,7 +38,7 @@ from megalith.nn.moe.router import Gate, Router
 from megalith.nn.norm import RMSNorm
 from megalith.optim import clip
 from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
-from megalith.parallel.autograd import partial
+from megalith.parallel.autograd import Crossing, partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.mesh import Mesh
@@ -750,6 +750,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "answers_in_wrong_order", "Answers go back to ranks in the order in which experts gave them.",
         "numbers", ("dp", "ep"), lambda: replaced(expert, "undone", expert_faults.never_undone),
+    ),
+    Fault(
+        "rows_read_early", "Experts work on what was there before rows arrived.",
+        "numbers", ("dp", "ep"), lambda: replaced(Crossing, "wait", expert_faults.read_early),
     ),
     Fault(
         "experts_weighted_twice", "A choice's weight multiplies its expert's answer a second time.",

@@ -145,7 +145,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     if model.moe is not None:
         model = replace(model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp))
     parallel = replace(
-        p, ep=ep, etp=etp, tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
+        p, ep=ep, etp=etp, overlap_experts=p.overlap_experts and ep > 1,
+        tp=tp, sp=p.sp and tp > 1, rings=p.rings and tp > 1,
         ring_products=p.ring_products if p.rings and tp > 1 else "auto", cp=cp,
         context=_shrink_context(p, cp, layers), pp=pp, pipeline=pipeline, dp=dp,
         replicas=1 if dp == 1 or p.replicas == 1 else 2, reduce_dtype="fp32",

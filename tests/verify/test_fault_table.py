@@ -75,6 +75,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "router_invariant": (True, "wrong gradients"),
     "etp_sum_removed": (True, "wrong loss"),
     "answers_in_wrong_order": (False, "wrong loss"),
+    "rows_read_early": (False, "wrong loss"),
     "experts_weighted_twice": (False, "wrong loss"),
     "refused_by_each_rank": (False, "wrong loss"),
     "counted_before_refusal": (False, "wrong counts"),

@@ -36,6 +36,11 @@ ALREADY = (
         """,
     ),
     Group(
+        verdict="already", effect="none", switch="--num-experts",
+        reason="experts for all tokens always compute while tokens are on their way to the others, and their gradients",
+        flags="--moe-shared-expert-overlap!",
+    ),
+    Group(
         verdict="already", effect="none",
         reason="stages send each other hidden states in the one way there is here, cut over tp where they are cut",
         flags="""

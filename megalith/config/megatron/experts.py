@@ -137,6 +137,7 @@ def _switches(draft: Draft) -> None:
         ("--moe-router-force-load-balancing", "model.moe.router.forced_balance"),
         ("--moe-apply-probs-on-input", "model.moe.weigh_input"),
         ("--moe-shared-expert-gate", "model.moe.shared_gate"),
+        ("--overlap-moe-expert-parallel-comm", "parallel.overlap_experts"),
     ):
         if draft.arguments.value(flag):
             draft.put(flag, setting, True)

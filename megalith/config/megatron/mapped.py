@@ -468,6 +468,10 @@ EXPERTS = (
         name="--moe-token-dispatcher-type", takes="choice", fields=("parallel.dispatcher",), default="allgather",
         choices=("allgather", "alltoall", "flex"), how="allgather: gather; the others: exchange",
     ),
+    Row(
+        name="--overlap-moe-expert-parallel-comm", takes="nothing", fields=("parallel.overlap_experts",),
+        how="with any schedule that runs forwards and backwards by turns, 1f1b included",
+    ),
     Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
     Row(
         name="--moe-shared-expert-intermediate-size", takes="int", fields=("model.moe.shared_ffn_hidden_size",),

@@ -353,10 +353,10 @@ MODEL = (
             --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
             --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size
             --moe-per-layer-logging! --moe-permute-fusion! --moe-permute-fusion-into-hybridep!
-            --moe-router-fusion! --moe-shared-expert-glu-interleave-size --moe-shared-expert-overlap!
+            --moe-router-fusion! --moe-shared-expert-glu-interleave-size
             --moe-single-grouped-bias! --moe-single-grouped-weight! --moe-use-grouped-tensor!
             --moe-use-legacy-grouped-gemm! --overlap-dispatch-backward-with-experts-wgrad!
-            --overlap-moe-expert-parallel-comm! --use-grouped-gemm-for-shared-expert!
+            --use-grouped-gemm-for-shared-expert!
         """,
     ),
     Group(

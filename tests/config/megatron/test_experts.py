@@ -112,3 +112,13 @@ def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None
     assert any("balanced_by_hand is not built" in text for text in found)
     assert tiny("--moe-routing-trace-path x").refusals(strict=True) == []
     assert tiny("--num-experts 4 --moe-routing-trace-path x").refusals(strict=False)
+
+
+def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word(tiny: Translate) -> None:
+    added = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    found = tiny(f"{PLAIN} {added} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap")
+    assert found.run is not None and found.run.parallel.overlap_experts and found.refusals(strict=True) == []
+    plain = tiny(f"{PLAIN} {added}").run
+    assert plain is not None and not plain.parallel.overlap_experts
+    (told,) = (entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap")
+    assert told.startswith("experts for all tokens always compute while tokens are on their way")
