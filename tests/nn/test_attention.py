@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.rope import reference_rope
 from megalith.kernels.tokens import Tokens, tokens_of_queries
@@ -26,6 +27,8 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
             seen = [s for s in range(t + 1) if tokens.document[s] == tokens.document[t]]
             scores = torch.stack([q[t, head] @ k[s, shared] / d**0.5 for s in seen]).softmax(0)
             heads[t, head] = scores @ v[seen, shared]
+    if "gate" in w:
+        heads = heads / (1 + (-torch.einsum("th,ndh->tnd", x, w["gate"]) - w.get("gate_bias", 0.0)).exp())
     return torch.einsum("tnd,hnd->th", heads, w["o"]) + w.get("o_bias", 0.0)
 
 
@@ -36,6 +39,15 @@ def test_it_is_the_formula_of_the_paper(kv_heads: int, bias: bool, layers: Simpl
     layer = layers.build(Attention, config)
     x, tokens = layers.inputs(9), layers.tokens(config, [5, 1, 3])
     assert_equals("attention", layer(x, tokens), formula(layers.weights(layer), x, tokens, config), FP64)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gate_is_a_sigmoid_for_every_feature_of_every_head(bias: bool, layers: SimpleNamespace) -> None:
+    config = layers.config(attention=AttentionConfig(gated=True), qkv_bias=bias)
+    layer = layers.build(Attention, config)
+    x, tokens, found = layers.inputs(9), layers.tokens(config, [5, 1, 3]), layers.weights(layer)
+    assert "gate" in found and ("gate_bias" in found) == bias
+    assert_equals("attention", layer(x, tokens), formula(found, x, tokens, config), FP64)
 
 
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 3), (3, 3), (2, 1), (4, 2), (6, 2), (6, 3), (5, 6)])

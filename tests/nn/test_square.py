@@ -5,9 +5,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
+from megalith.models.decoder import declared_parameters
 from megalith.nn.square import Square
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tensor import Region
+from megalith.parallel.tensor import Region, SplitTokens, WholeTokens
+from megalith.plan.shards import summed_over
 from megalith.testing.tolerance import FP64, assert_equals
 
 
@@ -25,3 +27,12 @@ def test_it_is_a_product_and_a_bias_where_there_is_one(layers: SimpleNamespace) 
         w = layers.weights(layer)
         assert list(w) == ["linear", "linear_bias"][: 1 + bias]
         assert_equals("y", layer(x), x @ w["linear"].T + (w["linear_bias"] if bias else 0), FP64)
+
+
+def test_where_ranks_have_tokens_of_their_own_its_gradients_are_summed_over_them(layers: SimpleNamespace) -> None:
+    mesh = layers.paper(layers.config(), 2, 1)
+    for region, summed in ((SplitTokens(mesh.tp), True), (WholeTokens(mesh.tp), False)):
+        square = Square("layers.0.mlp", layers.config(), region, bias=True, dtype=torch.float32)
+        shards = [declared.shard for declared, _, _ in declared_parameters(square)]
+        assert len(shards) == 2
+        assert all(({*mesh.tp.axes} <= {*summed_over(shard)}) == summed for shard in shards)

@@ -10,6 +10,7 @@ from megalith.plan import shards
 from megalith.plan.shards import (
     DATA_AXES,
     DENSE_AXES,
+    EXPERT_AXES,
     Box,
     HeadSplit,
     Shard,
@@ -17,6 +18,7 @@ from megalith.plan.shards import (
     copies,
     cut_dim,
     intersect,
+    is_first_holder,
     key_value_ranks,
     split_evenly,
     split_heads,
@@ -40,6 +42,14 @@ def test_a_whole_parameter_is_held_by_every_rank() -> None:
     shard = whole("norm.weight", (6,), inputs=0)
     assert (shard.box, shard.box_shape, shard.numel, shard.cut) == (((0, 6),), (6,), 6, ())
     assert copies(shard) == summed_over(shard) == DENSE_AXES
+
+
+def test_an_experts_parameter_is_held_along_the_axes_of_its_own_grid() -> None:
+    shard = Shard("up", (4, 3), ((0, 2), (0, 3)), ("ep",), grid="expert")
+    assert copies(shard) == summed_over(shard) == ("edp_replica", "edp_shard", "etp")
+    here = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES, "pp"), 0)
+    assert is_first_holder(shard, here | {"dp_shard": 1, "tp_kv": 2, "ep": 1}), "the dense grid has no say"
+    assert not any(is_first_holder(shard, here | {axis: 1}) for axis in copies(shard))
 
 
 @pytest.mark.parametrize(("total", "parts"), [(12, 3), (7, 3), (2, 4), (0, 2), (5, 1)])
