@@ -1,5 +1,6 @@
 """Experts over a step: the biases that even out their use, and what a run tells of it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -128,10 +129,18 @@ def _in_order(layer: str) -> tuple[bool, int]:
     return kind != "layers", int(number)
 
 
+def _entropy(counts: Sequence[float]) -> float:
+    """Of shares of the choices, where 1 is that of equal shares; 1 without any."""
+    total = sum(counts)
+    shares = [count / total for count in counts if count > 0]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(counts)) if shares and counts[1:] else 1.0
+
+
 def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float]) -> dict[str, float | int]:
     """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others are left out.
 
-    A load is how many tokens the busiest expert had, where 1 is the mean over experts.
+    A load is how many tokens the busiest expert had, where 1 is the mean over experts; the entropy of who was chosen is
+    1 when all are equally busy, and that of the layer where it is least.
     """
     if not uses:
         return {}
@@ -143,6 +152,7 @@ def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float]) -> dict[str, 
         if weight > 0
     }
     row["moe_max_load"] = round(max(loads.values()), 4)
+    row["moe_entropy"] = round(min(_entropy(use.counts) for use in uses), 4)
     row["moe_idle_experts"] = sum(count == 0 for use in uses for count in use.counts)
     row["moe_refused"] = round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)
     if (spread := max(use.bias_range for use in uses)) > 0:

@@ -303,9 +303,10 @@ def violation(balance: BalanceConfig, router: RouterConfig) -> float:
 
 
 @pytest.mark.slow
-def test_experts_learn_to_be_equally_busy_with_either_means_and_not_without() -> None:
+def test_experts_learn_to_be_equally_busy_by_each_means_and_not_without() -> None:
     """Of Wang et al. 2024 (arXiv:2408.15664), MaxVio."""
     plain = RouterConfig(score="sigmoid")
     assert violation(BalanceConfig(), plain) > 0.5
     assert violation(BalanceConfig(batch=0.1), plain) < 0.5
     assert violation(BalanceConfig(), replace(plain, balancing_bias=True, balancing_rate=0.01)) < 0.5
+    assert violation(BalanceConfig(quantile=True, quantile_ema=0.9), plain) < 0.5
