@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.layers import ALIKE, LayersConfig, Part
 from megalith.config.mla import MLAConfig
@@ -88,6 +89,9 @@ class ModelConfig:
     mla: MLAConfig | None = None
     """Multi-head latent attention in place of keys and values per head, with sizes of its own: head_dim is then unset,
     and num_kv_heads the number of query heads. Unset: keys and values per head."""
+
+    cross: CrossConfig | None = None
+    """A second attention in some layers, to hidden states of an earlier layer. Unset: none."""
 
     moe: MoEConfig | None = None
     """A mixture of experts in place of the MLP, in all layers or some. Unset: none."""
@@ -210,10 +214,6 @@ class ModelConfig:
         """Whether the stage with the loss needs the embedding's table, too."""
         return self.tied_embeddings or self.mtp.depths > 0
 
-    def shares_places(self) -> bool:
-        """Whether the stage with the loss needs the table of learnt positions, too."""
-        return self.positions == "learned" and self.mtp.depths > 0
-
     def has_window(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
         attends = self.attention.window is not None and self.attention_part(layer) == "full"
@@ -227,6 +227,21 @@ class ModelConfig:
         """Whether a layer, numbered over all stages, has a mixture of experts in place of its MLP."""
         mixes = self.moe is not None and self.mlp_part(layer) == "full"
         return mixes and _repeated(self.moe.layers if self.moe else (), layer, True)
+
+    def looks(self, layer: int) -> bool:
+        """Whether a layer, numbered over all stages, looks at the memory."""
+        own = self.cross
+        return own is not None and layer >= own.memory and _repeated(own.layers, layer - own.memory, True)
+
+    def remembers_before(self, layers: range) -> int | None:
+        """Which of these layers reads the hidden states that become the memory, counted from the first; None: none."""
+        taken = self.cross is not None and self.cross.memory in layers
+        return self.cross.memory - layers.start if taken and self.cross is not None else None
+
+    def needs_memory(self, layer: int) -> bool:
+        """Whether layers from that number on look at a memory that was taken before it."""
+        taken = self.cross is not None and layer > self.cross.memory
+        return taken and any(self.looks(later) for later in range(layer, self.num_layers))
 
     def needs_biases(self, *, layers: int, loss: bool) -> bool:
         """Whether a stage of so many layers, with the loss or without, reads the table of biases by distance."""

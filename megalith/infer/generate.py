@@ -116,9 +116,13 @@ def _turns_anew(model: ModelConfig, length: int) -> bool:
 
 
 def sights_of_layers(model: ModelConfig) -> list[Sight]:
-    """How many tokens each layer sees."""
+    """How many tokens each layer sees, and behind that how many of the memory, where it looks at one."""
     own = Sight(model.attention.window, model.attention.chunked)
-    return [own if model.has_window(layer) else EVERYTHING for layer in range(model.num_layers)]
+    return [
+        sight
+        for layer in range(model.num_layers)
+        for sight in (own if model.has_window(layer) else EVERYTHING, *([EVERYTHING] if model.looks(layer) else []))
+    ]
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], model: ModelConfig) -> None:

@@ -59,6 +59,10 @@ class Tokens:
     """[buckets, n]: what scores gain by the bucket of a distance, for each head that is here; a parameter of the model,
     filled in once per forward, where it has relative positions."""
 
+    memory: Tensor | None = None
+    """Hidden states [t, h] of these tokens after an earlier layer, as the region has tokens, normed: for layers that
+    look at them, filled in by the model where it takes them."""
+
     dropout: "DropoutKey | None" = None
     """What dropout's masks are made from; None where nothing is dropped, as in evaluation."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from megalith.kernels.cross_entropy import Readout
 from megalith.kernels.rebuilt import value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache
-from megalith.nn.block import block_of_layer
+from megalith.nn.block import Layer, Unnormed, block_of_layer
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
 from megalith.nn.mtp import FurtherPredictions, accepted
@@ -23,7 +24,7 @@ from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.nn.rope import Rotations
 from megalith.parallel.context import build_attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.recompute import LayerRunner
+from megalith.parallel.recompute import LayerRunner, Remember
 from megalith.parallel.rings import MESSAGES, RingProducts
 from megalith.parallel.tensor import (
     ColumnLinear,
@@ -55,6 +56,9 @@ class Decoder(nn.Module):
     entrance: Entrance
     """Only where the stage has the embedding."""
 
+    memory_norm: Norm | Unnormed
+    """Only where the memory is taken that later layers look at."""
+
     norm: Norm
     """Only where the stage has the loss."""
 
@@ -67,14 +71,14 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
-        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None, places: nn.Parameter | None = None,
+        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
         dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding; `biased` and
-        `biases` say the same of the table of relative positions, and `places` is that of learnt ones."""
+        `biases` say the same of the table of relative positions."""
         super().__init__()
         region: Region = (
             SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
@@ -87,7 +91,7 @@ class Decoder(nn.Module):
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             self.entrance = Entrance(config, region, dtype=dtype)
-            tied, places = self.embed.weight, self.entrance.places()
+            tied = self.embed.weight
         needed = config.needs_biases(layers=len(self.stage.layers), loss=self.stage.loss)
         self.relative = RelativeBias(config, mesh, dtype=dtype, shared=biases) if needed else NoBias()
         self.layers = nn.ModuleList(
@@ -98,6 +102,10 @@ class Decoder(nn.Module):
             for index in self.stage.layers
         )  # fmt: skip
         self.run_layers = LayerRunner(recompute, offload, mesh.tp)
+        self.remember: Remember | None = None
+        if (before := config.remembers_before(self.stage.layers)) is not None:
+            self.memory_norm = _memory_norm(config, region, dtype=dtype)
+            self.remember = Remember(before, self._remembered)
         if self.stage.loss:
             self.norm = build_norm("norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
             self.head = VocabHead(
@@ -109,53 +117,73 @@ class Decoder(nn.Module):
                 config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
                 shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap), dispatcher=dispatcher,
-                places=places,
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         alone = (mesh.pp.rank,)
-        ends = {"embed.weight": config.shares_table(), "positions.weight": config.shares_places()}
-        shared = {name: tuple(table or alone) for name, by_both in ends.items() if by_both}
+        shared = {"embed.weight": tuple(table or alone)} if config.shares_table() else {}
         _note_places(self, alone, shared | {"relative.weight": tuple(biased or alone)})
 
     def forward(
-        self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None
-    ) -> Tensor:
+        self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None,
+        memory: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """ids [t] -> hidden states after the last norm, as the region has tokens.
 
         A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
-        own layers.
+        own layers; `memory` goes with them where the model has taken it and layers that look at it are still to come.
         """
-        tokens = self.relative.given_to(self.rotations.given_to(tokens))
+        tokens = replace(self.relative.given_to(self.rotations.given_to(tokens)), memory=memory)
         if self.stage.embedding:
             x = self.entrance(self.embed(ids), tokens)
         assert x is not None, f"stage {self.stage} begins with hidden states"
         if caches is None:
-            x = self.run_layers(list(self.layers), x, tokens)
+            x, tokens = self.run_layers(list(self.layers), x, tokens, self.remember)
         else:
-            for layer, cache in zip(self.layers, caches, strict=True):
-                x = layer(x, tokens, cache)
-        return value_of(self.norm(x)) if self.stage.loss else x
+            x = self._read_on(x, tokens, caches)
+        if self.stage.loss:
+            return value_of(self.norm(x))
+        if not self.config.needs_memory(self.stage.layers.stop):
+            return x
+        assert tokens.memory is not None, f"stage {self.stage} hands on a memory"
+        return x, tokens.memory
 
-    def loss(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None) -> Tensor:
+    def _read_on(self, x: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
+        """All layers, with a cache for every attention in their order."""
+        left = iter(caches)
+        for number, layer in enumerate(self.layers):
+            assert isinstance(layer, Layer)
+            if self.remember is not None and number == self.remember.before:
+                tokens = replace(tokens, memory=self.remember.how(x))
+            x = layer(x, tokens, *islice(left, layer.attentions))
+        assert next(left, None) is None, "a cache for no attention"
+        return x
+
+    def _remembered(self, x: Tensor) -> Tensor:
+        """What later layers look at of x [t, h]."""
+        return value_of(self.memory_norm(x))
+
+    def loss(
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None
+    ) -> Tensor:
         """Sum of -log p(label) over the labels [t] that are not negative; the same on every tensor-parallel rank."""
-        return self.head.loss(self(ids, tokens, x=x), labels)
+        return self.head.loss(self(ids, tokens, x=x, memory=memory), labels)
 
     def losses(
-        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None,
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None,
         further: tuple[tuple[Tensor, Tensor], ...] = (),
     ) -> tuple[Tensor, ...]:  # fmt: skip
         """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there."""
         tokens = self.rotations.given_to(tokens)
-        x = self(ids, tokens, x=x)
+        x = self(ids, tokens, x=x, memory=memory)
         return self.head.loss(x, labels), *self.further.losses(x, further, self.relative.given_to(tokens))
 
     def judged(
-        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None,
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None,
         further: tuple[tuple[Tensor, Tensor], ...] = (),
     ) -> Tensor:  # fmt: skip
         """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that predict further."""
         tokens = self.rotations.given_to(tokens)
-        x = self(ids, tokens, x=x)
+        x = self(ids, tokens, x=x, memory=memory)
         own = self.head.loss(x, labels)
         losses, right = self.further.judged(x, further, self.relative.given_to(tokens))
         measured = torch.stack([own, *losses]).double()
@@ -185,11 +213,10 @@ def build_chunks(
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
         biases = next((c.relative.weight for c in chunks if isinstance(c.relative, RelativeBias)), None)
-        places = next((chunk.entrance.places() for chunk in chunks if chunk.stage.embedding), None)
         chunks.append(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
-                biased=biased, biases=biases, places=places,
+                biased=biased, biases=biases,
                 context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
                 rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
             )
@@ -228,6 +255,13 @@ def _place_below_one_another(parameters: Sequence[nn.Parameter]) -> None:
     both = torch.cat([parameter.data for parameter in parameters])
     for parameter, rows in zip(parameters, both.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = rows
+
+
+def _memory_norm(config: ModelConfig, region: Region, *, dtype: torch.dtype) -> Norm | Unnormed:
+    """Of what later layers look at: as what layers read, so none where a model norms only what they give."""
+    if config.norm_placement == "after":
+        return Unnormed(dtype)
+    return build_norm("memory_norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
 
 
 def _table(name: str, config: ModelConfig, mesh: Mesh) -> Declared:

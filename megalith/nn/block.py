@@ -15,6 +15,7 @@ from megalith.kernels.rebuilt import Rebuilding, Rebuilt, checked, value_of
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import Attention, LayerCache
+from megalith.nn.cross_attention import LookingBack
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
 from megalith.nn.mla import LatentAttention
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
@@ -33,6 +34,9 @@ KEEP_ALL = RecomputeConfig()
 class Layer(nn.Module):
     """What every kind of layer is made of; how its parts are put together is its `forward`."""
 
+    attentions = 1
+    """How many attentions have a cache of keys and values each while text is generated."""
+
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
         number: int | None = None, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
@@ -46,8 +50,10 @@ class Layer(nn.Module):
         again, check = modules_again(recompute), recompute.check
         rebuilding: Rebuilding = checked if check else Rebuilt
         act = rebuilding if "mlp_act" in again else None
-        core = with_dropped_weights(core, config, number, mesh)
-        core = RecomputedCore(core, check) if "core_attention" in again else core
+
+        def attend(place: str) -> Attend:
+            dropped = with_dropped_weights(core, config, number, mesh, place=place)
+            return RecomputedCore(dropped, check) if "core_attention" in again else dropped
 
         def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
             size, invariant = config.hidden_size, region.invariant
@@ -60,8 +66,17 @@ class Layer(nn.Module):
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         if config.attention_part(index) != "none":
             self.attention_norm = norm("attention_norm") if before else Unnormed(dtype)
-            self.attention = _attention(f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=core)
+            self.attention = _attention(
+                f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=attend("weights")
+            )
             self.attention_out = branch("attention")
+        if config.looks(index):
+            self.cross_norm = norm("cross_norm") if before else Unnormed(dtype)
+            self.cross = LookingBack(
+                f"{name}.cross", config, mesh, region, dtype=dtype, causal=config.attention.causal,
+                core=attend("cross weights"),
+            )  # fmt: skip
+            self.cross_out = branch("cross")
         if config.mlp_part(index) != "none":
             own = before and config.block != "parallel_one_norm"
             self.mlp_norm = norm("mlp_norm") if own else Unnormed(dtype)
@@ -105,6 +120,25 @@ class Block(Layer):
         """x [t, h] -> [t, h]."""
         attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
         x, normed = self.mlp_norm.after_adding(attended, x)
+        return x + self.mlp_out(self.mlp(normed, tokens), tokens)
+
+
+class CrossBlock(Layer):
+    """Between attention and the MLP, a look at the memory is added to x: x [t, h] -> x [t, h].
+
+    Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1, where norms come after the sums.
+    """
+
+    attentions = 2
+
+    def forward(
+        self, x: Tensor, tokens: Tokens, cache: LayerCache | None = None, of_memory: LayerCache | None = None
+    ) -> Tensor:
+        """x [t, h], with the memory among the tokens -> [t, h]; caches: of self-attention, and of the memory."""
+        attended = self.attention_out(self.attention(self.attention_norm(x), tokens, cache), tokens)
+        x, normed = self.cross_norm.after_adding(attended, x)
+        found = self.cross_out(self.cross(normed, tokens, of_memory), tokens)
+        x, normed = self.mlp_norm.after_adding(found, x)
         return x + self.mlp_out(self.mlp(normed, tokens), tokens)
 
 
@@ -156,7 +190,9 @@ def block_of_layer(config: ModelConfig, layer: int) -> type[Layer]:
     """The class of a layer, numbered over all stages; every layer has one part at least."""
     if config.attention_part(layer) == "none":
         return MLPBlock
-    return AttentionBlock if config.mlp_part(layer) == "none" else BLOCKS[config.block]
+    if config.mlp_part(layer) == "none":
+        return AttentionBlock
+    return CrossBlock if config.looks(layer) else BLOCKS[config.block]
 
 
 class Unnormed(nn.Module):

@@ -1,6 +1,7 @@
-"""Cross attention: tokens of one text look at those of another, an encoder's output or a picture's features."""
+"""Cross attention: tokens look at other features than their own: an encoder's, a picture's, or of an earlier layer."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,14 @@ from megalith.kernels.attention import attention
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
-from megalith.nn.attention import output_linear
+from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import ZEROS, ColumnLinear, Declared, Init, Region
 from megalith.plan.shards import Shard, cut_dim, split_heads, whole
 
 
-@dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(NamedTuple):
     """Keys and values of what is looked at: computed once, however many tokens look at them while a text is written."""
 
     k: Tensor
@@ -29,24 +29,23 @@ class Remembered:
     """Its documents, the n-th for the n-th of those that look; of any lengths, also empty."""
 
 
-class CrossAttention(nn.Module):
-    """Each token looks at a whole document of the memory: x [t, h], memory [t_kv, m] -> [t, h].
+class Looking(nn.Module):
+    """Queries come from x, keys and values from a memory; neither knows positions.
 
-    Queries come from x, keys and values from the memory; neither knows positions, and nothing is hidden. Both are as
-    the region has tokens: under sequence parallelism each rank's part of either. Scores are scaled and capped as in the
-    model's other attention; queries and keys are not normed. Source: Vaswani et al. 2017, arXiv:1706.03762, section
-    3.2.3.
+    Both are as the region has tokens: under sequence parallelism each rank's part of either. Scores are scaled and
+    capped as in the model's other attention; queries and keys are not normed. Source: Vaswani et al. 2017,
+    arXiv:1706.03762, section 3.2.3.
     """
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype,
-        memory_size: int | None = None, core: Attend = attention,
+        memory_size: int | None = None, causal: bool = False, core: Attend = attention,
     ) -> None:  # fmt: skip
-        """`memory_size`: features of the memory (m); unset: as many as of x."""
+        """`memory_size`: features of the memory (m); unset: as many as of x. `causal`: the memory is of the tokens that
+        look, and none sees that of later ones."""
         super().__init__()
-        assert mesh.cp.size == 1, "a memory is not shared over cp"
         self.core = core
-        self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=False)
+        self.scores = Scores(config.score_scale(), softcap=config.attention.softcap, causal=causal)
         heads = split_heads(config.num_heads, config.num_kv_heads, mesh.tp.size)
         self.num_heads, self.num_kv_heads = heads.queries[mesh.tp.rank], heads.keys[mesh.over("tp_kv").rank]
         n, g, d, holders = config.num_heads, config.num_kv_heads, config.head_size(), mesh.over("tp_kv")
@@ -67,26 +66,50 @@ class CrossAttention(nn.Module):
         self.keys = column(keys("", memory_size or config.hidden_size), keys("_bias"))
         self.out = output_linear(name, config, heads.queries, mesh, region, dtype=dtype)
 
-    def forward(self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens) -> Tensor:
-        """x [t, h], memory [t_kv, m] -> [t, h]."""
-        return self.look(x, tokens, self.remember(memory, memory_tokens))
-
     def remember(self, memory: Input, tokens: Tokens) -> Remembered:
         """Keys and values of memory [t_kv, m], to look at as often as need be."""
         k, v = self.keys(memory).chunk(2, dim=-1)
         g = self.num_kv_heads
         return Remembered(k.unflatten(-1, (g, -1)), v.unflatten(-1, (g, -1)), tokens)
 
+    def attend(self, x: Input, k: Tensor, v: Tensor, tokens: Tokens) -> Tensor:
+        """x [t, h], k and v [t_kv, g, d]; tokens: of both -> [t, h]."""
+        q = self.queries(x).unflatten(-1, (self.num_heads, -1))
+        return self.out(self.core(q, k, v, tokens, scores=self.scores).flatten(1))
+
+
+class CrossAttention(Looking):
+    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m] -> [t, h]."""
+
+    def forward(self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens) -> Tensor:
+        """x [t, h], memory [t_kv, m] -> [t, h]."""
+        return self.look(x, tokens, self.remember(memory, memory_tokens))
+
     def look(self, x: Input, tokens: Tokens, memory: Remembered) -> Tensor:
         """x [t, h] -> [t, h]."""
-        q = self.queries(x).unflatten(-1, (self.num_heads, -1))
-        heads = self.core(q, memory.k, memory.v, across(tokens, memory.tokens), scores=self.scores)
-        return self.out(heads.flatten(1))
+        return self.attend(x, memory.k, memory.v, across(tokens, memory.tokens))
+
+
+class LookingBack(Looking):
+    """Each token looks at what an earlier layer made of itself and of earlier tokens: x [t, h] -> [t, h].
+
+    The memory [t, h] comes with the tokens. It has their documents, and their cuts wherever ranks share them; so it is
+    seen as the tokens are in self-attention, over cp, too.
+    """
+
+    def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
+        """x [t, h] -> [t, h]; cache: keys and values of the memory of earlier tokens."""
+        assert tokens.memory is not None, "the model gives its memory to the tokens"
+        k, v, _ = self.remember(tokens.memory, tokens)
+        if cache is not None:
+            k, v = cache.extend(k, v, tokens)
+        return self.attend(x, k, v, tokens)
 
 
 def across(tokens: Tokens, memory: Tokens) -> Tokens:
     """Queries of some tokens with keys of others, document by document."""
     assert len(tokens.lengths) == len(memory.lengths), "one document of the memory for each that looks at it"
+    assert tokens.context is None is memory.context, "a memory of other tokens is not shared over cp"
     lengths = tuple((own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True))
     dropout = None
     if tokens.dropout is not None and memory.dropout is not None:

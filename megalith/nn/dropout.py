@@ -56,25 +56,30 @@ class DroppingAttention:
     first_head: int
     """Of all query heads, the first that I have."""
 
+    place: str = "weights"
+    """Keeps apart the masks of several attentions in one layer."""
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, *, scores: Scores = PLAIN, sinks: Tensor | None = None
     ) -> Tensor:
         """What `core` does, with the weights to be dropped among the scores' settings."""
         if tokens.dropout is None:
             return self.core(q, k, v, tokens, scores=scores, sinks=sinks)
-        place = key_of(tokens.dropout.seed, "dropout", "weights", self.layer)
+        place = key_of(tokens.dropout.seed, "dropout", self.place, self.layer)
         dropping = replace(scores, dropout=WeightDropout(self.p, place, self.first_head))
         return self.core(q, k, v, tokens, scores=dropping, sinks=sinks)
 
 
-def with_dropped_weights(core: Attend, config: ModelConfig, layer: int, mesh: Mesh) -> Attend:
+def with_dropped_weights(
+    core: Attend, config: ModelConfig, layer: int, mesh: Mesh, *, place: str = "weights"
+) -> Attend:
     """`core` for a layer of the model, numbered over all stages; `core` itself where no weights are dropped."""
     p = config.dropout.attention
     if p == 0.0:
         return core
     n, tp = config.num_heads, mesh.tp.size
     heads = split_heads(n, config.num_kv_heads, tp).queries if config.mla is None else split_evenly(n, tp)
-    return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]))
+    return DroppingAttention(core, layer, p, sum(heads[: mesh.tp.rank]), place)
 
 
 def dropping(place: str, layer: int, p: float, region: Region) -> list[Step]:

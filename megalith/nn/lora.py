@@ -25,7 +25,7 @@ from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import key_of
 from megalith.parallel.autograd import partial
-from megalith.parallel.recompute import LayerRunner, Recomputed
+from megalith.parallel.recompute import LayerRunner, Recomputed, Remember
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnLinear,
@@ -92,13 +92,16 @@ class BelowAdapters:
     count: int
     """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient either."""
 
-    def __call__(self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h], as the layers have tokens -> [t, h]."""
+    def __call__(
+        self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens, remember: Remember | None = None
+    ) -> tuple[Tensor, Tokens]:
+        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on the way."""
         training = torch.is_grad_enabled()
+        below = remember is not None and remember.before < self.count
         with torch.no_grad():
-            x = self.run(layers[: self.count], x, tokens)
-        rest = layers[self.count :]
-        return self.run(rest, x.requires_grad_() if training else x, tokens) if rest else x
+            x, tokens = self.run(layers[: self.count], x, tokens, remember if below else None)
+        rest, later = layers[self.count :], None if remember is None or below else remember.after(self.count)
+        return self.run(rest, x.requires_grad_() if training else x, tokens, later) if rest else (x, tokens)
 
 
 def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
@@ -283,12 +286,12 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
 
 
 def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:
-    """Put adapters into one layer, and let attention and MLP say which tokens they are called with."""
+    """Put adapters into one layer, and let attentions and MLP say which tokens they are called with."""
     for parent in list(layer.modules()):
         for name, child in list(parent.named_children()):
             if (adapted := _adapted(child, region, model, lora)) is not None:
                 setattr(parent, name, adapted)
-    for part in (child for name, child in layer.named_children() if name in ("attention", "mlp")):
+    for part in (child for name, child in layer.named_children() if name in ("attention", "cross", "mlp")):
         told = part.get_submodule("function") if isinstance(part, Recomputed) else part  # backward calls it again
         drops = [module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0]
         if drops:

@@ -147,6 +147,10 @@ class OffloadedPass:
         with saved_tensors_hooks(lambda x: self._pack(number, layers, x), _unpack):
             yield
 
+    def keep(self, tensors: Collection[Tensor]) -> None:
+        """These stay on the device, too, from now on."""
+        self.stays = self.stays | storages(tensors)
+
     def fetch(self, number: int) -> None:
         """Begin to bring back what span `number` has sent, as far as it is still wanted."""
         for reference in self.spans.get(number, ()):

@@ -19,8 +19,8 @@ from megalith.plan.pairs import together
 from megalith.plan.schedule import Action, Schedule
 from megalith.plan.transfers import Direction, neighbour
 
-Boundary = Callable[[int], Specs]
-"""By microbatch: the tensors that cross every boundary of the pipeline."""
+Boundary = Callable[[int, int], Specs]
+"""By stage and microbatch: the tensors that cross the boundary before that stage."""
 
 
 class Chunk(Protocol):
@@ -184,8 +184,10 @@ class _Step:
         self.link.send(Message(direction, stage, microbatch), tensors, peer)
 
     def _receive(self, direction: Direction, chunk: int, microbatch: int, peer: int) -> None:
-        message = Message(direction, self.schedule.stage_of(self.rank, chunk), microbatch)
-        specs = None if self.boundary is None else self.boundary(microbatch)
+        stage = self.schedule.stage_of(self.rank, chunk)
+        message = Message(direction, stage, microbatch)
+        after = stage if direction == "forward" else stage + 1
+        specs = None if self.boundary is None else self.boundary(after, microbatch)
         if specs is not None and direction == "backward":
             specs = tuple(spec for spec in specs if spec.dtype.is_floating_point)
         self.posted[direction, chunk, microbatch] = self.link.post(message, specs, peer)

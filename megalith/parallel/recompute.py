@@ -94,6 +94,21 @@ def _call(function: Function, last: Sequence[Tokens], *first: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Remember:
+    """Where hidden states are taken that later layers look at."""
+
+    before: int
+    """The layer, of those that run, whose input is taken."""
+
+    how: Callable[[Tensor], Tensor]
+    """What is remembered of them."""
+
+    def after(self, count: int) -> "Remember":
+        """The same for the layers from number `count` on."""
+        return replace(self, before=self.before - count)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRunner:
     """Runs the layers of a stage, or of one model chunk, and decides what of each is kept for backward."""
 
@@ -105,32 +120,46 @@ class LayerRunner:
     memory: HostMemory = field(default_factory=HostMemory)
     """For what is offloaded."""
 
-    def __call__(self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h], as the layers have tokens -> [t, h]."""
-        if not torch.is_grad_enabled():
-            return _run(layers, tokens, x)
-        spans = layer_spans(self.recompute, self.offload, len(layers))
-        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=tokens.rotary)
+    def __call__(
+        self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens, remember: Remember | None = None
+    ) -> tuple[Tensor, Tokens]:
+        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on the way."""
+        spans = self._spans(len(layers), None if remember is None else remember.before)
+        away = OffloadedPass(self.memory, min_numel=self.offload.min_numel, stays=_shared(tokens))
         for number, span in enumerate(spans):
+            if remember is not None and span.start == remember.before:
+                tokens = replace(tokens, memory=remember.how(x))
+                away.keep(_shared(tokens))
             part = layers[span.start : span.stop]
             with away.span(number, part) if span.offloaded else nullcontext():
                 x = self._run_span(span, part, x, tokens)
             if number > 0 and spans[number - 1].offloaded:
                 fetch_when_backward_reaches(x, away, [number - 1])
-        return x
+        return x, tokens
+
+    def _spans(self, count: int, cut: int | None) -> list[Span]:
+        if torch.is_grad_enabled():
+            return layer_spans(self.recompute, self.offload, count, cut=cut)
+        return layer_spans(RecomputeConfig(), OffloadConfig(), count, cut=cut)
 
     def _run_span(self, span: Span, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens) -> Tensor:
         if not span.recomputed:
             return _run(layers, tokens, x)
         kept = sharded(x, self.group) if self.recompute.shard_inputs else x
         run = partial(_run, layers, replace(tokens, decided=Decided()))
-        return recompute(run, kept, *tokens.rotary, check=self.recompute.check)
+        return recompute(run, kept, *_shared(tokens), check=self.recompute.check)
 
 
-def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *rotary: Tensor) -> Tensor:
-    """One layer after the other, with the rotations given apart where they have to be kept as tensors."""
-    if rotary:
-        tokens = replace(tokens, rotary=rotary)
+def _shared(tokens: Tokens) -> tuple[Tensor, ...]:
+    """What comes with the tokens and is the same tensor for many layers."""
+    return (*tokens.rotary, *(() if tokens.memory is None else (tokens.memory,)))
+
+
+def _run(layers: Sequence[nn.Module], tokens: Tokens, x: Tensor, *shared: Tensor) -> Tensor:
+    """One layer after the other, with what they share given apart where it has to be kept as tensors."""
+    if shared:
+        pairs = len(tokens.rotary)
+        tokens = replace(tokens, rotary=shared[:pairs], memory=next(iter(shared[pairs:]), None))
     for layer in layers:
         x = layer(x, tokens)
     return x

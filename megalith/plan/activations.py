@@ -33,10 +33,12 @@ from itertools import accumulate
 from math import lcm
 from typing import Literal, NamedTuple
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.context import ContextKind
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.config.rope import RopeConfig
 from megalith.plan.mixtures import Mixture, mixture_tensors
 from megalith.plan.parameters import ExpertPart, TensorPart, tensor_part
 from megalith.plan.recompute import Span, layer_spans, modules_again
@@ -183,7 +185,7 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
     layers: list[tuple[Row, ...]] = []
     host: list[tuple[Row, ...]] = []
     transient = max((total(whole_layer(setting, first + n)) - total(rows) for n, rows in enumerate(each)), default=0)
-    for span in layer_spans(setting.recompute, setting.offload, num_layers):
+    for span in _spans(setting, num_layers):
         inside = each[span.start : span.stop]
         rows = (span_input(setting),) if span.recomputed else inside[0]
         if span.recomputed:
@@ -196,6 +198,12 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
     )
     ends = (*_ends(setting, num_layers, embedding, loss), *_shared(setting, num_layers, embedding, loss))
     return StageKept(tuple(layers), tuple(host), ends, transient)
+
+
+def _spans(setting: Setting, num_layers: int) -> list[Span]:
+    """How a stage of so many layers runs them."""
+    cut = setting.model.remembers_before(range(setting.first_layer, setting.first_layer + num_layers))
+    return layer_spans(setting.recompute, setting.offload, num_layers, cut=cut)
 
 
 def most_back(spans: Sequence[tuple[int, int]]) -> int:
@@ -224,6 +232,7 @@ def layer_rows(setting: Setting, again: Sequence[str], layer: int | None = None)
     setting = replace(setting, model=setting.model.at(index))
     model = setting.model
     rows = _attention_branch(setting, index, again) if model.attention_part(index) != "none" else []
+    rows += _cross_branch(setting, index, again) if model.looks(index) else []
     return rows + (_mlp_branch(setting, index, again) if model.mlp_part(index) != "none" else [])
 
 
@@ -239,6 +248,26 @@ def _attention_branch(setting: Setting, layer: int, again: Sequence[str]) -> lis
     return rows + (_norm_rows(setting, "attention_out.norm") if after else [])
 
 
+def _cross_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
+    """Cross attention without the memory, which is one for all layers: as attention without a window, whose queries and
+    keys do not turn and are not parts of one projection."""
+    model, (before, after, kept) = setting.model, _norms_around(setting, again)
+    width, kind = setting.own_tokens * model.hidden_size, model.attention
+    rows = _after_adding(setting, "cross_norm") if before else []
+    if kept:
+        rows.append(Row("cross.queries", "input", width, width * setting.element))
+    plain = AttentionConfig(scale=kind.scale, softcap=kind.softcap, causal=kind.causal)
+    looking = replace(setting, model=replace(model, attention=plain, positions="rope", rope=RopeConfig()))
+    for row in _attention_rows(looking, layer, "core_attention" in again):
+        rows.append(row._replace(region=row.region.replace("attention", "cross")))
+    return rows + (_norm_rows(setting, "cross_out.norm") if after else [])
+
+
+def _after_adding(setting: Setting, norm: str) -> list[Row]:
+    """What a norm of the residual stream keeps that also adds to it, which its layer asks it for."""
+    return [Row("", f"{row.what} of {norm}", row.numel, row.nbytes) for row in _stream_norm_rows(setting, "")]
+
+
 def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
     """The MLP, or the matrix in its place, and the norms around."""
     model, (before, after, kept) = setting.model, _norms_around(setting, again)
@@ -247,7 +276,7 @@ def _mlp_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]
     if before and alone:
         rows += _stream_norm_rows(setting, "mlp_norm")
     elif before and model.block == "sequential":
-        rows += [Row("", f"{row.what} of mlp_norm", row.numel, row.nbytes) for row in _stream_norm_rows(setting, "")]
+        rows += _after_adding(setting, "mlp_norm")
     elif before and model.block == "parallel":
         rows += _stream_norm_rows(setting, "mlp_norm")[1:]  # it reads what attention_norm reads
     own = alone or model.block == "sequential" or (before and model.block == "parallel")  # else attention reads it, too
@@ -354,11 +383,37 @@ def _ends(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Ite
         yield from _lookup_rows("embed", setting.tokens)
         if model.positions == "learned":
             yield from _lookup_rows("entrance.positions", own)
+    yield from _memory_rows(setting, num_layers)
     if loss:
         yield from _stream_norm_rows(setting, "norm")
         yield from _head_rows(setting, "")
         for depth in range(model.mtp.depths):
             yield from _further_rows(setting, f"further.depths.{depth}")
+
+
+def _memory_rows(setting: Setting, num_layers: int) -> Iterator[Row]:
+    """The memory that layers look at, which all of them share, and its norm where it is taken.
+
+    The norm reads what the first norm of the layer behind it reads, and keeps that only where the layer does not.
+    """
+    model, first = setting.model, setting.first_layer
+    if model.cross is None:
+        return
+    width, spans = setting.own_tokens * model.hidden_size, _spans(setting, num_layers)
+    taken = model.remembers_before(range(first, first + num_layers))
+    later = [span for span in spans if first + span.start >= model.cross.memory]
+    looking = [layer for span in later for layer in range(first + span.start, first + span.stop) if model.looks(layer)]
+    normed = model.norm_placement != "after"
+    own = normed or taken is None or setting.stream != setting.element  # else the layer's input itself
+    if own and (looking or any(span.recomputed for span in later)):
+        yield Row("memory", "what layers look at", width, width * setting.element)
+    if taken is None or not normed:
+        return
+    read, *statistics = _stream_norm_rows(setting, "memory_norm")
+    behind = later[0]
+    yield from statistics
+    if behind.offloaded or (behind.recomputed and setting.recompute.shard_inputs):
+        yield read
 
 
 def _lookup_rows(region: str, tokens: int) -> list[Row]:
@@ -378,8 +433,6 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
     """One depth of multi-token prediction: a layer as the last one, and what lies before and after it."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
-    if setting.model.positions == "learned":
-        yield from _lookup_rows(f"{region}.entrance.positions", setting.own_tokens)
     yield from _stream_norm_rows(setting, f"{region}.embed_norm")
     yield from _norm_rows(setting, f"{region}.hidden_norm")
     yield Row(f"{region}.project", "input", width, width * setting.element)

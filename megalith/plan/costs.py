@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
-from megalith.plan.parameters import HeldParameter, bias_table, distinct_ranks, held_parameters, layer_parameters
+from megalith.plan.parameters import (
+    HeldParameter,
+    bias_table,
+    distinct_ranks,
+    held_parameters,
+    layer_parameters,
+    memory_norm,
+)
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -30,6 +37,7 @@ def _held(config: ModelConfig, tp: int, rank: int) -> int:
     numel = sum(one.numel for one in ends if one.counts)
     if config.positions == "relative" and not config.mtp.depths:  # else it is among the ends
         numel += bias_table(config, tp=tp, tp_rank=rank).numel
+    numel += sum(one.numel for one in memory_norm(config))
     for first, count in _kinds(config).items():
         held = layer_parameters(config, first, tp=tp, tp_rank=rank)
         numel += count * sum(one.numel for one in held if one.counts)
@@ -48,10 +56,11 @@ def active_parameters(config: ModelConfig) -> int:
 
 def _kinds(config: ModelConfig) -> dict[int, int]:
     """How many layers have the same parameters, by the first of them."""
-    firsts: dict[tuple[ModelConfig, bool], int] = {}
+    firsts: dict[tuple[ModelConfig, bool, bool], int] = {}
     counts: Counter[int] = Counter()
     for layer in range(config.num_layers):
-        counts[firsts.setdefault((config.at(layer), config.has_experts(layer)), layer)] += 1
+        kind = config.at(layer), config.has_experts(layer), config.looks(layer)
+        counts[firsts.setdefault(kind, layer)] += 1
     return counts
 
 
@@ -92,7 +101,8 @@ def head_flops(config: ModelConfig, tokens: int) -> int:
 def attention_flops(
     config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
 ) -> int:
-    """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v)."""
+    """The same of one layer's scores and their products with values: 6 · pairs · n · (d + d_v); once more, without a
+    window, in a layer that looks at the memory."""
     return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 

@@ -210,8 +210,7 @@ def kind_text(model: ModelConfig) -> str:
     positions = {"rope": _rope_text(model), "none": "no positions"}
     words.append(positions.get(model.positions, f"{model.positions} positions"))
     words.append(f"{'gated ' * model.gated}{model.activation}")
-    words += _mixture_text(model)
-    words += _unlike_text(model)
+    words += [*_mixture_text(model), *_cross_text(model), *_unlike_text(model)]
     words += [f"{model.mtp.depths} further predictions"] if model.mtp.depths else []
     return ", ".join(words + (["dropout"] if model.dropout.drops() else []))
 
@@ -228,6 +227,13 @@ def _mixture_text(model: ModelConfig) -> Iterator[str]:
         yield f"{moe.shared_ffn_hidden_size} features for all tokens"
     if moe.latent_size is not None:
         yield f"experts on {moe.latent_size} features"
+
+
+def _cross_text(model: ModelConfig) -> Iterator[str]:
+    """Which layers look at a memory."""
+    if model.cross is not None:
+        count, taken = sum(model.looks(layer) for layer in range(model.num_layers)), model.cross.memory
+        yield f"a look at what enters layer {taken} in {count} of {model.num_layers} layers"
 
 
 def _unlike_text(model: ModelConfig) -> Iterator[str]:
@@ -304,7 +310,7 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
     one = mixture_of(workload, 0)
-    exchanges = run.parallel.dispatcher == "exchange"
+    exchanges = run.parallel.dispatcher != "gather"
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
         layers=sum(model.has_experts(layer) for layer in range(model.num_layers)) + model.mtp.depths * _last_has(model),

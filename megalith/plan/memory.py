@@ -24,7 +24,7 @@ from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, 
 from megalith.plan.schedule import Kind
 from megalith.plan.shards import split_evenly
 from megalith.plan.stages import Stage
-from megalith.plan.transfers import SENDS, neighbour
+from megalith.plan.transfers import SENDS, Direction, neighbour
 from megalith.plan.workload import Workload
 
 WIRE_BYTES = {"fp32": 4, "bf16": 2}
@@ -415,7 +415,8 @@ def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) 
     mlp = (3 if own.gated else 2) * (_shared_features(own, tp, tp_rank) if own.has_experts(layer) else part.ffn)
     kinds = (own.attention_part(layer), attention), (own.mlp_part(layer), mlp)
     inside = sum(features for kind, features in kinds if kind == "full")
-    return inside + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
+    looking = (attention + 3 * own.hidden_size) * own.looks(layer)
+    return inside + looking + 2 * own.hidden_size * sum(kind != "none" for kind, _ in kinds)
 
 
 def _shared_features(model: ModelConfig, tp: int, tp_rank: int) -> int:
@@ -495,8 +496,8 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     """What a pass through a chunk needs besides what it keeps.
 
     Forward: with the loss, the head's input [t, h] and a chunk of logits, raw and wide. Backward: the gradients of one
-    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate; of experts as much of each row, whose own
-    are there twice, before and after they are sorted. With cp the keys and values of other
+    layer's activations, 3 f + 2 h of each token, or 2 f + 2 h without a gate, and h more of a memory; of experts as
+    much of each row, whose own are there twice, before and after they are sorted. With cp the keys and values of other
     ranks: two parts of them on a ring, all where they are gathered.
     """
     run, t = workload.run, workload.tokens
@@ -508,7 +509,8 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
         largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in stage.layers), default=0)
-        return (largest + 2 * c.hidden_size * t) * width.value + others if stage.layers else 0
+        streams = 2 + any(map(c.looks, stage.layers))
+        return (largest + streams * c.hidden_size * t) * width.value + others if stage.layers else 0
     logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
     return max(head, others)
@@ -524,22 +526,33 @@ def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
     return m.rows * (copies * m.inner + 4 * m.features) + copies * _shared_features(c, tp, tp_rank) * t
 
 
-def boundary_bytes(workload: Workload) -> int:
-    """One microbatch as it goes from stage to stage: t · h, of which each rank has 1/tp under sp."""
-    run = workload.run
-    tokens = workload.tokens // (run.parallel.tp if run.parallel.sp else 1)
+def boundary_tensors(workload: Workload, stage: int) -> list[int]:
+    """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which each rank has 1/tp under
+    sp, and once more where later layers look at a memory that was taken before."""
+    run, layers = workload.run, workload.stages[stage].layers
+    numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
     width = WIDTHS[run.precision.params]
-    return tokens * run.model.hidden_size * (width.sums if run.model.fp32_residual else width.value)
+    x = numel * (width.sums if run.model.fp32_residual else width.value)
+    return [x, numel * width.value] if run.model.needs_memory(layers.start) else [x]
+
+
+def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:
+    """The boundaries over which this rank sends in a direction, by the stages behind them."""
+    schedule, found = workload.schedule, list[int]()
+    for chunk in range(schedule.num_chunks):
+        target = neighbour(schedule, pp_rank, chunk, direction)
+        if target is not None and target[0] != pp_rank:
+            found.append(schedule.stage_of(pp_rank, chunk) + (direction == "forward"))
+    return found
 
 
 def _message_bytes(workload: Workload, pp_rank: int) -> int:
-    """For each direction in which this rank sends: a tensor that leaves, and one or, with overlap, two that come."""
-    schedule = workload.schedule
-    linked = 0
-    for direction in SENDS:
-        targets = [neighbour(schedule, pp_rank, chunk, direction) for chunk in range(schedule.num_chunks)]
-        linked += any(target is not None and target[0] != pp_rank for target in targets)
-    return linked * (3 if workload.run.parallel.overlap else 2) * boundary_bytes(workload)
+    """For each direction in which this rank sends: what leaves, and once or, with overlap, twice what comes."""
+    each = [
+        max((sum(boundary_tensors(workload, stage)) for stage in borders(workload, pp_rank, direction)), default=0)
+        for direction in SENDS
+    ]
+    return sum(each) * (3 if workload.run.parallel.overlap else 2)
 
 
 def _with_software(tensors: RankMemory, workload: Workload, device: Device) -> RankMemory:

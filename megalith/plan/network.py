@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
+from megalith.plan.cross import cross_problems
 from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
 from megalith.plan.parameters import held_parameters
@@ -25,7 +26,7 @@ def network_problems(model: ModelConfig) -> list[str]:
 def relation_problems(model: ModelConfig) -> list[str]:
     """Settings that do not go together, where all counts are positive."""
     broken = [text for rule in RULES if (text := rule(model)) is not None]
-    return unread_problems(model) + broken + moe_problems(model)
+    return unread_problems(model) + broken + moe_problems(model) + cross_problems(model)
 
 
 # --- numbers, one by one
@@ -204,6 +205,17 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
     return (
         f"model.relative.max_distance={furthest} must be more than the {buckets // least} distances that have a bucket "
         f"each with model.relative.buckets={buckets}. Set model.relative.max_distance to {4 * buckets} or so."
+    )
+
+
+def further_predictions_know_places(model: ModelConfig) -> str | None:
+    """The table of learnt places is where the embedding is; depths that predict further ahead read embeddings, too."""
+    depths = model.mtp.depths
+    if depths <= 0 or model.positions != "learned":
+        return None
+    return (
+        f"model.mtp.depths={depths} with model.positions={model.positions}: the embeddings that further predictions "
+        f"read would know no place. Set model.positions=rope, or model.mtp.depths=0."
     )
 
 
@@ -476,6 +488,7 @@ def _fraction(features: int, head: int) -> float:
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, whole_norms_are_rms, one_score_stands_for_no_token,
     latent_attention_has_no_options, latent_positions_turn,
+    further_predictions_know_places,
     distances_have_buckets,
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,

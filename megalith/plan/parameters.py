@@ -155,6 +155,8 @@ def _layer(model: ModelConfig, index: int, place: _Place) -> Iterator[HeldParame
             yield from _latent_attention(model, part) if model.mla is not None else _attention(model, part)
         if after:
             yield from _norm("attention_post_norm", model)
+    if model.looks(index):
+        yield from _looking(model, part, before=before, after=after)
     if thinks != "none":
         if before and model.block != "parallel_one_norm":
             yield from _norm("mlp_norm", model)
@@ -222,11 +224,28 @@ def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldPara
     yield from _output(model, part.heads * sizes.value_dim)
 
 
-def _output(model: ModelConfig, features: int) -> Iterator[HeldParameter]:
+def _looking(model: ModelConfig, part: TensorPart, *, before: bool, after: bool) -> Iterator[HeldParameter]:
+    """Cross attention: h·(n + 2 g)·d + n·d·h, and its norms."""
+    h, d, kv_cut = model.hidden_size, model.head_size(), part.kv_copies == 1
+    query, keys = part.heads * d, 2 * part.kv_heads * d
+    if before:
+        yield from _norm("cross_norm", model)
+    yield HeldParameter("cross.q", query, h, cut=True)
+    if model.qkv_bias:
+        yield HeldParameter("cross.q_bias", query, cut=True)
+    yield HeldParameter("cross.kv", keys, h, cut=kv_cut, summed="heads")
+    if model.qkv_bias:
+        yield HeldParameter("cross.kv_bias", keys, cut=kv_cut, summed="heads")
+    yield from _output(model, query, where="cross")
+    if after:
+        yield from _norm("cross_post_norm", model)
+
+
+def _output(model: ModelConfig, features: int, *, where: str = "attention") -> Iterator[HeldParameter]:
     """From all heads' features back to h."""
-    yield HeldParameter("attention.o", model.hidden_size, features, cut=True)
+    yield HeldParameter(f"{where}.o", model.hidden_size, features, cut=True)
     if model.output_bias:
-        yield HeldParameter("attention.o_bias", model.hidden_size)
+        yield HeldParameter(f"{where}.o_bias", model.hidden_size)
 
 
 def _mlp(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
@@ -284,19 +303,22 @@ def held_parameters(
 ) -> list[HeldParameter]:  # fmt: skip
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
-    A tied head, and the tables that further predictions read, are the embedding's parameters; on a stage without the
-    embedding they are second copies of them. Every stage with layers has a copy of the table of relative positions.
+    A tied head, and the table that further predictions read, are the embedding's parameter; on a stage without the
+    embedding it is a second copy of it. Every stage with layers has a copy of the table of relative positions, and the
+    one that takes a memory its norm.
     experts: this rank's part of them; unset: all of them, each divided over tp.
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
     held = [table] if embedding else []
-    if (embedding and model.positions == "learned") or (loss and model.shares_places()):
+    if embedding and model.positions == "learned":
         held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
     if model.needs_biases(layers=len(layers), loss=loss):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
         held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)
+    if model.cross is not None and model.cross.memory in layers:
+        held += memory_norm(model)
     if loss:
         held += _norm("norm", model)
         if not model.tied_embeddings:
@@ -306,6 +328,12 @@ def held_parameters(
         for depth in range(model.mtp.depths):
             held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
     return held
+
+
+def memory_norm(model: ModelConfig) -> list[HeldParameter]:
+    """Of what layers with cross attention look at, on the stage that takes it: h."""
+    normed = model.cross is not None and model.norm_placement != "after"
+    return list(_norm("memory_norm", model)) if normed else []
 
 
 def bias_table(model: ModelConfig, *, tp: int, tp_rank: int) -> HeldParameter:

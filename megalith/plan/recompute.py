@@ -35,24 +35,29 @@ class Span(NamedTuple):
     """What they keep waits in host memory."""
 
 
-def layer_spans(recompute: RecomputeConfig, offload: OffloadConfig, num_layers: int) -> list[Span]:
+def layer_spans(
+    recompute: RecomputeConfig, offload: OffloadConfig, num_layers: int, *, cut: int | None = None
+) -> list[Span]:
     """How a stage, or one model chunk of it, runs its layers; counts beyond its layers mean all of them.
 
-    The last layer never waits in host memory: backward wants it at once. Recomputed layers go there only together.
+    The last layer never waits in host memory: backward wants it at once. Recomputed layers go there only together. No
+    span crosses `cut`, the layer whose input others look at.
 
     >>> uniform = RecomputeConfig(granularity="full", num_layers=2)
     >>> [(span.start, span.stop) for span in layer_spans(uniform, OffloadConfig(), 5)]
     [(0, 2), (2, 4), (4, 5)]
+    >>> [(span.start, span.stop) for span in layer_spans(uniform, OffloadConfig(), 5, cut=3)]
+    [(0, 2), (2, 3), (3, 4), (4, 5)]
     """
     full = recompute.granularity == "full"
     together = recompute.num_layers if full and recompute.method == "uniform" else 1
     again = 0 if not full else num_layers if recompute.method == "uniform" else recompute.num_layers
     away = min(offload.layers, num_layers - 1)
-    spans = []
-    for start in range(0, num_layers, together):
-        stop = min(start + together, num_layers)
-        spans.append(Span(start, stop, start < again, stop <= away))
-    return spans
+    starts = sorted({*range(0, num_layers, together), *([] if cut is None else [cut])})
+    return [
+        Span(start, stop, start < again, stop <= away)
+        for start, stop in zip(starts, [*starts[1:], num_layers], strict=False)  # a stage without layers has no span
+    ]
 
 
 def recompute_problems(

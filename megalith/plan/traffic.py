@@ -24,7 +24,8 @@ from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.memory import (
     WIRE_BYTES,
     GatheredUnit,
-    boundary_bytes,
+    borders,
+    boundary_tensors,
     buffer_plan,
     divides,
     gathered_units,
@@ -34,7 +35,7 @@ from megalith.plan.memory import (
 from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, modules_again
 from megalith.plan.stages import Stage
-from megalith.plan.transfers import SENDS, neighbour
+from megalith.plan.transfers import SENDS
 from megalith.plan.workload import Workload
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "message"]
@@ -162,7 +163,8 @@ def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> l
     short vectors, and the key that all heads share, which no weight reads (`read`: without it)."""
     mla, h = model.mla, model.hidden_size
     attention = [h] if mla is None else [mla.q_rank or h, mla.kv_rank, *([] if read else [mla.rope_dim])]
-    return attention * (model.attention_part(layer) == "full") + [h] * divides_mlp(model, layer)
+    looking = [h, h] * model.looks(layer)  # what looks, and the memory
+    return attention * (model.attention_part(layer) == "full") + looking + [h] * divides_mlp(model, layer)
 
 
 def divides_mlp(model: ModelConfig, layer: int) -> bool:
@@ -174,7 +176,7 @@ def divides_mlp(model: ModelConfig, layer: int) -> bool:
 
 def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
     """Attentions and MLPs of some layers, which tensor-parallel ranks divide."""
-    return sum((model.attention_part(n) == "full") + divides_mlp(model, n) for n in layers)
+    return sum((model.attention_part(n) == "full") + model.looks(n) + divides_mlp(model, n) for n in layers)
 
 
 def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
@@ -197,7 +199,8 @@ def spans_again(workload: Workload, stage: Stage) -> list[int]:
     """Layers of each span that runs forward twice; the sum that ends the span is not taken again."""
     if not stage.layers:
         return []
-    spans = layer_spans(workload.run.recompute, workload.run.offload, len(stage.layers))
+    run, cut = workload.run, workload.run.model.remembers_before(stage.layers)
+    spans = layer_spans(run.recompute, run.offload, len(stage.layers), cut=cut)
     return [span.stop - span.start for span in spans if span.recomputed]
 
 
@@ -232,10 +235,12 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
     again: Counter[tuple[ContextKind, int]] = Counter()
     for stage in runs_of_layers(workload, pp_rank):
         repeated = stage.layers[: sum(spans_again(workload, stage))]
-        for layer in (layer for layer in stage.layers if run.model.attention_part(layer) == "full"):
+        for layer in stage.layers:
+            attentions = (run.model.attention_part(layer) == "full") + run.model.looks(layer)
             heads = tensor_part(run.model.at(layer), tp=run.parallel.tp, rank=tp_rank).kv_heads
             sort = kind_of_layer(run.parallel.context, layer), heads
-            layers[sort], again[sort] = layers[sort] + 1, again[sort] + (layer in repeated)
+            layers[sort] += attentions
+            again[sort] += attentions * (layer in repeated)
     if "core_attention" in modules_again(run.recompute):
         again = layers
     for kind, heads in sorted(layers):
@@ -452,17 +457,16 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
 
 
 def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """t · h for each microbatch to the next stage, its gradient to the one before; nothing within a rank."""
-    schedule, many = workload.schedule, workload.num_microbatches
+    """t · h for each microbatch to the next stage, its gradient to the one before, and as much for a memory that later
+    stages look at; nothing within a rank."""
+    many = workload.num_microbatches
     behind = "other microbatches" if workload.run.parallel.overlap else ""
     for direction in SENDS:
-        targets = [neighbour(schedule, pp_rank, chunk, direction) for chunk in range(schedule.num_chunks)]
-        calls = many * sum(target is not None and target[0] != pp_rank for target in targets)
+        crossed = [boundary_tensors(workload, stage) for stage in borders(workload, pp_rank, direction)]
+        calls, nbytes = many * sum(map(len, crossed)), many * sum(map(sum, crossed))
         what = "activations onward" if direction == "forward" else "gradients back"
-        nbytes = calls * boundary_bytes(workload)
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
     yield from _tied_table(workload, pp_rank)
-    yield from _places(workload, pp_rank)
     yield from _biases(workload, pp_rank)
 
 
@@ -475,16 +479,6 @@ def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     others = len(holders) - 1
     nbytes = rows * run.model.hidden_size * WIDTHS[run.precision.params].sums // workload.shards
     yield _row("pp", "gradient of the tied table", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
-
-
-def _places(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of learnt positions that the first and the last stage both hold, to each other holder."""
-    run, holders = workload.run, workload.table_holders
-    if not run.model.shares_places() or pp_rank not in holders:
-        return
-    numel, others = run.model.max_seq_len * run.model.hidden_size, len(holders) - 1
-    nbytes = numel * WIDTHS[run.precision.params].sums // workload.shards
-    yield _row("pp", "gradient of the positions", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
 
 
 def _biases(workload: Workload, pp_rank: int) -> Iterator[Traffic]:

@@ -17,7 +17,7 @@ from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.layer import MoE
 from megalith.parallel.link import Handles, Spec, Specs, Tensors, handles_of, open_channels
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline import Pipeline
+from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import MESSAGES
 from megalith.parallel.symm_mem import choose_products
@@ -26,6 +26,7 @@ from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.pairs import in_pairs
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
+from megalith.plan.stages import plan_stages
 from megalith.plan.transfers import channels, with_transfers
 
 Ending = Callable[[Sequence[Tensor]], Tensor]
@@ -90,12 +91,16 @@ class Staged:
         pipeline.run(schedule, [_Running(chunk, batches, ending, total, weight) for chunk in self.chunks])
         return total
 
-    def _boundary(self, batches: Sequence[Batch]) -> Callable[[int], Specs]:
+    def _boundary(self, batches: Sequence[Batch]) -> Boundary:
         """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
-        hidden, dtype, parts = self.run.model.hidden_size, self.chunks[0].stream_dtype, self.boundary_split
+        model, p, chunk, parts = self.run.model, self.run.parallel, self.chunks[0], self.boundary_split
+        stages = plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers)
+        both = [model.needs_memory(stage.layers.start) for stage in stages]
 
-        def of(microbatch: int) -> Specs:
-            return (Spec((len(batches[microbatch].ids) // parts, hidden), dtype),)
+        def of(stage: int, microbatch: int) -> Specs:
+            shape = len(batches[microbatch].ids) // parts, model.hidden_size
+            x, memory = Spec(shape, chunk.stream_dtype), Spec(shape, chunk.dtype)
+            return (x, memory) if both[stage] else (x,)
 
         return of
 
@@ -112,17 +117,19 @@ class _Running:
     """What a mean over a microbatch counts in the losses that keep experts busy; None: there are none."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
-        """Hidden states of the stage before (none on the first) -> hidden states, or what backward starts from."""
-        batch, x = self.batches[microbatch], received[0] if received else None
+        """Hidden states of the stage before (none on the first), and the memory where it was taken there or before ->
+        the same, or what backward starts from."""
+        batch, given = self.batches[microbatch], dict(zip(("x", "memory"), received, strict=False))
         if self.balance is not None:
             share = BalanceShare(microbatch, len(self.batches), self.balance)
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
-            return (self.model(batch.ids, batch.tokens, x=x),)
+            found = self.model(batch.ids, batch.tokens, **given)
+            return found if isinstance(found, tuple) else (found,)
         if self.ending is None:
-            self.total.add_(self.model.judged(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further))
+            self.total.add_(self.model.judged(batch.ids, batch.labels, batch.tokens, further=batch.further, **given))
             return ()
-        losses = self.model.losses(batch.ids, batch.labels, batch.tokens, x=x, further=batch.further)
+        losses = self.model.losses(batch.ids, batch.labels, batch.tokens, further=batch.further, **given)
         self.total[: len(losses)] += torch.stack([loss.detach() for loss in losses])
         return (self.ending(losses),)
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.mla import MLAConfig
@@ -82,7 +83,7 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         tied_embeddings="tied" in needs, dropout=DropoutConfig(
             residual=0.2 if "dropout" in needs else 0.0, attention=0.2 if "dropped weights" in needs else 0.0,
         ),
-        mtp=MTPConfig(depths=int("further" in needs)),
+        mtp=MTPConfig(depths=int("further" in needs)), cross=CrossConfig(memory=0) if "memory" in needs else None,
         positions=(
             "learned" if "learned positions" in needs else "relative" if "biases by distance" in needs else "rope"
         ), relative=RelativeConfig(buckets=8, max_distance=9),

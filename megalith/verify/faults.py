@@ -29,6 +29,7 @@ from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
+from megalith.nn.cross_attention import LookingBack
 from megalith.nn.embedding import LearnedPositions
 from megalith.nn.mla import LatentAttention
 from megalith.nn.moe import balance
@@ -40,10 +41,10 @@ from megalith.optim import clip
 from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
 from megalith.parallel.autograd import Crossing, partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
-from megalith.parallel.link import Link, Message, Tensors
+from megalith.parallel.link import Link
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import Away
-from megalith.parallel.pipeline import Chunk, Pipeline
+from megalith.parallel.pipeline import Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import Started
 from megalith.parallel.slices import SliceSum, Works
@@ -57,12 +58,11 @@ from megalith.parallel.tensor import (
     WholeTokens,
 )
 from megalith.plan.context import Numbers, Slices, Spans, plan_spans
-from megalith.plan.schedule import Schedule
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
-from megalith.verify import expert_faults
+from megalith.verify import expert_faults, pipeline_faults
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -471,29 +471,6 @@ def _positions_of_the_first_rank(self: LearnedPositions, x: Tensor, tokens: Toke
     return x + embedding(tokens.positions[: len(x)], self.weight)
 
 
-# --- faults in the pipeline
-
-
-def _other_microbatch(self: Link, message: Message, tensors: Tensors, target: int) -> None:
-    """The messages of two microbatches change places on their way forward."""
-    other = message.microbatch ^ 1
-    swapped = message.direction == "forward" and other < self.num_microbatches
-    ORIGINAL_SEND(self, message._replace(microbatch=other) if swapped else message, tensors, target)
-
-
-def _other_chunk(self: Pipeline, schedule: Schedule, chunks: Sequence[Chunk], boundary: Any = None) -> None:
-    """The first rank runs its second chunk where its third is due, and the other way round."""
-    run = [chunks[0], chunks[2], chunks[1]] if self.rank == 0 and len(chunks) == 3 else chunks
-    ORIGINAL_RUN(self, schedule, run, boundary)
-
-
-def _never_added(self: Postponed, microbatch: int) -> None:
-    self._aside.pop(microbatch)
-
-
-ORIGINAL_SEND, ORIGINAL_RUN = Link.send, Pipeline.run
-
-
 def _is_norm(shard: Shard) -> bool:
     return shard.name.endswith("norm.weight")
 
@@ -610,15 +587,27 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "microbatches_swapped", "A stage receives the hidden states of another microbatch.",
-        "numbers", ("pp",), lambda: replaced(Link, "send", _other_microbatch),
+        "numbers", ("pp",), lambda: replaced(Link, "send", pipeline_faults.other_microbatch),
+    ),
+    Fault(
+        "memory_gradient_kept", "What a memory gets as gradient does not go back over the border of stages.",
+        "numbers", ("pp", "memory"), lambda: replaced(Link, "send", pipeline_faults.gradient_of_memory_stays),
+    ),
+    Fault(
+        "memory_of_another_microbatch", "A stage looks at the memory of the microbatch before.",
+        "numbers", ("pp", "memory"), lambda: replaced(Link, "send", pipeline_faults.stale_memory()),
+    ),
+    Fault(
+        "memory_of_later_tokens", "Tokens look at the memory of those after them, whose labels it has seen.",
+        "numbers", ("cp", "memory"), lambda: replaced(LookingBack, "attend", pipeline_faults.memory_of_later_tokens),
     ),
     Fault(
         "chunks_swapped", "A rank runs one of its chunks where another is due.",
-        "numbers", ("pp", "chunks"), lambda: replaced(Pipeline, "run", _other_chunk),
+        "numbers", ("pp", "chunks"), lambda: replaced(Pipeline, "run", pipeline_faults.other_chunk),
     ),
     Fault(
         "weights_part_left_out", "Weight gradients that were put aside are never added.",
-        "numbers", ("pp", "split backward"), lambda: replaced(Postponed, "add_up", _never_added),
+        "numbers", ("pp", "split backward"), lambda: replaced(Postponed, "add_up", pipeline_faults.never_added),
     ),
     Fault(
         "stale_weights", "Ranks compute with weights that the ranks that own them have updated, and do not get them.",

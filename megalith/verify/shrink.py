@@ -7,6 +7,7 @@ from math import prod
 from typing import TypeVar
 
 from megalith.config.context import ContextConfig
+from megalith.config.cross import CrossConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -141,6 +142,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
     pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
     model = _shrink_kinds(replace(model, num_layers=layers))
+    model = replace(model, cross=_shrink_cross(run, model, plan_stages(pipeline, pp=pp, num_layers=layers)))
     etp, ep = _shrink_expert_ranks(run, tp=tp, ranks=tp * cp * dp)
     if model.moe is not None:
         model = replace(model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp))
@@ -287,6 +289,28 @@ def _shrink_layers(model: ModelConfig) -> ModelConfig:
             ffn_hidden_size=(ffn, ffn - 3)[: model.num_layers] if own.ffn_hidden_size else (),
         ),
     )  # fmt: skip
+
+
+def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) -> CrossConfig | None:
+    """A memory that is taken as early as in the run, or so much earlier that it crosses borders of stages as it does
+    there; and of the layers behind it, one that looks for each kind there is."""
+    own, p = run.model.cross, run.parallel
+    if own is None:
+        return None
+    before = plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
+    crosses = any(run.model.needs_memory(stage.layers.start) for stage in before)
+    pattern = _shrink_pattern(own.layers, model.num_layers) or (True,)
+    latest = min(own.memory * model.num_layers // run.model.num_layers, model.num_layers - 1)
+    for memory in range(latest, -1, -1):
+        looks = [
+            pattern[number % len(pattern)] and "none" not in (model.attention_part(layer), model.mlp_part(layer))
+            for number, layer in enumerate(range(memory, model.num_layers))
+        ]
+        found = CrossConfig(memory=memory, layers=() if all(looks) else tuple(looks))
+        small = replace(model, cross=found)
+        if any(looks) and (not crosses or any(small.needs_memory(stage.layers.start) for stage in stages)):
+            return found
+    return CrossConfig(memory=0)
 
 
 def _shrink_pattern(pattern: Sequence[T], num_layers: int) -> tuple[T, ...]:

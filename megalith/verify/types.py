@@ -40,10 +40,10 @@ from megalith.kernels.rebuilt import Input
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import BalanceShare, DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
-from megalith.nn.block import Block
+from megalith.nn.block import Layer
 from megalith.nn.lora import BelowAdapters, attach_adapters
 from megalith.nn.moe.experts import Experts
-from megalith.parallel import expert
+from megalith.parallel import expert, transports
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
@@ -148,7 +148,8 @@ def type_check(
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
     """
-    started = time.perf_counter()
+    started, asked = time.perf_counter(), parallel.dispatcher
+    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
     grid = model_grid(parallel, model, world)
     chosen = spots(grid, parallel, model) if ranks is None else spots_of(grid, parallel, model, ranks)
     found: dict[tuple[str, str], Problem] = {}
@@ -171,19 +172,23 @@ def type_check(
         parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
-        unseen=tuple(unseen(recompute, offload, model)),
+        unseen=tuple(unseen(recompute, offload, model, dispatcher=asked)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
-def unseen(recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None) -> list[str]:
+def unseen(
+    recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None, *,
+    dispatcher: str = "exchange",
+) -> list[str]:  # fmt: skip
     """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks for numbers."""
     planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
     found = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
         "recompute.check: compares bits, of which there are none here": recompute.check,
+        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher not in BUILT_IN,
         "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores instead": planned,
     }
     if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
@@ -197,16 +202,19 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig, bool]], bool]
-"""Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss."""
+Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig, bool, bool]], bool, tuple[bool, bool]]
+"""Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss; and whether a
+memory comes in, and goes on."""
 
 
 def kind_of(stage: Stage, context: ContextConfig, model: ModelConfig) -> Kind:
     """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their parts and sizes."""
     layers = frozenset(
-        (kind_of_layer(context, layer), model.at(layer), model.has_experts(layer)) for layer in stage.layers
+        (kind_of_layer(context, layer), model.at(layer), model.has_experts(layer), model.looks(layer))
+        for layer in stage.layers
     )
-    return stage.embedding, layers, stage.loss
+    ends = model.needs_memory(stage.layers.start), model.needs_memory(stage.layers.stop)
+    return stage.embedding, layers, stage.loss, ends
 
 
 def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tuple[int, int]]:
@@ -281,11 +289,12 @@ class Place:
     hidden: Mapping[str, Type]
     """What hidden states have to be between layers and between stages."""
 
-    received: Tensor | None
-    """Hidden states from the stage before; None where the embedding makes them."""
+    received: tuple[Tensor, ...]
+    """Hidden states from the stage before, and a memory that was taken there or before; nothing where the embedding
+    makes them."""
 
-    gradient: Tensor | None
-    """What the next stage sends back; None where the loss is."""
+    gradients: tuple[Tensor, ...]
+    """What the next stage sends back; nothing where the loss is."""
 
     @property
     def model(self) -> Decoder:
@@ -318,9 +327,14 @@ def _build(
         balanced=model.moe is not None and not model.moe.balance.sinkhorn,
     )  # fmt: skip
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
-    x, dy = (torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta") for _ in range(2))
-    received, gradient = None if stage.embedding else x.requires_grad_(), None if stage.loss else dy
-    return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradient)
+    received, gradients = (
+        () if end else tuple(
+            torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants)
+            for _ in range(1 + model.needs_memory(layer))
+        )
+        for end, layer, wants in ((stage.embedding, stage.layers.start, True), (stage.loss, stage.layers.stop, False))
+    )  # fmt: skip
+    return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
 
 
 def _chunks(
@@ -381,6 +395,7 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
     (expert.Exchanging, "arrive"), (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
+    (transports.Reference, "__call__"), (transports.Referred, "back"),
 )  # fmt: skip
 """What happens on the experts' grid."""
 
@@ -512,11 +527,11 @@ class Watch:
 
     def _enters(self, name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         self.path.append(name)
-        if isinstance(module, Block):
+        if isinstance(module, Layer):
             expect(f"hidden states before {name}", given[0], self.hidden)
 
     def _leaves(self, name: str, module: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
-        if isinstance(module, Block) or name == "norm":
+        if isinstance(module, Layer) or name == "norm":
             expect(f"hidden states after {name}", out, self.hidden)
         self.path.pop()
 
@@ -587,13 +602,15 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         ):
             declare(place.chunks, place.mesh.grid)
             declare_inputs(place.batch)
-            for x in (place.received, place.gradient):
-                if x is not None:
-                    checker.assert_type(x, _by_axis(place.hidden.__getitem__))
-            end = _forward(place)
+            for x in (*place.received, *place.gradients):
+                checker.assert_type(x, _by_axis(place.hidden.__getitem__))
+            ends = _forward(place)
             phase, forward = "backward", counts.copy()
-            if end.requires_grad:  # not of a stage below every adapter
-                end.backward(place.gradient)
+            roots = [(x, dx) for x, dx in zip(ends, place.gradients or (None,), strict=True) if x.requires_grad]
+            if len(roots) == 1:  # the only one that may be a partial sum, which the checker lets `backward` have
+                roots[0][0].backward(roots[0][1])
+            elif roots:  # none of a stage below every adapter
+                torch.autograd.backward([x for x, _ in roots], [dx for _, dx in roots])
             counts.clear()
             counts.update(forward)  # without those of second passes
     except SpmdTypeError as error:
@@ -607,24 +624,27 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
         yield from _without_gradient(place)
 
 
-def _forward(place: Place) -> Tensor:
+def _forward(place: Place) -> tuple[Tensor, ...]:
     """What backward starts from: this rank's part of the mean loss; before the last stage, what the next one gets."""
-    batch, stage = place.batch, place.model.stage
+    batch, stage, given = place.batch, place.model.stage, dict(zip(("x", "memory"), place.received, strict=False))
     if not stage.loss:
-        x = place.model(batch.ids, batch.tokens, x=place.received)
-        expect("hidden states for the next stage", x, place.hidden)
-        return x
-    losses = place.model.losses(batch.ids, batch.labels, batch.tokens, x=place.received, further=batch.further)
+        found = place.model(batch.ids, batch.tokens, **given)
+        ends = found if isinstance(found, tuple) else (found,)
+        for x, what in zip(ends, ("hidden states", "memory"), strict=False):
+            expect(f"{what} for the next stage", x, place.hidden)
+        return ends
+    losses = place.model.losses(batch.ids, batch.labels, batch.tokens, further=batch.further, **given)
     for loss in losses:
         expect("losses", loss, {axis: V if axis in DATA_AXES else I for axis in DENSE_AXES})
-    return share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh)
+    return (share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh),)
 
 
 def _without_gradient(place: Place) -> Iterator[Problem]:
     wanted = not isinstance(place.model.run_layers, BelowAdapters)  # else nothing before these layers is trained
-    if wanted and place.received is not None and place.received.grad is None:
-        what = "no gradient reached the hidden states of the stage before. Use them in the stage."
-        yield Problem(where="hidden states", what=what, ranks=(place.mesh.rank,))
+    for x, where in zip(place.received if wanted else (), ("hidden states", "memory"), strict=False):
+        if x.grad is None:
+            what = f"no gradient reached the {where} of the stage before. Use them in the stage."
+            yield Problem(where=where, what=what, ranks=(place.mesh.rank,))
     for declared, module, name in declared_parameters(place.model):
         parameter = getattr(module, name)
         if parameter.requires_grad and parameter.grad is None:

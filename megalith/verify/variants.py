@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
@@ -99,12 +100,18 @@ HETEROGENEOUS = replace(
 )  # fmt: skip
 """As Nemotron's found by search: parts of layers left out, replaced by one matrix, or of other sizes."""
 
+LOOKING_BACK = replace(
+    PLAIN, cross=CrossConfig(memory=1, layers=(False, True, True)), qkv_bias=True, output_bias=True,
+    attention=AttentionConfig(window=4, window_layers=(True, False), scale=1.0, softcap=3.0),
+)  # fmt: skip
+"""As YOCO: layers that look at what an earlier one made of the same tokens; here after one layer, and not the next."""
+
 VARIANTS = {
     "normed around": NORMED_AROUND, "normed after": NORMED_AFTER, "parallel": PARALLEL, "one norm": ONE_NORM,
     "learned positions": LEARNED, "sinks": SINKS, "gated": GATED,
     "latent": LATENT, "further": FURTHER, "both ways": BOTH_WAYS,
     "heterogeneous": HETEROGENEOUS, "chunked": CHUNKED,
-    "relative": RELATIVE,
+    "relative": RELATIVE, "looking back": LOOKING_BACK,
 }  # fmt: skip
 
 # --- mixtures of experts

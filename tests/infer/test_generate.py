@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megalith.config.attention import AttentionConfig
+from megalith.config.cross import CrossConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
@@ -94,6 +95,7 @@ TALKS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
         {"rope": RopeConfig(scaling="dynamic", factor=2.0, original_max_position=16), "head_dim": 4}, (2, 3),
     ),
     "learned": ({"positions": "learned"}, ()),
+    "looking back": ({"cross": CrossConfig(memory=0), "attention": WINDOWS}, (3,)),
 }  # fmt: skip
 """What the model is like, and turns in which it has to read everything again."""
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megalith.config.cross import CrossConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
@@ -277,3 +278,53 @@ def test_places_in_time_height_and_width_turn_as_in_qwen2_vl(tmp_path: Path, tin
     plain.load_state_dict(made.state_dict())
     assert torch.equal(made(ids, tokens), plain(ids, tokens_of_rows(1, 9)))
     assert torch.equal(made(ids, tokens_of_rows(1, 9)), plain(ids, tokens_of_rows(1, 9)))
+
+
+def _plain_looking_back(w: dict[str, Tensor], config: ModelConfig, ids: Tensor, lengths: list[int]) -> Tensor:
+    """A decoder whose layers from `cross.memory` on look at the memory, in plain operations; no positions, no biases.
+
+    x1 = x + Attn(N(x)), x2 = x1 + Cross(N(x1), N(memory)), y = x2 + MLP(N(x2)).
+    """
+    document = torch.tensor([number for number, length in enumerate(lengths) for _ in range(length)])
+    seen = (document[:, None] == document) & torch.ones(len(ids), len(ids)).tril().bool()
+    shared = config.num_heads // config.num_kv_heads
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + config.norm_eps).sqrt() * w[f"{name}.weight"]
+
+    def attend(name: str, x: Tensor, other: Tensor) -> Tensor:
+        q = torch.einsum("th,ndh->ntd", x, w[f"{name}.q"])
+        k, v = torch.einsum("th,cgdh->cgtd", other, w[f"{name}.kv"]).repeat_interleave(shared, dim=1)
+        scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(~seen, -torch.inf)
+        return torch.einsum("ntd,hnd->th", scores.softmax(-1) @ v, w[f"{name}.o"])
+
+    assert config.cross is not None
+    x, memory = w["embed.weight"][ids], torch.empty(0)
+    for layer in range(config.num_layers):
+        name = f"layers.{layer}"
+        if layer == config.cross.memory:
+            memory = norm(x, "memory_norm")
+        normed = norm(x, f"{name}.attention_norm")
+        x = x + attend(f"{name}.attention", normed, normed)
+        if layer >= config.cross.memory:
+            x = x + attend(f"{name}.cross", norm(x, f"{name}.cross_norm"), memory)
+        gate, up = torch.einsum("th,cfh->ctf", norm(x, f"{name}.mlp_norm"), w[f"{name}.mlp.gate_up"])
+        x = x + (torch.nn.functional.silu(gate) * up) @ w[f"{name}.mlp.down"].T
+    return norm(x, "norm")
+
+
+@pytest.mark.parametrize("memory", [0, 1, 2])
+def test_layers_that_look_back_are_the_formula_forward_and_backward(memory: int, tiny: SimpleNamespace) -> None:
+    config = tiny.config(num_layers=3, positions="none", cross=CrossConfig(memory=memory))
+    model, ids, lengths = tiny.blank(config, dtype=torch.float64), ids_of(11), [4, 1, 6]
+    initialise(model, seed=3)
+    places = [(d.shard, getattr(module, name)) for d, module, name in declared_parameters(model)]
+    weights = {shard.name: p.detach().view(shard.shape).clone().requires_grad_() for shard, p in places}
+    found = model(ids, tokens_of_lengths(lengths))
+    expected = _plain_looking_back(weights, config, ids, lengths)
+    assert_equals("hidden states", found, expected, FP64)
+    for y in (found, expected):
+        (y * torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view_as(y)).sum().backward()
+    for shard, parameter in places:
+        if shard.name != "head.weight":
+            assert_equals(shard.name, parameter.grad.view(shard.shape), weights[shard.name].grad, FP64)

@@ -193,7 +193,7 @@ def test_layers_below_every_adapter_have_no_backward() -> None:
     model = built(adapters)
     entered = model.entrance(model.embed(ids), tokens)
     turned = model.rotations.given_to(tokens)
-    assert not entered.requires_grad and not model.run_layers(list(model.layers)[:1], entered, turned).requires_grad
+    assert not entered.requires_grad and not model.run_layers(list(model.layers)[:1], entered, turned)[0].requires_grad
     seen: list[Tensor] = []
     model.layers[1].register_forward_pre_hook(lambda layer, arguments: seen.append(arguments[0]))
     assert model(ids, tokens).requires_grad and seen[0].is_leaf and seen[0].requires_grad

@@ -1,7 +1,6 @@
 """The executor: under every schedule, the same losses and gradients as one process, bit for bit per microbatch."""
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from megalith.errors import RankError
 from megalith.kernels.linear import Sink, linear, weight_grad
 from megalith.parallel.link import Spec, Specs, Tensors, handles_of
-from megalith.parallel.pipeline import Pipeline
+from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.plan.schedule import Schedule, ScheduleName, build_schedule
 from megalith.plan.transfers import with_transfers
@@ -82,7 +81,7 @@ def rows_of(microbatch: int) -> Tensor:
     return torch.randn(2 + microbatch % 3, WIDTH, generator=draw, dtype=torch.float64)
 
 
-def boundary(microbatch: int) -> Specs:
+def boundary(stage: int, microbatch: int) -> Specs:
     rows = Spec((2 + microbatch % 3, WIDTH), torch.float64)
     return rows, Spec((), torch.float64), Spec((2,), torch.int64)
 
@@ -193,7 +192,7 @@ def _wrong_rows(rank: int, world: int) -> None:
     case = Case("1f1b", 1, 2, None, announce=True)
     schedule = schedule_of(case, world)
     pipeline = Pipeline(rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU, announce=True)
-    specs: Callable[[int], Specs] = boundary if rank == 0 else (lambda m: boundary(m + 1))
+    specs: Boundary = boundary if rank == 0 else (lambda stage, m: boundary(stage, m + 1))
     pipeline.run(schedule, [Layer(rank, world)], specs)
 
 
@@ -226,7 +225,7 @@ def _freed(rank: int, world: int) -> list[bool]:
     stage = Wide(rank)
     pipeline = Pipeline(
         rank, handles_of(everyone(rank, world, "pp"), tags=True), CPU,
-        boundary=lambda _: (Spec((1000,), torch.float32),),
+        boundary=lambda *_: (Spec((1000,), torch.float32),),
     )  # fmt: skip
     found: list[bool] = []
     backward = torch.autograd.backward

@@ -147,6 +147,7 @@ def test_numbers_in_words() -> None:
             "attention replaced by one matrix in 1 of 4 layers, attention left out in 1 of 4 layers, "
             "MLP replaced by one matrix in 1 of 4 layers, 4 to 8 keys, 9 to 22 features in the MLP",
         ),
+        ("looking back", "gated silu, a look at what enters layer 1 in 2 of 4 layers"),
         ("gated", "queries and keys normed (l2), gated attention, rope but in 2 of 4 layers"),
     ],
 )

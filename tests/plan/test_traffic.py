@@ -240,20 +240,34 @@ FURTHER = [
     (2, DEPTHS | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"} | IN_A_V),
     (4, {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"}),  # few flags
     (2, DEPTHS | WIDE),
-    (2, DEPTHS | {"model.positions": "learned", "parallel.pp": "2"}),
-    (2, DEPTHS | {"model.positions": "relative", "parallel.cp": "2"}),
+]
+
+
+BACK = {"model.cross.memory": "1", "model.num_layers": "4", "model.qkv_bias": "true"}
+LOOKING = [
+    (4, BACK | {"parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
+    (2, BACK | {"parallel.pp": "2", "precision.params": "bf16", "model.fp32_residual": "true"}),
+    (2, BACK | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.cross.layers": "[true, true, false]"}),
+    (2, BACK | {"parallel.tp": "2"}),
+    (2, BACK | {"parallel.cp": "2", "parallel.context.kind": "a2a", "recompute.granularity": "full"}),
+    (
+        2,
+        BACK
+        | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full", "recompute.num_layers": "2"},
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    "world, settings", [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0]]
+    "world, settings",
+    [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0], LOOKING[0]],
 )
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, settings", TENSOR + ZERO + SHARDED + CONTEXT + PIPELINE + FURTHER + LATENT)
+@pytest.mark.parametrize("world, settings", TENSOR + ZERO + SHARDED + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING)
 def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 

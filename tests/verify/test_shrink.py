@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from megalith.config.context import ContextConfig
+from megalith.config.cross import CrossConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -146,6 +147,19 @@ def test_every_kind_of_layer_has_a_copy_that_breaks_no_rule(name: str) -> None:
         assert parts[0] <= parts[1] and (len(parts[0]) > 1) == (len(parts[1]) > 1)
         assert (small.mla is None, small.mtp.depths > 0) == (large.mla is None, large.mtp.depths > 0)
         assert small.attention.window is None or small.attention.window < case.run.train.seq_len
+        assert {small.looks(n) for n in range(small.num_layers)} == {large.looks(n) for n in range(24)}
+
+
+@pytest.mark.parametrize("memory", [0, 12, 23])
+def test_a_memory_crosses_borders_of_stages_where_it_does_in_the_run(memory: int) -> None:
+    run = run_of(2, 2, 1, 2)
+    model = replace(run.model, num_layers=24, cross=CrossConfig(memory=memory))
+    case = only(replace(run, model=model, parallel=replace(run.parallel, pp=4)), 8)
+    small, p = case.run.model, case.run.parallel
+    stages = plan_stages(p.pipeline, pp=p.pp, num_layers=small.num_layers)
+    assert run_problems(case.run, case.world) == []
+    assert any(small.needs_memory(stage.layers.start) for stage in stages) == (memory < 18)
+    assert small.cross is not None and small.cross.memory <= memory
 
 
 def test_scaling_begins_within_a_row_of_a_copy() -> None:

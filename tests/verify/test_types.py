@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
@@ -47,7 +48,7 @@ from megalith.verify.types import (
     type_check,
     type_check_in_child,
 )
-from megalith.verify.variants import NARROW, PLANNED, VARIANTS
+from megalith.verify.variants import LOOKING_BACK, NARROW, PLANNED, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
@@ -189,12 +190,39 @@ class WithoutSum:
 def test_a_stage_that_forgets_what_it_received_is_refused() -> None:
     right = Decoder.forward
 
-    def forgets(self: Decoder, ids: Tensor, tokens: Tokens, caches: None = None, *, x: Tensor | None = None) -> Tensor:
-        return right(self, ids, tokens, x=None if x is None else x.detach())
+    def forgets(
+        self: Decoder, ids: Tensor, tokens: Tokens, caches: None = None, *, x: Tensor | None = None, **rest: Any
+    ) -> Any:
+        return right(self, ids, tokens, x=None if x is None else x.detach(), **rest)
 
     with replaced(Decoder, "forward", forgets):
         (problem,) = type_check(STAGED, ParallelConfig(pp=2), world=4, ranks=(2,)).problems
     assert str(problem).startswith("hidden states (rank 2): no gradient reached the hidden states of the stage before.")
+
+
+def test_a_memory_is_typed_at_the_borders_of_stages_and_one_that_is_forgotten_is_refused() -> None:
+    """Taken on the first of four stages, not looked at on the second, looked at on the others."""
+    for parallel in (ParallelConfig(pp=4, tp=2, sp=True), ParallelConfig(pp=4, tp=2)):
+        assert not type_check(LOOKING_BACK, parallel, world=16).problems
+    right, early = Decoder.forward, replace(LOOKING_BACK, cross=CrossConfig(memory=0))
+
+    def detached(self: Decoder, *arguments: Any, memory: Tensor | None = None, **rest: Any) -> Any:
+        return right(self, *arguments, memory=None if memory is None else memory.detach(), **rest)
+
+    with replaced(Decoder, "forward", detached):
+        (problem,) = type_check(early, ParallelConfig(pp=4), world=4, ranks=(3,)).problems
+    assert str(problem).startswith("memory (rank 3): no gradient reached the memory of the stage before.")
+
+    def kept(self: Decoder, *arguments: Any, **rest: Any) -> Any:
+        x, memory = right(self, *arguments, **rest)
+        return x, memory.detach()
+
+    with replaced(Decoder, "forward", kept):
+        (problem,) = type_check(LOOKING_BACK, ParallelConfig(pp=2), world=2, ranks=(0,)).problems
+    assert str(problem).startswith("memory_norm.weight (rank 0): no gradient reached this parameter.")
+    for fault in ("column_enter_removed", "row_sum_removed"):  # also where backward starts from two tensors
+        with planted(fault):
+            assert type_check(early, ParallelConfig(pp=4, tp=2), world=8, ranks=(2,)).problems
 
 
 def layer(model: Decoder, number: int) -> Any:

@@ -1,0 +1,57 @@
+"""Faults between stages change what goes over a border, and in the direction that they are for."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.parallel.link import Message, Tensors
+from megalith.testing.inject import replaced
+from megalith.verify import pipeline_faults
+from megalith.verify.pipeline_faults import gradient_of_memory_stays, never_added, other_microbatch, stale_memory
+
+Sent = list[tuple[Message, Tensors]]
+ONWARD, BACK = Message("forward", 1, 0), Message("backward", 0, 0)
+
+
+@pytest.fixture
+def link() -> SimpleNamespace:
+    return SimpleNamespace(num_microbatches=3)
+
+
+def sent(fault: object, link: SimpleNamespace, messages: list[tuple[Message, Tensors]]) -> Sent:
+    """What would have gone over the border."""
+    found: Sent = []
+    with replaced(
+        pipeline_faults, "ORIGINAL_SEND", lambda _, message, tensors, target: found.append((message, tensors))
+    ):
+        for message, tensors in messages:
+            fault(link, message, tensors, 1)  # type: ignore[operator]  # one of the functions
+    return found
+
+
+def test_neighbouring_microbatches_change_places_onward_and_a_last_one_alone_does_not(link: SimpleNamespace) -> None:
+    messages = [(ONWARD._replace(microbatch=m), ()) for m in range(3)] + [(BACK, ())]
+    assert [one.microbatch for one, _ in sent(other_microbatch, link, messages)] == [1, 0, 2, 0]
+
+
+def test_of_what_goes_back_the_first_tensor_alone_says_something(link: SimpleNamespace) -> None:
+    both = torch.ones(2), torch.ones(2)
+    (_, back), (_, onward) = sent(gradient_of_memory_stays, link, [(BACK, both), (ONWARD, both)])
+    assert back[0] is both[0] and not back[1].any() and onward is both
+
+
+def test_a_memory_comes_one_microbatch_late(link: SimpleNamespace) -> None:
+    first, second = ((torch.full((1,), 2.0 * m), torch.full((1,), 2.0 * m + 1)) for m in range(2))
+    messages = [(ONWARD, first), (BACK, second), (ONWARD._replace(microbatch=1), second)]
+    assert [[float(x) for x in tensors] for _, tensors in sent(stale_memory(), link, messages)] == [
+        [0, 1],
+        [2, 3],
+        [2, 1],
+    ]
+
+
+def test_weights_that_wait_are_forgotten() -> None:
+    postponed = SimpleNamespace(_aside={0: [1], 1: [2]})
+    never_added(postponed, 0)  # type: ignore[arg-type]  # has what is read
+    assert postponed._aside == {1: [2]}
