@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.config.kernels import Kernel
 from megalith.kernels.grouped_linear import (
+    LOOP,
     GroupedSink,
     Groups,
     best_products,
@@ -55,6 +56,8 @@ def experts(
     """
     if kernel == "reference":
         return reference_experts(value_of(rows), weights, groups, _sunk(up), _sunk(down), inner)
+    if best_products(value_of(rows), up.weight, groups) is LOOP:
+        groups = groups.known_on_host()  # a GPU is waited for once, not by every product
     wide = with_bias(grouped_linear(rows, up.weight, groups, sink=up.sink), up.bias, groups)
     narrow = inner(wide, weights)
     kept: Input = narrow if again is None else again(narrow, inner, (wide, weights))

@@ -71,6 +71,10 @@ class Groups:
             return self.ends
         return torch.tensor(self.on_host(), dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
+    def known_on_host(self) -> "Groups":
+        """The same, with `counts` from now on."""
+        return self if self.counts is not None else replace(self, counts=self.on_host())
+
     def known_on(self, device: torch.device) -> "Groups":
         """The same, with `ends` on `device` from now on: each copy to a GPU waits for what that is at."""
         return replace(self, ends=self.on_device(device))
@@ -276,6 +280,7 @@ def grouped_linear(
     value = value_of(x)
     assert groups.counts is None or sum(groups.counts) == len(value), (groups, value.shape)
     products = products or best_products(value, w, groups)
+    groups = groups.known_on_host() if products is LOOP else groups  # once for its three products
     y: Tensor = GroupedLinearFunction.apply(value, kept_of(x, [w]), groups, sink, products, w)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

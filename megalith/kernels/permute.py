@@ -44,14 +44,17 @@ class Order:
     """[m] bool, if padded: entries of `rows` that are choices without a row."""
 
 
-def order_choices(chosen: Tensor, experts: int, *, num_rows: int | None = None) -> Order:
+def order_choices(
+    chosen: Tensor, experts: int, *, num_rows: int | None = None, sort: "SortedChoices | None" = None
+) -> Order:
     """The rows of all choices that are not dropped: chosen [t, k] int64, -1 for one that is.
 
     `num_rows`: how many are not, where that is known (t k if none is); unset: they are counted, and a GPU waited for.
+    `sort`: of these choices, where they are sorted already.
     """
     t, k = chosen.shape
     num_rows = int((chosen >= 0).sum()) if num_rows is None else num_rows
-    sort = _sort(chosen, experts)
+    sort = sort_choices(chosen, experts) if sort is None else sort
     choices = sort.choices[:num_rows]
     if num_rows == t * k:
         rows = torch.empty_like(choices).scatter_(0, choices, _numbers(num_rows, chosen))
@@ -67,7 +70,7 @@ def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
     `capacity`, the last are dropped here.
     """
     t, k = chosen.shape
-    sort = _sort(chosen, experts)
+    sort = sort_choices(chosen, experts)
     place, first = _numbers(capacity, chosen), sort.counts.cumsum(0) - sort.counts
     filler = (place >= sort.counts.unsqueeze(1)).flatten()
     taken = (first.unsqueeze(1) + place).flatten().masked_fill_(filler, t * k)
@@ -78,19 +81,23 @@ def order_padded(chosen: Tensor, experts: int, *, capacity: int) -> Order:
     return Order(counts, choices, choices // k, rows.clamp(min=0), _numbers(t, chosen) * k, filler, rows < 0)
 
 
-class _Sort(NamedTuple):
+class SortedChoices(NamedTuple):
     """All choices sorted by expert, dropped ones last, and how many each expert has."""
 
     choices: Tensor
+    """[t k] int64."""
+
     counts: Tensor
+    """[e] int64."""
 
 
-def _sort(chosen: Tensor, experts: int) -> _Sort:
+def sort_choices(chosen: Tensor, experts: int) -> SortedChoices:
+    """Choices [t, k] int64, -1 for a dropped one; nothing waits for a GPU."""
     flat = chosen.flatten()
     chosen_by, choices = torch.where(flat < 0, experts, flat).sort(stable=True)
     # Not torch.bincount: on a GPU it waits to know how many bins there are.
     ends = torch.searchsorted(chosen_by, _numbers(experts, chosen), right=True)
-    return _Sort(choices, ends.diff(prepend=ends.new_zeros(1)))
+    return SortedChoices(choices, ends.diff(prepend=ends.new_zeros(1)))
 
 
 def _numbers(count: int, like: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from megalith.kernels.permute import (
     order_choices,
     order_padded,
     permute,
+    sort_choices,
     sort_chunks,
     undone,
     unpermute,
@@ -107,7 +108,7 @@ def build_dispatcher(
     if both.size == 1:
         return Stay(num_experts, refusing, room)
     if name == "exchange":
-        return Exchange(num_experts, refusing, room, ep, etp, both)
+        return Exchange(num_experts, room, ep, etp, both)
     assert room is None, "a gather takes what tokens chose"
     return Gather(num_experts, ep, both)
 
@@ -167,7 +168,6 @@ class Exchange:
     """All-to-all: each row goes to the rank that has its expert; the ranks along etp then share what they received."""
 
     num_experts: int
-    refusing: bool
     room: Room | None
     ep: Group
     etp: Group
@@ -182,10 +182,13 @@ class Exchange:
         """Two messages each way and, unless every expert has room for as many rows, one with the counts; along etp, two
         gathers there and a sum back."""
         x = value_of(x)
-        order = order_of(choice, self.num_experts, self.refusing, self.room)
-        if self.room is None:
-            table = counts_of_all(order.counts, len(order.choices), self.ep, self.etp, self.both)
+        if self.room is None:  # how many rows there are is told with the counts, which a GPU is waited for anyway
+            sort = sort_choices(choice.experts, self.num_experts)
+            table = counts_of_all(sort.counts, choice.experts.numel(), self.ep, self.etp, self.both)
+            rows = sum(table[self.etp.rank][self.ep.rank])
+            order = order_choices(choice.experts, self.num_experts, num_rows=rows, sort=sort)
         else:  # all ranks have equally many tokens
+            order = order_padded(choice.experts, self.num_experts, capacity=self.room.of(len(x)))
             table = [[[self.room.of(len(x))] * self.num_experts] * self.ep.size] * self.etp.size
         way = Exchanged(self, order, plan_exchange(table, ep_rank=self.ep.rank, etp_rank=self.etp.rank))
         groups = Groups(way.plan.counts, equal=self.room is not None)

@@ -22,6 +22,7 @@ from megalith.kernels.grouped_linear import (
     reference_grouped_linear,
 )
 from megalith.kernels.rebuilt import Rebuilt
+from megalith.testing.inject import replaced
 from megalith.testing.tolerance import FP32, assert_equals
 
 UNEVEN = [3, 0, 5, 1, 0]
@@ -236,3 +237,19 @@ def test_no_memory_is_needed_on_meta() -> None:
         assert x.grad is not None
         assert w.grad is not None
         assert w.grad.shape == (10, 3)
+
+
+def test_a_loop_over_experts_waits_once_for_how_many_rows_each_has() -> None:
+    """In forward and backward together, where only the device knows."""
+    asked: list[Groups] = []
+
+    def on_host(self: Groups) -> tuple[int, ...]:
+        if self.counts is None:
+            asked.append(self)
+        return right(self)
+
+    right = Groups.on_host
+    x, w = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((6, 3), (4, 3)))
+    with replaced(Groups, "on_host", on_host):
+        grouped_linear(x, w, Groups(ends=torch.tensor([2, 6], dtype=torch.int32)), products=LOOP).sum().backward()
+    assert len(asked) == 1 and w.grad is not None

@@ -1,5 +1,7 @@
 """Tokens reach their experts and come back, however these lie on the ranks."""
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from megalith.kernels.routing import NOWHERE, Choice
 from megalith.parallel.expert import Room, build_dispatcher, counts_of_all
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 
 MODEL = ModelConfig(
@@ -122,3 +125,30 @@ def told(rank: int, world: int, order: str) -> object:
 def test_each_rank_finds_its_own_counts_at_its_own_place(order: str) -> None:
     for rank, (etp, ep, table) in enumerate(run_ranks(told, 4, order)):  # type: ignore[misc]
         assert table[etp][ep] == rank
+
+
+def waits(rank: int, world: int, refusing: bool) -> tuple[list[str], int]:
+    """What a host would have to wait for, had it a GPU, until its experts may begin."""
+    mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=world), MODEL, world), rank=rank)
+    dispatch = build_dispatcher("exchange", mesh, 4, refusing=refusing)
+    x, choice = made(rank, "one expert" if refusing else "anything")
+    asked: list[str] = []
+    with ExitStack() as stack:
+        for name in ("tolist", "__int__", "__bool__", "item"):
+            stack.enter_context(replaced(Tensor, name, noted(name, getattr(Tensor, name), asked)))
+        sent, _ = dispatch(x, choice).arrive()
+    return asked, len(value_of(sent.rows))
+
+
+def noted(name: str, method: Callable[..., object], asked: list[str]) -> Callable[..., object]:
+    def told(self: Tensor, *others: object) -> object:
+        asked.append(name)
+        return method(self, *others)
+
+    return told
+
+
+@pytest.mark.parametrize("refusing", [False, True])
+def test_a_host_waits_once_for_how_many_rows_go_where_whether_any_are_refused_or_not(refusing: bool) -> None:
+    for asked, rows in run_ranks(waits, 2, refusing):
+        assert asked == ["tolist"] and (rows in (0, 2 * T) if refusing else rows > 0)

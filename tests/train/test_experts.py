@@ -138,8 +138,8 @@ def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
         LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.0), 0.25),
     ]
     assert row_of_use(uses, [0.0, 0.1, 0.0, 0.0]) == {
-        "moe_batch_loss": 1.25, "moe_max_load": 3.0, "moe_entropy": 0.4056, "moe_idle_experts": 2, "moe_refused": round(2 / 18, 6),
-        "moe_bias_range": 0.25, "moe_layers_2_load": 3.0, "moe_mtp_0_layer_load": 1.0,
+        "moe_batch_loss": 1.25, "moe_max_load": 3.0, "moe_entropy": 0.4056, "moe_idle_experts": 2,
+        "moe_refused": round(2 / 18, 6), "moe_bias_range": 0.25, "moe_layers_2_load": 3.0, "moe_mtp_0_layer_load": 1.0,
     }  # fmt: skip
     assert row_of_use([], [0.0] * 4) == {}
     even = LayerUse("layers.0", (5.0,) * 8, 0.0, (0.0,) * 4, 0.0)
