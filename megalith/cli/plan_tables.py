@@ -112,6 +112,7 @@ def _expert_lines(layout: Explanation) -> Iterator[str]:
         f"Experts: {e.layers} layers with {e.experts}, {e.experts_here} of them on each rank; a token goes to "
         f"{e.top_k} and meets {_count(e.active)} parameters."
     )
+    yield f"Their router: {e.router}."
     yield (
         f"A rank holds up to {_count(e.parameters)} parameters of experts, {_gib(e.state)} GiB with gradients and "
         f"optimizer state."
@@ -122,6 +123,8 @@ def _expert_lines(layout: Explanation) -> Iterator[str]:
     )
     if e.exchanged:
         yield f"An exchange of rows, of 4 in each layer and microbatch, sends {_bytes(e.exchanged)} from each rank."
+    if e.gathered:
+        yield f"A gather of tokens, of 4 in each layer and microbatch, sends {_bytes(e.gathered)} from each rank."
 
 
 def _rhythm_lines(layout: Explanation) -> Iterator[str]:

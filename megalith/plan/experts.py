@@ -336,5 +336,35 @@ def _idle_notes(moe: MoEConfig) -> list[str]:
     ]
 
 
+# --- in words
+
+
+def router_text(moe: MoEConfig) -> str:
+    """How tokens choose experts, what balances these, and whom they refuse.
+
+    >>> router_text(MoEConfig(experts=8, ffn_hidden_size=4, balance=BalanceConfig(batch=0.01)))
+    'softmax scores in fp32, weights renormalised; balanced by balance.batch=0.01; nobody is refused'
+    """
+    router, capacity = moe.router, moe.capacity
+    how = [f"{router.score} scores in {'the dtype of the model' if router.dtype == 'model' else router.dtype}"]
+    how += [f"of the best {router.top_groups} of {router.groups} groups"] if router.groups is not None else []
+    how += ["weights renormalised" if router.renormalise else "weights as scored"]
+    how[-1] += f" times {router.scale:g}" if router.scale != 1.0 else ""
+    how += [f"{name}={value:g}" for name in ("jitter", "forced_bias") if (value := getattr(router, name)) > 0]
+    how += ["at random (forced_balance)"] if router.forced_balance else []
+    refused = "nobody is refused"
+    if capacity.factor is not None:
+        who = "those of least weight" if capacity.drop == "least" else "the last"
+        refused = f"each takes {capacity.factor:g} times its even share and refuses {who}"
+    return f"{', '.join(how)}; balanced by {', '.join(_balanced_by(moe)) or 'nothing'}; {refused}"
+
+
+def _balanced_by(moe: MoEConfig) -> list[str]:
+    losses = {name: getattr(moe.balance, name) for name in ("sequence", "batch", "global_batch")}
+    found = [f"balance.{name}={weight:g}" for name, weight in losses.items() if weight > 0]
+    found += [f"balance.{name}" for name in ("sinkhorn", "quantile") if getattr(moe.balance, name)]
+    return found + (["router.balancing_bias"] if moe.router.balancing_bias else [])
+
+
 def _null(value: int | None) -> str:
     return "null" if value is None else str(value)

@@ -11,6 +11,7 @@ from itertools import pairwise
 from megalith.config.model import ModelConfig
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.costs import WIDTHS, active_parameters, num_parameters
+from megalith.plan.experts import router_text
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.memory import mixture_of
 from megalith.plan.parameters import held_parameters, tensor_part
@@ -112,6 +113,9 @@ class ExpertsRow:
     """Of a layer on one rank, whole or a part of each."""
 
     top_k: int
+    router: str
+    """How tokens choose, in words."""
+
     active: int
     """Parameters that a token meets."""
 
@@ -129,6 +133,9 @@ class ExpertsRow:
 
     exchanged: int
     """Bytes that a rank sends in one exchange of rows, of four in each layer and microbatch; 0 without."""
+
+    gathered: int
+    """The same of one gather of tokens, or sum of answers, where these travel instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,19 +317,21 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
     held = [one for one in workload.parameters(most, 0) if one.grid == "expert"]
     part, numel = workload.expert_part(most, 0), sum(one.numel for one in held)
     one = mixture_of(workload, 0)
-    exchanges = run.parallel.dispatcher != "gather"
+    exchanges, others = run.parallel.dispatcher != "gather", part.ep * part.etp - 1
     row = one.features * WIDTHS[run.precision.params].value
     return ExpertsRow(
         layers=sum(model.has_experts(layer) for layer in range(model.num_layers)) + model.mtp.depths * _last_has(model),
         experts=model.moe.experts,
         experts_here=model.moe.experts // part.ep,
         top_k=model.moe.top_k,
+        router=router_text(model.moe),
         active=active_parameters(model),
         parameters=numel,
         state=state_bytes(workload, numel),
         rows=one.rows,
         crowded_rows=replace(one, crowded=True).rows,
         exchanged=one.tokens * one.moe.top_k * row * (part.ep - 1) // part.ep if exchanges else 0,
+        gathered=0 if exchanges else one.tokens * row * others,
     )
 
 

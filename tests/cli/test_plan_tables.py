@@ -67,6 +67,7 @@ def test_experts_of_a_rank_are_told_with_what_they_are_sent(capsys: pytest.Captu
     told = capsys.readouterr().out
     assert "expert grid  16 = etp 1 · ep 8 · edp 2 · pp 1" in told and "Both grids are of the same ranks; ep" in told
     assert "Experts: 16 layers with 64, 8 of them on each rank; a token goes to 8 and meets 1.282B parameters." in told
+    assert "Their router: softmax scores in fp32, weights as scored; balanced by balance.batch=0.01; nobody is" in told
     assert "A rank holds up to 805.3M parameters of experts, 9.00 GiB with gradients and optimizer state." in told
     assert "work on 32,768 rows if all are equally busy, on 262,144 if all tokens choose them." in told
     assert "An exchange of rows, of 4 in each layer and microbatch, sends 112 MiB from each rank." in told

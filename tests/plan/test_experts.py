@@ -8,7 +8,7 @@ import pytest
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.plan.experts import balance_notes, expert_layout_problems, moe_problems
+from megalith.plan.experts import balance_notes, expert_layout_problems, moe_problems, router_text
 from megalith.plan.network import network_problems
 
 GOOD = MoEConfig(experts=8, top_k=4, ffn_hidden_size=6, balance=BalanceConfig(batch=0.01))
@@ -144,3 +144,19 @@ def test_a_run_says_when_its_router_is_too_coarse() -> None:
     assert "logits of 32 experts" in note and "model.moe.router.dtype=fp32" in note
     assert balance_notes(replace(MODEL, moe=replace(coarse, experts=31))) == []
     assert balance_notes(replace(MODEL, moe=replace(coarse, router=RouterConfig()))) == []
+
+
+def test_a_router_is_told_in_words() -> None:
+    deepseek = RouterConfig(score="sigmoid", balancing_bias=True, groups=8, top_groups=4, scale=2.5)
+    moe = replace(GOOD, router=deepseek, balance=BalanceConfig(sequence=1e-4, z=0.1))
+    assert router_text(moe) == (
+        "sigmoid scores in fp32, of the best 4 of 8 groups, weights renormalised times 2.5; balanced by "
+        "balance.sequence=0.0001, router.balancing_bias; nobody is refused"
+    )
+    noisy = RouterConfig(jitter=0.01, forced_balance=True, renormalise=False, dtype="model")
+    moe = replace(GOOD, router=noisy, balance=BalanceConfig(), capacity=CapacityConfig(factor=1.25, drop="last"))
+    assert router_text(moe) == (
+        "softmax scores in the dtype of the model, weights as scored, jitter=0.01, at random (forced_balance); "
+        "balanced by nothing; each takes 1.25 times its even share and refuses the last"
+    )
+    assert "balanced by balance.quantile;" in router_text(replace(GOOD, balance=BalanceConfig(quantile=True)))

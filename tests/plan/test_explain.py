@@ -46,6 +46,10 @@ def test_experts_have_a_grid_of_their_own_over_the_same_ranks() -> None:
     assert e.state == e.parameters * (6 + 12 // 2)
     assert e.exchanged == 4096 * 8 * 63 // 64 * 7168 * 2
     assert (e.rows, e.crowded_rows) == (4096 * 8, 4096 * 64 * 4)
+    run = resolve("deepseek_v3")
+    gathers = replace(run, parallel=replace(run.parallel, dispatcher="gather"))
+    other = explain(plan_workload(gathers, 2048)).experts
+    assert other is not None and (other.exchanged, other.gathered) == (0, 4096 * 63 * 7168 * 2) and e.gathered == 0
 
 
 def test_groups_that_experts_are_divided_over_are_told() -> None:
