@@ -6,6 +6,7 @@ Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answe
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -45,7 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(f"megalith {__version__}")
         return 0
-    return _guarded(words[0], words[1:])
+    alone = argv is None and "RANK" not in os.environ  # of a job's worker, whoever started it hears how it ended
+    try:
+        return _guarded(words[0], words[1:], alone=alone)
+    finally:
+        if alone:
+            _end_at_next_interrupt()
 
 
 def run_command(name: str, argv: list[str]) -> int:
@@ -81,8 +87,9 @@ def _module(name: str) -> str:
     return f"megalith.cli.{name.replace('-', '_')}"
 
 
-def _guarded(name: str, argv: list[str]) -> int:
-    """Run a command; what a person can fix is one text on standard error, a fault keeps its traceback."""
+def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
+    """Run a command; what a person can fix is one text on standard error, a fault keeps its traceback. `alone`: the
+    process has nothing else to do."""
     try:
         if "RANK" in os.environ:  # one of many: a failure is told once, by whoever started them
             from megalith.parallel.launch import worker_main
@@ -98,6 +105,8 @@ def _guarded(name: str, argv: list[str]) -> int:
         print(f"megalith {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        if alone:
+            _end_at_next_interrupt()
         print(f"megalith {name}: interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
@@ -106,6 +115,12 @@ def _guarded(name: str, argv: list[str]) -> int:
         if isinstance(stop.__context__, BrokenPipeError):  # rich turns that into exit code 1
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _end_at_next_interrupt() -> None:
+    """The process is on its way out: one more Ctrl-C ends it there and then, and Python shows no traceback of what it
+    was tidying up."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _reader_left() -> int:

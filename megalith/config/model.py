@@ -214,6 +214,10 @@ class ModelConfig:
         """Whether the stage with the loss needs the embedding's table, too."""
         return self.tied_embeddings or self.mtp.depths > 0
 
+    def shares_places(self) -> bool:
+        """Whether the stage with the loss needs the table of learnt positions, too."""
+        return self.positions == "learned" and self.mtp.depths > 0
+
     def has_window(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
         attends = self.attention.window is not None and self.attention_part(layer) == "full"

@@ -71,14 +71,14 @@ class Decoder(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
         stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
-        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None,
+        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None, places: nn.Parameter | None = None,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
         dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
         """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
         which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding; `biased` and
-        `biases` say the same of the table of relative positions."""
+        `biases` say the same of the table of relative positions, and `places` is that of learnt ones."""
         super().__init__()
         region: Region = (
             SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
@@ -91,7 +91,7 @@ class Decoder(nn.Module):
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             self.entrance = Entrance(config, region, dtype=dtype)
-            tied = self.embed.weight
+            tied, places = self.embed.weight, self.entrance.places()
         needed = config.needs_biases(layers=len(self.stage.layers), loss=self.stage.loss)
         self.relative = RelativeBias(config, mesh, dtype=dtype, shared=biases) if needed else NoBias()
         self.layers = nn.ModuleList(
@@ -117,10 +117,12 @@ class Decoder(nn.Module):
                 config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
                 shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap), dispatcher=dispatcher,
+                places=places,
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         alone = (mesh.pp.rank,)
-        shared = {"embed.weight": tuple(table or alone)} if config.shares_table() else {}
+        ends = {"embed.weight": config.shares_table(), "positions.weight": config.shares_places()}
+        shared = {name: tuple(table or alone) for name, by_both in ends.items() if by_both}
         _note_places(self, alone, shared | {"relative.weight": tuple(biased or alone)})
 
     def forward(
@@ -213,10 +215,11 @@ def build_chunks(
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
         tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
         biases = next((c.relative.weight for c in chunks if isinstance(c.relative, RelativeBias)), None)
+        places = next((chunk.entrance.places() for chunk in chunks if chunk.stage.embedding), None)
         chunks.append(
             Decoder(
                 config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
-                biased=biased, biases=biases,
+                biased=biased, biases=biases, places=places,
                 context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
                 rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
             )

@@ -18,17 +18,25 @@ from megalith.plan.shards import whole
 class LearnedPositions(nn.Module):
     """Adds to each token the vector of its place in its document: x [t, h] -> [t, h], as the region has tokens.
 
-    The table [max_seq_len, h] is whole on every rank. Source: Radford et al. 2018; Gehring et al. 2017,
-    arXiv:1705.03122.
+    The table [max_seq_len, h] is whole on every rank. With `ahead`, what is read are embeddings of tokens so much
+    further on, whose places they get; where a document has none, and the table no such place, nothing is added.
+    Source: Radford et al. 2018; Gehring et al. 2017, arXiv:1705.03122.
     """
 
     weight: nn.Parameter
 
-    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, region: Region, *, dtype: torch.dtype, ahead: int = 0,
+        shared: nn.Parameter | None = None,
+    ) -> None:  # fmt: skip
+        """`shared`: the table, where this rank has it already."""
         super().__init__()
-        self.region = region
+        self.region, self.ahead = region, ahead
         shard = whole("positions.weight", (config.max_seq_len, config.hidden_size), invariant=region.invariant)
-        declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+        if shared is None:
+            declare(self, "weight", Declared(shard, Init(config.init_std)), dtype=dtype)
+        else:
+            self.register_parameter("weight", shared)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h].
@@ -42,24 +50,36 @@ class LearnedPositions(nn.Module):
                 f"a document of {tokens.max_kv} tokens with model.positions=learned, which knows {len(self.weight)} "
                 f"places. Use documents of at most {len(self.weight)} tokens, or set model.max_seq_len to as many."
             )
-        return x + embedding(self.region.mine(tokens.positions), self.weight)
+        places = tokens.positions + self.ahead if self.ahead else tokens.positions
+        return x + embedding(self.region.mine(places), self.weight)
 
 
 class Entrance(nn.Module):
     """From embeddings to the residual stream: x [t, h] -> [t, h], as the region has tokens."""
 
-    def __init__(self, config: ModelConfig, region: Region, *, dtype: torch.dtype, number: int = 0) -> None:
-        """`number`: what dropout knows it by, where a model has several."""
+    positions: LearnedPositions
+    """Only with learnt positions."""
+
+    def __init__(
+        self, config: ModelConfig, region: Region, *, dtype: torch.dtype, number: int = 0,
+        places: nn.Parameter | None = None,
+    ) -> None:  # fmt: skip
+        """`number`: how far ahead the tokens are whose embeddings it gets, and what dropout knows it by, where a model
+        has several; `places`: the table of learnt positions, where this rank has it already."""
         super().__init__()
         steps: list[Step] = []
         if config.embedding_scale != 1.0:
             steps.append(Scale(config.embedding_scale, dtype))
         if config.positions == "learned":
-            self.positions = LearnedPositions(config, region, dtype=dtype)
+            self.positions = LearnedPositions(config, region, dtype=dtype, ahead=number, shared=places)
             steps.append(self.positions)
         if config.fp32_residual:
             steps.append(Widened(stream_dtype(config, dtype)))
         self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, region))
+
+    def places(self) -> nn.Parameter | None:
+        """The table of learnt positions, if there is one."""
+        return self.positions.weight if hasattr(self, "positions") else None
 
     def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h] -> [t, h]."""

@@ -1,13 +1,14 @@
 """Multi-token prediction: layers after the last that learn to predict tokens further ahead than the next.
 
 Depth 1 reads the hidden states that the next token is predicted from and the embedding of that token, and predicts the
-token after it; each further depth reads what the one before it gives, and the token one further on. Table and head are
-the model's own. Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2; the embedding comes first in what is
-projected, as in the published weights, where the paper's equation 21 has it last.
+token after it; each further depth reads what the one before it gives, and the token one further on. Tables and head are
+the model's own, and so are positions: layers turn, or are biased, by the place of the token that predicts, while a
+learnt place is that of the token whose embedding it is added to. Source: DeepSeek-AI 2024, arXiv:2412.19437, section
+2.2; the embedding comes first in what is projected, as in the published weights, where the paper's equation 21 has it
+last.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,14 @@ class FurtherPrediction(nn.Module):
     def __init__(
         self, depth: int, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
         shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "exchange",
+        dispatcher: DispatcherName = "exchange", places: nn.Parameter | None = None,
     ) -> None:  # fmt: skip
-        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already;
-        `head`: the model's."""
+        """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already, and
+        `places` that of learnt positions; `head`: the model's."""
         super().__init__()
         name, h = f"mtp.{depth}", config.hidden_size
         self.embed = VocabEmbedding(table, region, dtype=dtype, tied=shared)
-        self.entrance = Entrance(replace(config, positions="none"), region, dtype=dtype, number=depth + 1)
+        self.entrance = Entrance(config, region, dtype=dtype, number=depth + 1, places=places)
         self.embed_norm, self.hidden_norm, self.norm = (
             build_norm(f"{name}.{word}", h, config, invariant=region.invariant, dtype=dtype)
             for word in ("embed_norm", "hidden_norm", "norm")
@@ -78,17 +79,17 @@ class FurtherPredictions(nn.Module):
     def __init__(
         self, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
         shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "exchange",
+        dispatcher: DispatcherName = "exchange", places: nn.Parameter | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.depths = nn.ModuleList()
         for depth in range(config.mtp.depths):
             made = FurtherPrediction(
                 depth, config, mesh, region, dtype=dtype, table=table, shared=shared, head=head, core=core,
-                recompute=recompute, dispatcher=dispatcher,
+                recompute=recompute, dispatcher=dispatcher, places=places,
             )  # fmt: skip
             self.depths.append(made)
-            shared = made.embed.weight
+            shared, places = made.embed.weight, made.entrance.places()
 
     def losses(self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens) -> Iterator[Tensor]:
         """The summed loss of every depth; further: (ids, labels), each [t], of as many depths, or of none, where only

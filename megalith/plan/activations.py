@@ -433,6 +433,8 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
     """One depth of multi-token prediction: a layer as the last one, and what lies before and after it."""
     last, width = setting.model.num_layers - 1, 2 * setting.own_tokens * setting.model.hidden_size
     yield from _lookup_rows(f"{region}.embed", setting.tokens)
+    if setting.model.positions == "learned":
+        yield from _lookup_rows(f"{region}.entrance.positions", setting.own_tokens)
     yield from _stream_norm_rows(setting, f"{region}.embed_norm")
     yield from _norm_rows(setting, f"{region}.hidden_norm")
     yield Row(f"{region}.project", "input", width, width * setting.element)

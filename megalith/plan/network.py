@@ -208,17 +208,6 @@ def distances_have_buckets(model: ModelConfig) -> str | None:
     )
 
 
-def further_predictions_know_places(model: ModelConfig) -> str | None:
-    """The table of learnt places is where the embedding is; depths that predict further ahead read embeddings, too."""
-    depths = model.mtp.depths
-    if depths <= 0 or model.positions != "learned":
-        return None
-    return (
-        f"model.mtp.depths={depths} with model.positions={model.positions}: the embeddings that further predictions "
-        f"read would know no place. Set model.positions=rope, or model.mtp.depths=0."
-    )
-
-
 def fraction_is_a_share(model: ModelConfig) -> str | None:
     """Some features turn, at most all."""
     if model.positions != "rope" or 0 < model.rope.fraction <= 1:
@@ -488,7 +477,6 @@ def _fraction(features: int, head: int) -> float:
 RULES: tuple[Rule, ...] = (
     heads_share_keys, head_size_is_known, whole_norms_are_rms, one_score_stands_for_no_token,
     latent_attention_has_no_options, latent_positions_turn,
-    further_predictions_know_places,
     distances_have_buckets,
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,

@@ -303,15 +303,15 @@ def held_parameters(
 ) -> list[HeldParameter]:  # fmt: skip
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
-    A tied head, and the table that further predictions read, are the embedding's parameter; on a stage without the
-    embedding it is a second copy of it. Every stage with layers has a copy of the table of relative positions, and the
-    one that takes a memory its norm.
+    A tied head, and the tables that further predictions read, are the embedding's parameters; on a stage without the
+    embedding they are second copies of them. Every stage with layers has a copy of the table of relative positions, and
+    the one that takes a memory its norm.
     experts: this rank's part of them; unset: all of them, each divided over tp.
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
     held = [table] if embedding else []
-    if embedding and model.positions == "learned":
+    if (embedding and model.positions == "learned") or (loss and model.shares_places()):
         held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
     if model.needs_biases(layers=len(layers), loss=loss):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))

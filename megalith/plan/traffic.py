@@ -467,6 +467,7 @@ def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         what = "activations onward" if direction == "forward" else "gradients back"
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
     yield from _tied_table(workload, pp_rank)
+    yield from _places(workload, pp_rank)
     yield from _biases(workload, pp_rank)
 
 
@@ -479,6 +480,16 @@ def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     others = len(holders) - 1
     nbytes = rows * run.model.hidden_size * WIDTHS[run.precision.params].sums // workload.shards
     yield _row("pp", "gradient of the tied table", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
+
+
+def _places(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """The gradient of learnt positions that the first and the last stage both hold, to each other holder."""
+    run, holders = workload.run, workload.table_holders
+    if not run.model.shares_places() or pp_rank not in holders:
+        return
+    numel, others = run.model.max_seq_len * run.model.hidden_size, len(holders) - 1
+    nbytes = numel * WIDTHS[run.precision.params].sums // workload.shards
+    yield _row("pp", "gradient of the positions", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
 
 
 def _biases(workload: Workload, pp_rank: int) -> Iterator[Traffic]:

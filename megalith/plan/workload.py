@@ -86,8 +86,13 @@ class Workload:
 
     def shared_tables(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several pipeline ranks hold, and those ranks."""
-        held = {"embed.weight": self.table_holders} if self.run.model.shares_table() else {}
-        return {name: ranks for name, ranks in (held | {"relative.weight": self.bias_holders}).items() if ranks[1:]}
+        model, ends = self.run.model, self.table_holders
+        held = {
+            "embed.weight": ends if model.shares_table() else (),
+            "positions.weight": ends if model.shares_places() else (),
+            "relative.weight": self.bias_holders,
+        }  # fmt: skip
+        return {name: ranks for name, ranks in held.items() if ranks[1:]}
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of one pipeline rank, by chunk number."""

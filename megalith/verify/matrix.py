@@ -417,12 +417,42 @@ def _variants() -> Iterator[Layout]:
         "heterogeneous, pp2 dp2 zb-h1, zero 2": (HETEROGENEOUS, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
     }  # fmt: skip
     yield from _entries("variants", ends)
+    yield from _further_places()
     yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
     again = Layout(
         area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,
         parallel=ParallelConfig(tp=2, sp=True),
     )  # fmt: skip
     yield again
+
+
+def _further_places() -> Iterator[Layout]:
+    """Layers that predict further ahead with positions of every kind; rows as long as learnt ones reach."""
+    further = FURTHER.mtp
+    learned = replace(VARIANTS["learned positions"], mtp=further, max_seq_len=12, tied_embeddings=False)
+    places, biased = (replace(VARIANTS[name], mtp=further) for name in ("gated", "relative"))
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig]] = {
+        "learned positions, tp2 sp, documents, full": (learned, ParallelConfig(tp=2, sp=True), FULL),
+        "learned positions, cp2, documents": (learned, ParallelConfig(cp=2), RecomputeConfig()),
+        "learned positions, cp2, each document sliced": (
+            learned, ParallelConfig(cp=2, context=_exchange("a2a", slicing="document")), RecomputeConfig(),
+        ),
+        "learned positions, pp2 dp2, zero 2": (learned, staged(2, dp=2, zero=2), RecomputeConfig()),
+        "learned positions, pp2 zb-v": (learned, staged(2, schedule="zb-v", vpp=2), RecomputeConfig()),
+        "learned positions, pp2 dp2, zero 3": (learned, staged(2, dp=2, zero=3), RecomputeConfig()),
+        "learned positions tied, dp2, zero 3": (
+            replace(learned, tied_embeddings=True), ParallelConfig(dp=2, zero=3), RecomputeConfig(),
+        ),
+        "places, tp2 cp2 sp, documents": (places, ParallelConfig(tp=2, cp=2, sp=True), RecomputeConfig()),
+        "relative, cp2 pp2": (biased, staged(2, cp=2), RecomputeConfig()),
+        "no positions, cp2 pp2": (replace(FURTHER, positions="none"), staged(2, cp=2), PARTS),
+    }  # fmt: skip
+    for name, (model, parallel, recompute) in rows.items():
+        yield Layout(
+            area="variants", name=f"further, {name}", model=model, parallel=parallel, recompute=recompute,
+            documents="document" in name, rows=2 if parallel.pp > 1 else 1, seq_len=12,
+            sample=name == "learned positions, pp2 zb-v",
+        )  # fmt: skip
 
 
 def _variants_and_others() -> Iterator[Layout]:

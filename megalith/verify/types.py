@@ -43,7 +43,7 @@ from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, 
 from megalith.nn.block import Layer
 from megalith.nn.lora import BelowAdapters, attach_adapters
 from megalith.nn.moe.experts import Experts
-from megalith.parallel import expert, transports
+from megalith.parallel import expert
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
@@ -148,8 +148,7 @@ def type_check(
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
     """
-    started, asked = time.perf_counter(), parallel.dispatcher
-    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
+    started = time.perf_counter()
     grid = model_grid(parallel, model, world)
     chosen = spots(grid, parallel, model) if ranks is None else spots_of(grid, parallel, model, ranks)
     found: dict[tuple[str, str], Problem] = {}
@@ -172,23 +171,19 @@ def type_check(
         parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
-        unseen=tuple(unseen(recompute, offload, model, dispatcher=asked)),
+        unseen=tuple(unseen(recompute, offload, model)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
-def unseen(
-    recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None, *,
-    dispatcher: str = "exchange",
-) -> list[str]:  # fmt: skip
+def unseen(recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None) -> list[str]:
     """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks for numbers."""
     planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
     found = {
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
         "recompute.check: compares bits, of which there are none here": recompute.check,
-        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher not in BUILT_IN,
         "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores instead": planned,
     }
     if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
@@ -395,7 +390,6 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
     (expert.Exchanging, "arrive"), (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
-    (transports.Reference, "__call__"), (transports.Referred, "back"),
 )  # fmt: skip
 """What happens on the experts' grid."""
 

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -139,3 +140,43 @@ def test_a_reader_that_left_before_the_first_line_is_no_failure(words: list[str]
     finally:
         os.close(writer)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+IMPATIENT = """
+import atexit, os, signal, sys, time
+from types import SimpleNamespace
+from megalith.cli import main as command
+
+def wait(argv):
+    print("ready", flush=True)
+    time.sleep(30)
+
+def tidy():
+    print("tidying", flush=True)
+    time.sleep(30)
+
+atexit.register(tidy)
+command.importlib = SimpleNamespace(import_module=lambda name: SimpleNamespace(main=wait))
+sys.argv = ["megalith", "chat"]
+sys.exit(command.main())
+"""
+
+
+def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "tidying\n"
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=20)
+    assert (process.returncode, error) == (-signal.SIGINT, "megalith chat: interrupted.\n")  # 130 in a shell
+
+
+def test_a_program_that_calls_a_command_keeps_its_own_way_with_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    planted(monkeypatch, lambda argv: 0)
+    assert main(["doctor"]) == 0 and signal.getsignal(signal.SIGINT) is before

@@ -87,6 +87,21 @@ def test_a_depth_is_the_formula_of_the_paper_with_the_embedding_first() -> None:
         assert_equals("loss", found, -scores[kept, their_labels[kept]].sum(), FP64)
 
 
+@pytest.mark.parametrize("positions", ["learned", "none", "relative"])
+def test_embeddings_of_later_tokens_have_their_own_places(positions: Any) -> None:
+    """In each document, and nothing where neither a document nor the table has such a place."""
+    made, (ids, labels, tokens) = model(replace(config(positions=positions), max_seq_len=5)), text()
+    for depth, (their_ids, _) in enumerate(further(ids, labels, 2)):
+        layer = made.further.depths[depth]
+        assert isinstance(layer, FurtherPrediction)
+        expected = made.embed.weight[their_ids]
+        if positions == "learned":
+            assert layer.entrance.places() is made.entrance.places()
+            table = torch.cat([made.entrance.positions.weight, torch.zeros(2, 12, dtype=torch.float64)])
+            expected = expected + table[tokens.positions + depth + 1]
+        assert_equals("embeddings", layer.entrance(layer.embed(their_ids), tokens), expected, EXACT)
+
+
 def test_the_loss_of_the_next_token_is_that_of_a_model_without_depths() -> None:
     ids, labels, tokens = text()
     plain = model(config(depths=0)).loss(ids, labels, tokens)
@@ -156,6 +171,14 @@ def test_depths_are_computed_again_as_layers_are(granularity: Any) -> None:
         found.append({name: part.grad for name, part in made.named_parameters() if part.grad is not None})
     assert_close(found[0], found[1], FP64)
     assert any(name.startswith("further.depths.1.layer") for name in found[0])
+
+
+@pytest.mark.parametrize("pipeline", [PipelineConfig(), PipelineConfig(schedule="zb-v", vpp=2)])
+def test_the_stage_with_the_loss_has_a_copy_of_learnt_positions(pipeline: PipelineConfig) -> None:
+    parallel, sizes = ParallelConfig(pp=2, pipeline=pipeline), replace(config(positions="learned"), num_layers=4)
+    chunks = torch.nn.ModuleList(build_chunks(sizes, mesh_on_paper(model_grid(parallel, sizes, 2), rank=0), parallel))
+    (shard,) = [d.shard for d, _, _ in declared_parameters(chunks) if d.shard.name == "positions.weight"]
+    assert shard.stages == ((0,) if pipeline.vpp == 2 else (0, 1))
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -183,6 +183,7 @@ KINDS = {
         MODEL, num_kv_heads=4, norm="layer", mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8)
     ),
     "mtp": replace(MODEL, mtp=MTPConfig(depths=2)),
+    "mtp, learned positions": replace(MODEL, positions="learned", mtp=MTPConfig(depths=2)),
     "wide stream": replace(MODEL, fp32_residual=True, mtp=MTPConfig(depths=1)),
     "wide stream, around": replace(MODEL, fp32_residual=True, norm="layer", norm_placement="around", block="parallel"),
     "both ways": replace(MODEL, attention=AttentionConfig(causal=False)),

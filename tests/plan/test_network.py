@@ -140,10 +140,6 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         rope(short_factors=(1.0,) * 3), "model.rope.short_factors=[1.0, 1.0, 1.0] with model.rope.scaling=none",
         "Set model.rope.scaling=longrope",
     ),
-    (
-        {"mtp": MTPConfig(depths=2), "positions": "learned"}, "model.mtp.depths=2 with model.positions=learned",
-        "Set model.positions=rope, or model.mtp.depths=0",
-    ),
     (rope(skip=(True, True)), "model.rope.skip=[true, true] leaves every layer", "Set model.positions=none"),
     (
         attention(window=8, window_layers=(False,)), "model.attention.window=8 with model.attention.window_layers=[fal",

@@ -240,6 +240,8 @@ FURTHER = [
     (2, DEPTHS | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"} | IN_A_V),
     (4, {"model.mtp.depths": "1", "parallel.pp": "2", "parallel.tp": "2", "parallel.sp": "true"}),  # few flags
     (2, DEPTHS | WIDE),
+    (2, DEPTHS | {"model.positions": "learned", "parallel.pp": "2"}),
+    (2, DEPTHS | {"model.positions": "relative", "parallel.cp": "2"}),
 ]
 
 

@@ -1,0 +1,118 @@
+"""Choices of experts of a whole step, whatever layout they were made under, and a rank's part of them under another.
+
+What routers write down is of one rank's own tokens and layers. Put in the order in which tokens were read, it is the
+same under every layout of the same global batch, and rollouts or runs with other layouts can give it, too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from megalith.data.loader import Batch
+from megalith.errors import DataError
+from megalith.kernels.replay import Routing
+from megalith.kernels.tokens import Tokens
+from megalith.parallel.group import gather_objects
+from megalith.parallel.mesh import Mesh
+from megalith.train.experts import routers_of
+
+Numbers = NDArray[np.int64]
+
+
+class Part(NamedTuple):
+    """What one rank knows of one layer and microbatch."""
+
+    layer: str
+    numbers: Numbers
+    """[n]: which tokens of the step, as it was read."""
+
+    experts: NDArray[np.int32]
+    """[n, k]."""
+
+
+def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dict[str, Tensor]:
+    """What was chosen in a step, by layer: int64 [tokens of the global batch, k], in the order in which they were read.
+
+    The same on every rank. Collective over the mesh, through the hosts: for tests, debugging and short rollouts.
+
+    Raises:
+        DataError: some microbatch of the step has not been recorded.
+    """
+    mine = list(_parts(routing, batches, mesh))
+    parts = [part for some in gather_objects(mine, mesh.world) if isinstance(some, list) for part in some]
+    size = len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens)
+    found: dict[str, NDArray[np.int64]] = {}
+    for layer, numbers, experts in parts:
+        found.setdefault(layer, np.full((size, experts.shape[1]), -1))[numbers] = experts
+    for layer, choices in found.items():
+        missing = int((choices[:, 0] < 0).sum())
+        if missing:
+            raise DataError(
+                f"{layer}: choices of {missing} of the step's {size} tokens were not recorded. Record every microbatch "
+                f"of the step on all ranks, and pass the same microbatches here."
+            )
+    return {layer: torch.from_numpy(found[layer]) for layer in sorted(found)}
+
+
+def routing_of(
+    whole: Mapping[str, Tensor], batches: Sequence[Batch], model: nn.Module, mesh: Mesh, *, sp: bool
+) -> Routing:
+    """This rank's part of the choices of a step, to be followed: of its layers and tokens, by microbatch.
+
+    whole: by layer, [tokens of the global batch, k], as `whole_routing` gives them. Padding goes to the first experts.
+
+    Raises:
+        DataError: a layer is missing, or the choices are those of another number of tokens.
+    """
+    choices = {}
+    for layer in (router.layer for router in routers_of(model)):
+        experts = _checked(whole, layer, len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens))
+        for number, batch in enumerate(batches):
+            count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
+            numbers = torch.from_numpy(_numbers(number, batch.tokens, count, mesh)).to(experts.device)
+            padding = torch.arange(experts.shape[1], device=experts.device)
+            choices[layer, number] = experts[numbers].where((numbers >= 0).unsqueeze(1), padding)
+    return Routing(choices, followed=True)
+
+
+def _parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[Part]:
+    """Without padding."""
+    for (layer, number), experts in routing.choices.items():
+        numbers = _numbers(number, batches[number].tokens, len(experts), mesh)
+        yield Part(layer, numbers[numbers >= 0], experts.cpu().numpy().astype(np.int32)[numbers >= 0])
+
+
+def _numbers(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
+    """Which tokens of the step my `count` of a microbatch are, -1 for padding: a step reads one microbatch of every
+    data-parallel rank after the other."""
+    context = tokens.context
+    read = np.arange(tokens.num_tokens) if context is None else context.slices.as_read(context.rank)
+    first = 0 if count == len(read) else mesh.tp.rank * count
+    mine = read[first : first + count]
+    start = (number * mesh.dp.size + mesh.dp.rank) * _tokens_read(tokens)
+    numbers: Numbers = np.where(mine >= 0, start + mine, -1)
+    return numbers
+
+
+def _tokens_read(tokens: Tokens) -> int:
+    """Of a microbatch, over the ranks that share it, before any padding that the layout needs."""
+    source = None if tokens.context is None else tokens.context.slices.source
+    return tokens.whole.num_tokens if source is None else int(np.count_nonzero(source >= 0))
+
+
+def _checked(whole: Mapping[str, Tensor], layer: str, tokens: int) -> Tensor:
+    if layer not in whole:
+        raise DataError(
+            f"{layer}: no choices to follow (there are: {', '.join(whole) or 'none'}). Pass those of a model with "
+            f"experts in the same layers."
+        )
+    if len(whole[layer]) != tokens:
+        raise DataError(
+            f"{layer}: choices of {len(whole[layer])} tokens for a step that reads {tokens}. Use those of the same "
+            f"train.global_batch_size and train.seq_len."
+        )
+    return whole[layer]

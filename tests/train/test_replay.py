@@ -1,0 +1,95 @@
+"""Choices of a whole step: the same whatever layout made them, and followed under any other."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.recompute import RecomputeConfig
+from megalith.errors import DataError
+from megalith.kernels.replay import Routing
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.train.build import build_trainer
+from megalith.train.experts import with_routing
+from megalith.train.replay import routing_of, whole_routing
+from megalith.verify.matrix import staged
+from megalith.verify.ranks import _loader, layout_case
+from megalith.verify.variants import BIASED_CHOICE, FURTHER_EXPERTS
+
+CPU = torch.device("cpu")
+Whole = dict[str, Tensor]
+
+
+def step_of(
+    rank: int, world: int, model: ModelConfig, parallel: ParallelConfig, documents: bool, given: Whole | None
+) -> tuple[Whole, list[float]]:
+    """A step's choices, and its losses; it follows those that are given."""
+    again = RecomputeConfig(granularity="full")
+    case = layout_case(model, parallel, world, micro_batch_size=2, seq_len=16, documents=documents)
+    run = replace(case.run, recompute=again)
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
+    trainer = build_trainer(run, mesh, CPU)
+    batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
+    routing = Routing()
+    if given is not None:
+        routing = routing_of(given, batches, trainer.staged.modules, mesh, sp=parallel.sp)
+    trainer.data.begin_step(len(batches))
+    losses = trainer.staged.forward_backward(with_routing(batches, routing), lambda found: sum(found))  # type: ignore[arg-type,return-value]  # of tensors
+    trainer.data.finish()
+    return whole_routing(routing, batches, mesh), losses.tolist()
+
+
+LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
+    "dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), False),
+    "tp2 sp ep2": (BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), False),
+    "cp2 ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2), True),
+    "pp2 vpp2": (BIASED_CHOICE, staged(2, vpp=2), False),
+    "cp2 tp2 sp ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2), True),
+    "further, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged(2, dp=2), ep=2), False),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pp2 vpp2", "cp2 tp2 sp ep2, documents")]
+
+
+@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 sp ep2", "cp2 ep2, documents", *SLOW, "further, pp2 dp2 ep2"])
+def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
+    model, parallel, documents = LAYOUTS[name]
+    world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+    alone, _ = step_of(0, 1, model, ParallelConfig(), documents, None)
+    assert all(len(experts) == 12 * 16 for experts in alone.values())
+    others = {layer: (experts + 1) % 6 for layer, experts in alone.items()}
+    _, followed = step_of(0, 1, model, ParallelConfig(), documents, others)
+    _, own = step_of(0, 1, model, ParallelConfig(), documents, alone)
+    assert abs(followed[0] - own[0]) > 1e-6
+    recorded = run_ranks(step_of, world, model, parallel, documents, None)
+    for choices, _ in recorded:
+        assert choices.keys() == alone.keys()
+        assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
+    found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
+    count = 1 + model.mtp.depths
+    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(count)]  # tp ranks tell all
+    assert totals == pytest.approx(followed[:count], rel=1e-12)
+    for choices, _ in found:
+        assert all(torch.equal(choices[layer], others[layer]) for layer in others)
+
+
+def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
+    case = layout_case(BIASED_CHOICE, ParallelConfig(), 1, micro_batch_size=6)
+    trainer = build_trainer(case.run, mesh_of_one(), CPU)
+    batches = _loader(case.run, trainer.mesh, consumed=0, steps=1).next().microbatches
+    model, mesh = trainer.staged.modules, trainer.mesh
+    some = {f"layers.{layer}": torch.zeros(12 * 12, 2, dtype=torch.int64) for layer in range(4)}
+    assert len(routing_of(some, batches, model, mesh, sp=False).choices) == 4 * 2
+    few = some | {"layers.2": torch.zeros(5, 2, dtype=torch.int64)}
+    with pytest.raises(DataError, match=r"layers\.2: choices of 5 tokens for a step that reads 144. Use those of the"):
+        routing_of(few, batches, model, mesh, sp=False)
+    few.pop("layers.2")
+    with pytest.raises(DataError, match=r"layers\.2: no choices to follow \(there are: layers\.0, layers\.1, layers"):
+        routing_of(few, batches, model, mesh, sp=False)
+    half = Routing({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
+    with pytest.raises(DataError, match=r"layers\.0: choices of 72 of the step's 144 tokens were not recorded. Record"):
+        whole_routing(half, batches, mesh)
