@@ -641,16 +641,42 @@ def _experts_fully_sharded() -> Mixed:
     }  # fmt: skip
 
 
+def _experts_in_pairs() -> Mixed:
+    """A forward and a backward computed together, under every schedule that has pairs."""
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]] = {
+        "biased choice, dp2 ep2, pairs, zero 1": (BIASED_CHOICE, ParallelConfig(dp=2, zero=1), 1, NO),
+        "noisy, cp2 ep2, pairs, the mixture again": (NOISY, ParallelConfig(cp=2), 1, MIXTURE),
+        "narrow, tp2 dp2 sp ep2 etp2, pairs": (NARROW, ParallelConfig(tp=2, dp=2, sp=True), 1, NO),
+        "narrow, pp2 dp2 ep2, pairs": (NARROW, staged(2, dp=2), 1, NO),
+        "narrow, tp2 pp2 sp ep2 etp1, pairs": (NARROW, replace(staged(2, tp=2, sp=True), etp=1), 2, NO),
+        "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2": (
+            BIASED_CHOICE, staged(2, dp=2, vpp=2, zero=2), 1, MIXTURE,
+        ),
+        "further experts, pp2 dp2 ep2 dualpipe-v, pairs, zero 1": (
+            FURTHER_EXPERTS, staged(2, dp=2, zero=1, schedule="dualpipe-v", vpp=2), 1, FULL,
+        ),
+        "clamped, pp2 dp4 ep2, pairs, zero 2 in two replicas": (
+            CLAMPED, replace(staged(2, dp=4, zero=2), replicas=2), 1, NO,
+        ),
+    }  # fmt: skip
+    return {
+        name: (model, replace(parallel, ep=2, overlap_experts=True), rows, again)
+        for name, (model, parallel, rows, again) in layouts.items()
+    }
+
+
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
     again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. Packed
     documents do not meet experts that refuse those of least weight: first tokens of documents weigh exactly alike, and
     rounding would decide who has the last seat."""
-    rows = {**_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded()}
+    rows = {
+        **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
+    }  # fmt: skip
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
         "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
-        "biased choice, pp2 dp2 ep2 zb-h1, zero 2",
+        "biased choice, pp2 dp2 ep2 zb-h1, zero 2", "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
     }  # fmt: skip
     for name, (model, parallel, microbatch, recompute) in rows.items():
         yield Layout(
