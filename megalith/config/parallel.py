@@ -7,7 +7,8 @@ from megalith.config.context import ContextConfig
 from megalith.config.pipeline import PipelineConfig
 
 RingProductsName = Literal["auto", "messages", "fused"]
-DispatcherName = Literal["exchange", "gather"]
+DispatcherName = str
+"""exchange, gather, reference, or what an installed package calls its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class ParallelConfig:
 
     dispatcher: DispatcherName = "exchange"
     """How tokens reach the ranks with their experts: each its own (exchange, an all-to-all), or all tokens every rank
-    (gather)."""
+    (gather); a plain way that proves others (reference); or one that an installed package brings, by its name."""
 
     overlap_experts: bool = False
     """Compute the forward of one microbatch together with the backward of another, each while the tokens of the other

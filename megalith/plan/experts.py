@@ -8,6 +8,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, MoEConfig, has_balance_losses
 from megalith.config.parallel import ParallelConfig
 from megalith.plan.grid import Grid, dense_grid, divisors, expert_grid, expert_problems, stage_problems
+from megalith.plan.transports import transport_problems
 
 Rule = Callable[[MoEConfig], str | None]
 
@@ -220,7 +221,7 @@ def expert_layout_problems(model: ModelConfig, parallel: ParallelConfig, world: 
         return problems
     grid = expert_grid(world=world, etp=etp, ep=p.ep, pp=p.pp, order=p.order)
     checks = [_experts_divide(moe, p.ep), _experts_have_features(moe, etp), _biases_are_whole(moe, etp)]
-    checks += [_filler_is_sent(moe, p)]
+    checks += [_filler_is_sent(moe, p), *transport_problems(p.dispatcher)]
     checks += [_replicas_divide(p, grid)] if p.replicas > 1 else []
     checks += [_tokens_are_divided(p)] if trains else []
     problems = [text for text in checks if text is not None]
@@ -271,8 +272,8 @@ def _filler_is_sent(moe: MoEConfig, p: ParallelConfig) -> str | None:
     if not moe.capacity.pad or p.dispatcher == "exchange":
         return None
     return (
-        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: ranks that get all tokens compute what "
-        f"chose their experts, and no filler. Set parallel.dispatcher=exchange, or model.moe.capacity.pad=false."
+        f"parallel.dispatcher={p.dispatcher} with model.moe.capacity.pad=true: only an exchange sends filler to "
+        f"experts that too few chose. Set parallel.dispatcher=exchange, or model.moe.capacity.pad=false."
     )
 
 

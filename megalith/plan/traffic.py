@@ -310,8 +310,8 @@ def _expert_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         return
     passes = _mixtures(workload, pp_rank)
     if grid.size("ep") * grid.size("etp") > 1:
-        by_exchange = run.parallel.dispatcher == "exchange"
-        yield from (_exchange_rows if by_exchange else _gather_rows)(workload, model.moe, passes)
+        gathers = run.parallel.dispatcher == "gather"  # any other is taken for an exchange
+        yield from (_gather_rows if gathers else _exchange_rows)(workload, model.moe, passes)
     yield from _choices_together(workload, model.moe, passes)
     if model.moe.router.balancing_bias and passes.all:
         ranks = workload.dp * run.parallel.cp * run.parallel.tp

@@ -43,7 +43,7 @@ from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, 
 from megalith.nn.block import Layer
 from megalith.nn.lora import BelowAdapters, attach_adapters
 from megalith.nn.moe.experts import Experts
-from megalith.parallel import expert
+from megalith.parallel import expert, transports
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
@@ -52,6 +52,7 @@ from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
 from megalith.plan.stages import Stage, plan_stages, stages_of_rank
+from megalith.plan.transports import BUILT_IN
 from megalith.testing.inject import replaced
 from megalith.train.loss import share_of_means
 from megalith.verify.faults import fault_named, planted
@@ -148,7 +149,8 @@ def type_check(
     Raises:
         PlanError: the degrees do not multiply to the world size, or a rank is not in it.
     """
-    started = time.perf_counter()
+    started, asked = time.perf_counter(), parallel.dispatcher
+    parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
     grid = model_grid(parallel, model, world)
     chosen = spots(grid, parallel, model) if ranks is None else spots_of(grid, parallel, model, ranks)
     found: dict[tuple[str, str], Problem] = {}
@@ -171,13 +173,16 @@ def type_check(
         parameters=len(names),
         collectives={_in_our_words(name, grid): number for name, number in sorted(counts.items())},
         problems=tuple(found.values()),
-        unseen=tuple(unseen(recompute, offload, model)),
+        unseen=tuple(unseen(recompute, offload, model, dispatcher=asked)),
         seconds=time.perf_counter() - started,
         peak_gib=_peak_gib(),
     )
 
 
-def unseen(recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None) -> list[str]:
+def unseen(
+    recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig | None = None, *,
+    dispatcher: str = "exchange",
+) -> list[str]:  # fmt: skip
     """What of these settings has no types: it moves or compares bytes, and sums nothing; or asks for numbers."""
     planned = model is not None and model.moe is not None and model.moe.balance.sinkhorn
     found = {
@@ -390,6 +395,7 @@ def experts_on_their_grid(grid: Grid) -> Iterator[None]:
 EXPERT_WORK: tuple[tuple[type, str], ...] = (
     (expert.Stay, "__call__"), (expert.Exchange, "__call__"), (expert.Gather, "__call__"), (Experts, "forward"),
     (expert.Exchanging, "arrive"), (expert.Stayed, "back"), (expert.Exchanged, "back"), (expert.Gathered, "back"),
+    (transports.Reference, "__call__"), (transports.Referred, "back"),
 )  # fmt: skip
 """What happens on the experts' grid."""
 

@@ -99,6 +99,7 @@ def test_what_nobody_would_read_is_told(changed: dict[str, Any], text: str) -> N
             replace(GOOD, capacity=CapacityConfig(factor=1.0, pad=True)),
             "parallel.dispatcher=gather with model.moe.capacity.pad=true",
         ),
+        (ParallelConfig(ep=2, dispatcher="gathr"), 2, GOOD, "parallel.dispatcher=gathr is no way for tokens to reach"),
         (ParallelConfig(ep=2, zero=1, replicas=2), 6, GOOD, "parallel.replicas=2 does not divide the 3 ranks"),
         (ParallelConfig(tp=2, sp=True, pp=2, etp=1, order="pp-tp-cp-ep-dp"), 4, GOOD, None),
     ],

@@ -491,6 +491,12 @@ def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
     assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,)).unseen == ()
 
 
+def test_an_exchange_is_typed_in_the_place_of_what_another_package_brings() -> None:
+    report = type_check(NARROW, ParallelConfig(dp=2, ep=2, dispatcher="fast"), world=2, ranks=(0,))
+    assert report.ok
+    assert report.unseen == ("parallel.dispatcher=fast: is of another package; an exchange instead",)
+
+
 def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
     full, away = RecomputeConfig(granularity="full"), OffloadConfig(layers=1)
     with planted("second_sum_removed"):

@@ -16,9 +16,10 @@ from megalith.nn.mlp import build_mlp
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Router
 from megalith.parallel.autograd import Meanwhile
-from megalith.parallel.expert import Room, build_dispatcher, calling
+from megalith.parallel.expert import Room, calling
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Declared, Init, Region, WholeLinear
+from megalith.parallel.transports import build_transport
 from megalith.plan.shards import whole
 
 
@@ -42,7 +43,7 @@ class MoE(nn.Module):
         those of the others are never kept; `around_shared`: what runs them."""
         super().__init__()
         self.router = Router(name, config, moe, mesh, region, dtype=dtype, number=number)
-        build = partial(build_dispatcher, dispatcher, mesh, moe.experts)
+        build = partial(build_transport, dispatcher, mesh, moe.experts)
         self.dispatch = build()
         self.dispatch_within_capacity = build(refusing=moe.capacity.factor is not None, room=room_of(moe, mesh))
         self.experts = Experts(f"{name}.experts", config, moe, mesh, dtype=dtype)

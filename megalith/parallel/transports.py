@@ -1,0 +1,149 @@
+"""Other ways for tokens to reach their experts: the seam for packages that bring one, and a plain one to prove it.
+
+The plain one knows all ranks that hold experts as one group. A row goes to each of the ranks that have a part of its
+expert, and each sends its part of the answer back to where the row came from, so that nothing is left to do along etp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalith.config.parallel import DispatcherName
+from megalith.errors import ConfigError
+from megalith.kernels.grouped_linear import Groups
+from megalith.kernels.permute import Order, expert_major, order_choices, permute, sort_chunks, undone, unpermute
+from megalith.kernels.permute import weights_of_rows as weights_of
+from megalith.kernels.rebuilt import Input, value_of
+from megalith.kernels.routing import NOWHERE, Choice
+from megalith.parallel.autograd import all_to_all, gathered_again
+from megalith.parallel.expert import Arrived, Dispatcher, Leaving, Room, Sent, build_dispatcher, on_host
+from megalith.parallel.group import Group
+from megalith.parallel.mesh import Mesh
+from megalith.plan.transports import BUILT_IN, installed_transports
+
+
+class Transport(Protocol):
+    """Makes a dispatcher; what an entry point of the group `megalith.transports` is."""
+
+    def __call__(self, *, num_experts: int, ep: Group, etp: Group, both: Group, refusing: bool) -> Dispatcher:
+        """For layers of so many experts, in order: rank r along `ep` has the r-th part of them, and ranks along `etp` a
+        part of each. `both`: the ranks that together hold every expert once; there are several.
+
+        `refusing`: choices may be -1, of experts that took no more.
+        """
+
+
+def build_transport(
+    name: DispatcherName, mesh: Mesh, num_experts: int, *, refusing: bool = False, room: Room | None = None
+) -> Dispatcher:
+    """The dispatcher of that name, of this library or of another package: see `build_dispatcher`.
+
+    Raises:
+        ConfigError: the package that brings it cannot be loaded.
+    """
+    ep, etp, both = mesh.over("ep"), mesh.over("etp"), mesh.over("ep", "etp")
+    if both.size == 1 or name in ("exchange", "gather"):
+        return build_dispatcher(name, mesh, num_experts, refusing=refusing, room=room)
+    assert room is None, "only an exchange sends filler: plan/experts.py refuses others"
+    make = Reference if name in BUILT_IN else load_transport(name)
+    return make(num_experts=num_experts, ep=ep, etp=etp, both=both, refusing=refusing)
+
+
+def load_transport(name: str) -> Transport:
+    """What a package brings under that name.
+
+    Raises:
+        ConfigError: it is not there, or its code does not load.
+    """
+    point = installed_transports().get(name)
+    if point is None:
+        raise ConfigError(f"parallel.dispatcher={name}: no installed package brings it. Use one of {BUILT_IN}.")
+    try:
+        made: Transport = point.load()
+    except Exception as error:  # a stranger's code may fail in any way, and this names it
+        raise ConfigError(
+            f"parallel.dispatcher={name}: {point.value} does not load ({type(error).__name__}: {error}). Install what "
+            f"it needs, or set parallel.dispatcher=exchange."
+        ) from error
+    return made
+
+
+# --- the plain one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference:
+    """One all-to-all over all ranks that hold experts, with a copy of each row for every rank along etp.
+
+    It moves etp times what an exchange does, along ep too; so it is for proofs.
+    """
+
+    num_experts: int
+    ep: Group
+    etp: Group
+    both: Group
+    refusing: bool
+
+    def __call__(self, x: Input, choice: Choice) -> Leaving:
+        """A message with counts, one with rows, and one with their weights."""
+        x = value_of(x)
+        each, ranks, me = self.num_experts // self.ep.size, self.both.size, self.both.rank
+        places = self.places(choice.experts, each)
+        known = None if self.refusing and not x.is_meta else places.numel()
+        order = order_choices(places, ranks * each, num_rows=known)
+        sent = self._counts(order)
+        own = slice(me * each, (me + 1) * each)
+        chunks = [count for row in sent for count in row[own]]
+        way = Referred(
+            self.both, order, chunks, expert_major(ranks=ranks, experts=each),
+            [sum(sent[me][rank * each : (rank + 1) * each]) for rank in range(ranks)],
+            [sum(row[own]) for row in sent],
+        )  # fmt: skip
+        copies = choice.weights.repeat_interleave(self.etp.size, dim=1)
+        counts = tuple(sum(chunks[expert::each]) for expert in range(each))
+        return Arrived(Sent(way.there(permute(x, order)), way.there(weights_of(copies, order)), Groups(counts)), way)
+
+    def places(self, experts: Tensor, each: int) -> Tensor:
+        """Where choices [t, k] go: [t, k etp], which of `each` experts on which member of the group, in one number."""
+        steps = [group.ranks[1] - group.ranks[0] if group.size > 1 else 0 for group in (self.ep, self.etp)]
+        along_ep, along_etp = (1, self.ep.size) if 0 < steps[0] < steps[1] else (self.etp.size, 1)
+        copies = torch.arange(self.etp.size, device=experts.device) * along_etp * each
+        first = experts // each * along_ep * each + experts % each
+        spread = (first.unsqueeze(2) + copies).flatten(1)
+        return torch.where(experts.repeat_interleave(self.etp.size, dim=1) >= 0, spread, NOWHERE)
+
+    def _counts(self, order: Order) -> list[Sequence[int]]:
+        """By the rank that sends: how many rows for each expert of each member, on the host."""
+        if order.counts.is_meta:
+            return [on_host(order.counts, len(order.choices))] * self.both.size
+        found: list[Sequence[int]] = gathered_again(order.counts, self.both).view(self.both.size, -1).tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Referred:
+    """The way back of a `Reference`."""
+
+    both: Group
+    order: Order
+    chunks: list[int]
+    """Rows as they came: by the rank that sent them, by expert."""
+
+    sorting: list[int]
+    """The order of chunks in which experts have theirs together."""
+
+    sent: list[int]
+    received: list[int]
+
+    def there(self, rows: Tensor) -> Tensor:
+        """Rows as `order` has them -> those of my experts, expert after expert."""
+        rows = all_to_all(rows, self.both, send=self.sent, receive=self.received)
+        return sort_chunks(rows, self.chunks, self.sorting)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """The other way round; a token's answers, and the parts of each, are one sum."""
+        rows = sort_chunks(rows, *undone(self.chunks, self.sorting))
+        return unpermute(all_to_all(rows, self.both, send=self.received, receive=self.sent), self.order)

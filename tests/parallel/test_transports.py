@@ -1,0 +1,101 @@
+"""The plain transport gives what the others give, and a package's own is called by its name."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import ConfigError
+from megalith.kernels.rebuilt import value_of
+from megalith.kernels.routing import Choice
+from megalith.parallel.expert import Stay
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.parallel.transports import build_transport, load_transport
+from megalith.plan.transports import GROUP
+from megalith.testing.ranks import run_ranks
+from tests.parallel.test_expert import MODEL, answer, made
+
+KINDS = ("anything", "one expert", "nothing from the first")
+
+CODE = """
+from megalith.parallel.transports import Reference
+
+calls = []
+
+def build(**given):
+    calls.append(sorted(given))
+    return Reference(**given)
+"""
+
+
+def there_and_back(
+    rank: int, world: int, ep: int, etp: int, name: str, kind: str, order: str, folder: str | None
+) -> tuple[Tensor, ...]:
+    if folder is not None:
+        sys.path.insert(0, folder)
+    mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=ep, etp=etp, order=order), MODEL, world), rank=rank)
+    x, choice = made(rank, kind)
+    choice = Choice(choice.experts, choice.weights.requires_grad_())
+    x.requires_grad_()
+    sent, way = build_transport(name, mesh, 4, refusing=True)(x, choice).arrive()
+    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    y = way.back(answer(value_of(sent.rows), sent.weights, expert, (mesh.over("etp").rank + 1) / (etp * (etp + 1) / 2)))
+    y.square().sum().backward()
+    assert x.grad is not None and choice.weights.grad is not None
+    if folder is not None:
+        from fast_wires import calls  # type: ignore[import-not-found]  # written by the test
+
+        assert calls == [["both", "ep", "etp", "num_experts", "refusing"]]
+        sys.path.remove(folder)
+        del sys.modules["fast_wires"]
+    return y.detach(), x.grad, choice.weights.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("ep", "etp", "order"), [(2, 1, ""), (1, 2, ""), (2, 2, ""), (2, 2, "ep before tp"), (4, 1, "")]
+)
+def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(ep: int, etp: int, order: str, kind: str) -> None:
+    order = "ep-tp-cp-dp-pp" if order else ParallelConfig().order
+    found = {
+        name: run_ranks(there_and_back, ep * etp, ep, etp, name, kind, order, None)
+        for name in ("reference", "exchange", "gather")
+    }
+    for other in ("exchange", "gather"):
+        for mine, theirs in zip(found["reference"], found[other], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package with a transport that works, and one whose code lacks something."""
+    info = tmp_path / "fast_wires-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-wires\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nfast = fast_wires:build\nbroken = no_such_wires:build\n")
+    (tmp_path / "fast_wires.py").write_text(CODE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_transport_that_a_package_brings_is_built_and_used(package: Path) -> None:
+    order = ParallelConfig().order
+    plain = run_ranks(there_and_back, 2, 2, 1, "exchange", "anything", order, None)
+    own = run_ranks(there_and_back, 2, 2, 1, "fast", "anything", order, str(package))
+    for mine, theirs in zip(own, plain, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
+
+
+def test_code_that_does_not_load_is_named(package: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no_such_wires:build does not load \(ModuleNotFoundError: No module named"):
+        load_transport("broken")
+    with pytest.raises(ConfigError, match="parallel.dispatcher=slow: no installed package brings it. Use one of"):
+        load_transport("slow")
+
+
+def test_where_one_rank_has_all_experts_nothing_travels() -> None:
+    assert isinstance(build_transport("reference", mesh_of_one(), 4), Stay)
