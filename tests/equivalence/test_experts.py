@@ -13,7 +13,7 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, MoEConfig, RouterConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -178,6 +178,23 @@ def test_evaluation_touches_no_record_and_no_bias() -> None:
     trainer.staged.forward(loader.next().microbatches)
     after = [[r.balance.record.counts, r.balance.record.losses, r.moved] for r in routers]  # type: ignore[union-attr]  # as before
     assert all(torch.equal(a, b) for old, new in zip(kept, after, strict=True) for a, b in zip(old, new, strict=True))  # type: ignore[arg-type]  # tensors
+
+
+def test_evaluation_refuses_nobody_and_adds_no_noise_and_no_loss_of_balance() -> None:
+    """Experts with hardly any room, noise and heavy losses judge text as those without do."""
+    assert NARROW.moe is not None
+    plain = replace(NARROW.moe, capacity=CapacityConfig(), balance=BalanceConfig())
+    narrow = replace(
+        plain, capacity=CapacityConfig(factor=0.2), balance=BalanceConfig(batch=9.0, z=9.0),
+        router=RouterConfig(jitter=0.5),
+    )  # fmt: skip
+    found = []
+    for moe in (plain, narrow):
+        trainer = build_trainer(case_of(replace(NARROW, moe=moe), ONE).run, mesh_of_one(), CPU)
+        batches = _loader(trainer.run, trainer.mesh, consumed=0, steps=1).next().microbatches
+        held_out = [replace(batch, tokens=replace(batch.tokens, dropout=None)) for batch in batches]  # as they are read
+        found.append(trainer.staged.forward(held_out))
+    assert torch.equal(found[0], found[1]) and bool(found[0].any())
 
 
 def losses_of(trainers: list[Trainer], steps: int) -> list[list[float]]:

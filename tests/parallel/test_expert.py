@@ -81,6 +81,27 @@ def test_every_token_gets_the_answers_of_its_experts(ep: int, etp: int, name: Di
     assert sum(rows for *_, rows in results) == chosen * etp, "every rank along etp has every row of its experts"
 
 
+def with_few_tokens(rank: int, world: int, ep: int, etp: int, counts: list[int]) -> tuple[Tensor, Tensor]:
+    """As where text is written: each rank has tokens of its own, some of them none."""
+    mesh = build_mesh(model_grid(ParallelConfig(dp=world, ep=ep, etp=etp), MODEL, world), rank=rank)
+    x, choice = (part[: counts[rank]] for part in (made(rank, "anything")[0], made(rank, "anything")[1].experts))
+    weights = made(rank, "anything")[1].weights[: counts[rank]].requires_grad_()
+    sent, way = build_dispatcher("exchange", mesh, 4)(x, Choice(choice, weights)).arrive()
+    mine = mesh.over("ep").rank * (4 // ep) + torch.arange(4 // ep)
+    expert = mine.repeat_interleave(torch.tensor(sent.groups.on_host()))
+    y = way.back(answer(value_of(sent.rows), sent.weights, expert, 1 / etp))
+    y.sum().backward()
+    assert weights.grad is not None and weights.grad.shape == (counts[rank], K)
+    factors = (choice + 1) * weights.detach()
+    return y.detach(), x * factors.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize(("ep", "etp", "counts"), [(2, 1, [0, 3]), (2, 1, [0, 0]), (2, 2, [2, 0, 5, 0])])
+def test_ranks_with_fewer_tokens_or_none_at_all_enter_every_exchange(ep: int, etp: int, counts: list[int]) -> None:
+    for rank, (y, expected) in enumerate(run_ranks(with_few_tokens, ep * etp, ep, etp, counts)):
+        assert y.shape == (counts[rank], H) and torch.allclose(y, expected, rtol=1e-14)
+
+
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (2, 2)])
 def test_filler_travels_without_counts_and_comes_to_nothing(ep: int, etp: int) -> None:
     room = Room(factor=3.1, top_k=K, experts=4, sharing=1)
