@@ -8,8 +8,12 @@ import mmap
 import os
 import shutil
 import sys
+import warnings
 from pathlib import Path
 from typing import BinaryIO
+
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What fsync answers where a file system has no such thing; some mounts have it for files and not for folders."""
 
 _MADV_POPULATE_READ = 22
 """Of Linux' mman.h; Python has no name for it."""
@@ -43,22 +47,41 @@ def begin_sync(file: BinaryIO, start: int, nbytes: int) -> None:
 def sync_written(path: Path) -> None:
     """Return when everything written to a file, by whomever, is on the disk."""
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        _sync(file.fileno(), path)
 
 
 def sync_file(file: BinaryIO) -> None:
     """Return when everything written to `file` is on the disk."""
     file.flush()
-    os.fsync(file.fileno())
+    _sync(file.fileno(), Path(file.name))
 
 
 def sync_folder(folder: Path) -> None:
     """Return when the names in `folder` are on the disk: a rename is safe only after this."""
     handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        _sync(handle, folder)
     finally:
         os.close(handle)
+
+
+def _sync(handle: int, path: Path) -> None:
+    """Wait for the disk. A file system that cannot be asked is told about, once; whatever a disk refuses is an error.
+
+    Raises:
+        OSError: something written is not on the disk.
+    """
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in CANNOT_SYNC:
+            raise
+        place = next(folder for folder in (path.absolute(), *path.absolute().parents) if os.path.ismount(folder))
+        warnings.warn(
+            f"{place}: this file system cannot be asked to write to its disk what it was given ({error.strerror}). "
+            f"After a power cut, files there may be incomplete: check them, or use another place.",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
 
 
 def write_new(path: Path, data: bytes) -> None:

@@ -1,8 +1,11 @@
 """Writes are new, whole or not at all."""
 
+import errno
 import mmap
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,3 +129,40 @@ def test_removing_a_tree_spares_what_links_point_to(tmp_path: Path) -> None:
 
 def test_free_space_is_that_of_the_folder(tmp_path: Path) -> None:
     assert 0 < storage.free_nbytes(tmp_path) < 2**60
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_cannot_be_asked_to_sync_is_told_about(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(os.path, "ismount", lambda folder: folder == tmp_path)
+    calls: list[Callable[[], None]] = [
+        partial(storage.write_new, tmp_path / "a", b"x"), partial(storage.sync_written, tmp_path / "a"),
+        partial(storage.sync_folder, tmp_path), partial(storage.replace_file, tmp_path / "a", b"y"),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.warns(RuntimeWarning) as told:
+            call()
+        assert {str(one.message) for one in told} == {
+            f"{tmp_path}: this file system cannot be asked to write to its disk what it was given "
+            f"({os.strerror(number)}). After a power cut, files there may be incomplete: check them, or use another "
+            f"place."
+        }
+    assert storage.read_bytes(tmp_path / "a") == b"y"
+
+
+def test_what_a_disk_refuses_is_never_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage.write_new(tmp_path / "a", b"x")
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.sync_written(tmp_path / "a")
+    with pytest.raises(OSError, match="Input/output error"):
+        storage.sync_folder(tmp_path)

@@ -82,12 +82,12 @@ def main(argv: list[str]) -> int:
     import torch  # help should not have to wait for it
 
     from megalith.models.convert import convert, plan_moves
-    from megalith.models.hf import check_absent
+    from megalith.models.staging import check_target
     from megalith.posttrain.export import plan_peft, write_peft
     from megalith.posttrain.upcycle import told_origins
 
     target = Path(options.target)
-    check_absent(target)
+    check_target(target)
     source, to = open_source(options)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":

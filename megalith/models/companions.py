@@ -4,6 +4,7 @@ A run on conversations decides two things that no file of its base says: the cha
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 from megalith import storage
@@ -22,7 +23,7 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
     Raises:
         DataError: the tokenizer that the model was trained with is gone, or the template.
     """
-    files = {name: storage.read_bytes(file) for name, file in source.companions().items()}
+    files = {name: _intact(file) for name, file in source.companions().items()}
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
     tokenizer = build_tokenizer(source.tokenizer)
@@ -35,6 +36,24 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
     generation = json.loads(files[GENERATION]) if GENERATION in files else _plain(token_ids)
     files[GENERATION] = _document(generation | {"eos_token_id": _with_ends(generation.get("eos_token_id"), ends)})
     return files
+
+
+def _intact(file: Path) -> bytes:
+    """What a file holds.
+
+    Raises:
+        DataError: its name promises JSON, and it is none: whoever reads the copy would stumble over it.
+    """
+    contents = storage.read_bytes(file)
+    if file.suffix == ".json":
+        try:
+            found = json.loads(contents)
+        except ValueError as error:
+            raise DataError(f"{file}: not JSON ({error}). Copy it again, or remove it to go without it.") from error
+        if not isinstance(found, dict) or (file.name == "tokenizer.json" and not isinstance(found.get("model"), dict)):
+            part = "an object" if not isinstance(found, dict) else 'a "model" in it'
+            raise DataError(f"{file}: expected {part}, found {str(found)!r:.40}. Copy it again, or remove it.")
+    return contents
 
 
 def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:

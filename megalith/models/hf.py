@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
@@ -66,6 +65,7 @@ from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
+from megalith.models.staging import staging_of
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import Unsaid
 from megalith.plan.shards import Box, Shard, intersect
@@ -480,8 +480,7 @@ def write_folder(
     of_model = [one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)]
     widest = max(of_model, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
-    staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    check_absent(path)
+    staging = staging_of(path)
     try:
         storage.make_folder(staging)
         require_room(staging, sum(planned.nbytes for file in files for _, planned in file))
@@ -499,16 +498,6 @@ def write_folder(
     finally:
         storage.remove_tree(staging)
     return total
-
-
-def check_absent(path: Path) -> None:
-    """Refuse to write where something is already.
-
-    Raises:
-        CheckpointError: the path exists.
-    """
-    if path.exists():
-        raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
 
 
 def require_room(folder: Path, nbytes: int) -> None:

@@ -1,6 +1,5 @@
 """Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few parameters at a time."""
 
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,9 +19,10 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.errors import CheckpointError
 from megalith.models.decoder import Decoder, declared_parameters
-from megalith.models.hf import Weights, check_absent, require_room
+from megalith.models.hf import Weights, require_room
 from megalith.models.jobs import batches, done_in_order
 from megalith.models.names import dtype_to_write
+from megalith.models.staging import staging_of
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Box, Shard
 
@@ -68,8 +68,7 @@ def write_release(
     Raises:
         CheckpointError: the path exists, or the disk refused something.
     """
-    check_absent(path)
-    work = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    work = staging_of(path)
     staging = work / f"{folder_name(0)}.tmp"
     content = [(one, dtype_to_write(one.name, weights.dtype(one.name), dtype)) for one in parameters(model)]
     nbytes = sum(map(_nbytes, content))

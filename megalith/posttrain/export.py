@@ -1,7 +1,6 @@
 """Adapters for others: a folder that the `peft` library loads."""
 
 import json
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,9 @@ from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
 from megalith.models.companions import carried
-from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, check_absent, family_for
+from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, family_for
 from megalith.models.pretrained import Pretrained
+from megalith.models.staging import staging_of
 
 TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
 """Architectures of which PEFT 0.21, under transformers 5, takes the MLP of every layer for experts: it would load
@@ -64,7 +64,6 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     weights = source.weights
     carried_along = carried(source, {}, theirs=True) if source.tuning() else {}
     assert isinstance(weights, AdaptedWeights)
-    check_absent(path)
     kept, rank = dtype or torch.float32, weights.adapters.lora.rank
     plan = []
     for part in parts:
@@ -72,7 +71,7 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
             Planned(part.key("A"), kept, (rank, part.shape[1])),
             Planned(part.key("B"), kept, (part.shape[0], rank)),
         ]
-    staging = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
+    staging = staging_of(path)
     try:
         storage.make_folder(staging)
         write_file(staging / ADAPTER_WEIGHTS, plan, _tensors(parts, weights.adapters, kept), {"format": "pt"})

@@ -16,7 +16,7 @@ from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import DataError
 from megalith.models.companions import carried, own_template
-from megalith.models.convert import convert
+from megalith.models.convert import Kind, convert
 from megalith.models.pretrained import Pretrained, locate, open_pretrained
 from megalith.parallel.mesh import mesh_of_one
 from megalith.testing.tiny import tiny_run
@@ -182,3 +182,25 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(tmp_path: Path, 
     raw = json.loads((tmp_path / "peft/adapter_config.json").read_text())
     assert raw["base_model_name_or_path"] == str(tmp_path / "release")
     assert opened(tmp_path / "peft").stop_ids() == {7, 8} and "LICENSE" in opened(tmp_path / "peft").companions()
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "told"),
+    [
+        ("tokenizer.json", b'{"model": {', "tokenizer.json: not JSON"),
+        ("tokenizer.json", b'{"version": "1.0"}', 'tokenizer.json: expected a "model" in it, found'),
+        ("tokenizer_config.json", b"\xff\xfe", "tokenizer_config.json: not JSON"),
+        ("generation_config.json", b"[]", "generation_config.json: expected an object, found"),
+    ],
+)
+def test_a_broken_file_is_not_passed_on(
+    name: str, contents: bytes, told: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "base", tiny.config())
+    (tmp_path / "base" / name).write_bytes(contents)
+    kinds: tuple[Kind, ...] = ("huggingface", "megalith")
+    for to in kinds:
+        with pytest.raises(DataError) as refused:
+            convert(open_pretrained(tmp_path / "base"), tmp_path / "x", to)
+        assert told in str(refused.value) and "Copy it again, or remove it" in str(refused.value)
+    assert not (tmp_path / "x").exists()

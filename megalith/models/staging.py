@@ -1,0 +1,85 @@
+"""Where a folder of weights is written until it is whole: beside its place, under a name that says by whom."""
+
+import logging
+import os
+import re
+import secrets
+import socket
+from pathlib import Path
+
+from megalith import storage
+from megalith.errors import CheckpointError
+
+INSIDES = ("manifest.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+"""Files of which a folder of weights has one."""
+
+log = logging.getLogger(__name__)
+
+
+def staging_of(path: Path) -> Path:
+    """A folder to write in, still to be made; renaming it to `path` is the last step.
+
+    What an earlier attempt left there is removed, if nobody can be at work in it any more, and told if that is unknown.
+
+    Raises:
+        CheckpointError: see `check_target`.
+    """
+    check_target(path)
+    for folder, over in leftovers(path):
+        if over:
+            storage.remove_tree(folder)
+            log.warning("%s: removed, left by a conversion that was killed", folder)
+        else:
+            log.warning("%s: another conversion to %s works there, or was killed. Remove it if none does", folder, path)
+    return path.with_name(f".{path.name}.tmp-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def check_target(path: Path) -> None:
+    """Refuse to write where something is already, or inside of other weights.
+
+    Raises:
+        CheckpointError: the path exists, or a folder above it is a checkpoint or a model.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
+    for folder in path.absolute().parents:
+        if any((folder / name).is_file() for name in INSIDES):
+            raise CheckpointError(
+                f"{path} would lie inside {folder}, which is a checkpoint or a model itself: whoever checks, copies or "
+                f"removes that would meet it. Choose a target outside of it."
+            )
+        if folder.name == "checkpoints" and (folder.parent / "config.yaml").is_file():
+            raise CheckpointError(
+                f"{path} would lie among the checkpoints of the run {folder.parent}, which takes them for its own. "
+                f"Choose a target outside of {folder}."
+            )
+
+
+def leftovers(path: Path) -> list[tuple[Path, bool]]:
+    """Folders that conversions to `path` began and did not end, and whether it is known that nobody goes on."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.tmp-(?:(?P<machine>.+)-(?P<process>\d+)-)?[0-9a-f]{{8}}")
+    found = []
+    for name in storage.list_names(path.parent):
+        match = pattern.fullmatch(name)
+        if match is not None:
+            mine = match["machine"] == _machine()
+            found.append((path.with_name(name), mine and not _at_work(int(match["process"]))))
+    return found
+
+
+def _machine() -> str:
+    """This machine's name, as a part of a file's."""
+    return re.sub(r"[^\w.]", "_", socket.gethostname()) or "unknown"
+
+
+def _at_work(process: int) -> bool:
+    """Whether another process of this machine has that number."""
+    if process == os.getpid():  # an earlier process whose number we have now
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True

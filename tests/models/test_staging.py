@@ -1,0 +1,103 @@
+"""Where weights are written: never over or inside of others, and what a killed conversion left is not left for ever."""
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megalith.errors import CheckpointError
+from megalith.models import staging
+from megalith.models.hf import write_folder
+from megalith.models.release import write_release
+from megalith.models.staging import check_target, leftovers, staging_of
+
+GONE = 2**22 + 1  # above the highest number that Linux gives a process
+
+
+def left(path: Path, machine: str, process: int) -> Path:
+    """What a conversion to `path` left."""
+    folder = path.with_name(f".{path.name}.tmp-{machine}-{process}-0123abcd")
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"half")
+    return folder
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr("socket.gethostname", lambda: "node-7.rack 3")
+    return "node_7.rack_3"
+
+
+def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
+    first, second = staging_of(tmp_path / "x"), staging_of(tmp_path / "x")
+    assert first.parent == tmp_path and first != second and not first.exists()
+    assert first.name.startswith(f".x.tmp-{here}-{os.getpid()}-")
+    first.mkdir()
+    assert leftovers(tmp_path / "x") == [(first, True)]
+
+
+def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
+    tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    old, other = left(tmp_path / "x", here, GONE), left(tmp_path / "xy", here, GONE)
+    with caplog.at_level(logging.WARNING):
+        staging_of(tmp_path / "x")
+    assert not old.exists() and other.exists()
+    assert f"{old}: removed, left by a conversion that was killed" in caplog.text and "xy" not in caplog.text
+
+
+@pytest.mark.parametrize(("machine", "process"), [("node_8", GONE), ("", os.getppid())])
+def test_what_somebody_may_be_at_work_in_is_told_and_stays(
+    machine: str, process: int, tmp_path: Path, here: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = left(tmp_path / "x", machine or here, process)
+    with caplog.at_level(logging.WARNING):
+        staging_of(tmp_path / "x")
+    assert (folder / "model.safetensors").read_bytes() == b"half"
+    assert f"{folder}: another conversion to {tmp_path / 'x'} works there, or was killed. Remove it" in caplog.text
+
+
+def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> None:
+    folder = tmp_path / ".x.tmp-0123abcd"
+    folder.mkdir()
+    (tmp_path / ".x.tmp-notes").mkdir()
+    assert leftovers(tmp_path / "x") == [(folder, False)]
+
+
+def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists already and is left as it is. Choose another target, or remove"):
+        check_target(tmp_path)
+
+
+@pytest.mark.parametrize("name", staging.INSIDES)
+def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / name).touch()
+    for inside in ("x", "deep/er/x"):
+        with pytest.raises(CheckpointError, match="would lie inside .*model, which is a checkpoint or a model itself"):
+            check_target(tmp_path / "model" / inside)
+    check_target(tmp_path / "x")
+
+
+def test_nothing_is_written_among_the_checkpoints_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").touch()
+    with pytest.raises(CheckpointError, match="among the checkpoints of the run .*run, which takes them for its own"):
+        check_target(tmp_path / "run" / "checkpoints" / "step_0000100")
+    check_target(tmp_path / "run" / "as_hf")  # a folder of the user's, beside them
+
+
+def test_both_kinds_of_folder_are_begun_so(tmp_path: Path, tiny: SimpleNamespace, here: str) -> None:
+    model = tiny.folder(tmp_path / "model", tiny.config())
+    weights = tiny.InMemory(tiny.tensors(model))
+    begun: dict[str, Callable[..., int]] = {"a": write_folder, "b": partial(write_release, config_text="")}
+    for name, write in begun.items():
+        with pytest.raises(CheckpointError, match="would lie inside"):
+            write(tmp_path / "model" / "x", tiny.config(), weights)
+        folder = left(tmp_path / name, here, GONE)
+        write(tmp_path / name, tiny.config(), weights)
+        assert not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
