@@ -64,6 +64,9 @@ class ConvertOptions:
     """Where the factor goes that experts need to answer together what the dense MLP did: into all their matrices, or
     into the last alone, which is exact for any activation."""
 
+    upcycle_seed: int = 0
+    """What decides the first weights of routers, and of what else no dense model has."""
+
     workers: int = 2
     """Threads that read, hash and write at the same time. What they write does not depend on it; where tensors are cast
     or turned, each holds one."""
@@ -134,7 +137,8 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
             )
         source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
     if options.upcycle is not None:
-        source = upcycle(source, load_yaml(options.upcycle, MoEConfig), scale=options.upcycle_scale)
+        moe, seed = load_yaml(options.upcycle, MoEConfig), options.upcycle_seed
+        source = upcycle(source, moe, scale=options.upcycle_scale, seed=seed)
     return source, to
 
 
@@ -147,11 +151,13 @@ def option_problems(options: ConvertOptions) -> list[str]:
         problems.append(f"--workers={options.workers} must be at least 1. Use 2, or as many as there are cores.")
     if options.vocab_multiple is not None and options.vocab_multiple < 1:
         problems.append(f"--vocab-multiple={options.vocab_multiple} must be at least 1. Use 64.")
-    if options.upcycle is None and options.upcycle_scale != "spread":
-        problems.append(
-            f"--upcycle-scale={options.upcycle_scale} without --upcycle: nothing is upcycled. Set --upcycle to a YAML "
-            f"file with the settings of model.moe, or remove it."
-        )
+    given = {"scale": (options.upcycle_scale, "spread"), "seed": (options.upcycle_seed, 0)}
+    problems += [
+        f"--upcycle-{name}={value} without --upcycle: nothing is upcycled. Set --upcycle to a YAML file with the "
+        f"settings of model.moe, or remove it."
+        for name, (value, usual) in given.items()
+        if options.upcycle is None and value != usual
+    ]
     if options.upcycle is not None and options.to == "peft":
         problems.append(f"--upcycle={options.upcycle} with --to=peft: adapters have no experts. Use --to megalith.")
     return problems

@@ -4,6 +4,7 @@ Source: Komatsuzaki et al. 2022, arXiv:2212.05055; experts that are a part of an
 arXiv:2410.07524.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
@@ -133,7 +134,7 @@ def expected_weight(moe: MoEConfig) -> float:
     """What the weights of a token's experts add up to, on average, while the router has learnt nothing."""
     if moe.router.renormalise:
         return moe.router.scale
-    each = 1 / moe.experts if moe.router.score == "softmax" else 0.5
+    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.log(2) ** 0.5}[moe.router.score]
     return moe.top_k * each * moe.router.scale
 
 

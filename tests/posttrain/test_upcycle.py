@@ -15,12 +15,13 @@ from megalith.cli.main import main
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
-from megalith.models.pretrained import open_pretrained
+from megalith.models.pretrained import Pretrained, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
@@ -58,16 +59,23 @@ def dense(path: Path, **changes: Any) -> Path:
     return next(path.glob("step_*"))
 
 
-def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
-    """Of the model in a folder, or of the mixture that is made of it; in float64, of the fp32 weights."""
-    source = open_pretrained(path)
-    source = source if moe is None else upcycle(source, moe, **options)
+def loaded(source: Pretrained) -> Decoder:
+    """In float64, of the fp32 weights."""
     model = Decoder(source.model, mesh_of_one(), dtype=torch.float64)
     allocate(model, CPU)
     with torch.no_grad():
         for entry in entries_of(model):
             values = source.weights.read(entry.shard.name, entry.shard.box, torch.float32)
             entry.tensor.copy_(values.reshape(entry.tensor.shape))
+    return model
+
+
+def logits(path: Path, moe: MoEConfig | None = None, **options: Any) -> Tensor:
+    """Of the model in a folder, or of the mixture that is made of it; in float64, of the fp32 weights."""
+    source = open_pretrained(path)
+    source = source if moe is None else upcycle(source, moe, **options)
+    model = loaded(source)
+    with torch.no_grad():
         return model.head.logits(model(IDS, tokens_of_lengths([9, 14])))
 
 
@@ -115,10 +123,11 @@ def test_scores_that_are_not_renormalised_are_made_up_for_on_average(tmp_path: P
     path = dense(tmp_path, init_overrides=(("*.router", 0.0),))  # a router that knows nothing is the average
     bare = replace(WHOLE, router=RouterConfig(renormalise=False))
     single = replace(WHOLE, router=RouterConfig(score="sigmoid", renormalise=False, scale=3.0))
+    root = replace(WHOLE, router=RouterConfig(score="sqrt_softplus", renormalise=False))
     assert (expected_weight(bare), expected_weight(single)) == (0.5, 3.0)
     assert factors_of(DENSE, bare, 1, "spread").down == pytest.approx(2 ** (1 / 3))
     assert factors_of(replace(DENSE, gated=False, activation="gelu"), bare, 1, "spread").up == pytest.approx(2**0.5)
-    for moe in (bare, single):
+    for moe in (bare, single, root):
         assert off(logits(path), logits(path, moe, scale="down")) < 1e-6
 
 
@@ -135,6 +144,40 @@ def test_an_expert_is_a_run_of_inner_features_and_its_router_repeats(tmp_path: P
     assert torch.equal(made.read("layers.1.moe.router", ((3, 5), (4, 9)), torch.float32), router[3:5, 4:9])
     assert not torch.equal(made.read("layers.0.moe.router", ((0, 6), (0, 12)), torch.float32), router)
     assert part_of("down_bias", ((0, 12),), part=1, width=10) == ((0, 12),)
+
+
+def losses_of_depths(path: Path, moe: MoEConfig | None = None) -> Tensor:
+    """Of the model's own prediction and of one a token further ahead, in float64."""
+    source = open_pretrained(path)
+    source = source if moe is None else upcycle(source, moe)
+    model = loaded(source)
+    ids, labels = IDS, IDS.roll(-1)
+    with torch.no_grad():
+        found = model.losses(ids, labels, tokens_of_lengths([23]), further=((ids.roll(-1), labels.roll(-1)),))
+    return torch.stack([loss.sum() for loss in found])
+
+
+@pytest.mark.parametrize("layers", [(), (True, True, False)])
+def test_layers_that_predict_further_ahead_become_what_the_last_layer_does(
+    layers: tuple[bool, ...], tmp_path: Path
+) -> None:
+    path, moe = dense(tmp_path, mtp=MTPConfig(depths=1)), replace(WHOLE, layers=layers)
+    expected, found = losses_of_depths(path), losses_of_depths(path, moe)
+    assert len(found) == 2 and bool(found.all()) and off(expected, found) < 1e-6
+    made = upcycle(open_pretrained(path), moe)
+    names = {one.shard.name for one, _, _ in declared_parameters(Decoder(made.model, mesh_of_one()))}
+    assert ("mtp.0.layer.moe.experts.down" in names) == (not layers)
+
+
+def test_a_seed_decides_the_first_weights_of_routers_alone(tmp_path: Path) -> None:
+    source = open_pretrained(dense(tmp_path))
+    first, second = (upcycle(source, WHOLE, seed=seed).weights for seed in (0, 1))
+
+    def differ(name: str, *shape: int) -> bool:
+        box = tuple((0, size) for size in shape)
+        return not torch.equal(*(weights.read(name, box, torch.float32) for weights in (first, second)))
+
+    assert differ("layers.0.moe.router", 4, 12) and not differ("layers.0.moe.experts.down", 4, 12, 20)
 
 
 def test_the_command_writes_a_checkpoint_that_a_run_begins_with(
@@ -200,6 +243,8 @@ def test_options_of_upcycling_belong_together(tmp_path: Path, capsys: pytest.Cap
     path = str(dense(tmp_path))
     assert main(["convert", path, str(tmp_path / "x"), "--upcycle-scale", "down"]) != 0
     assert "--upcycle-scale=down without --upcycle: nothing is upcycled. Set" in capsys.readouterr().err
+    assert main(["convert", path, str(tmp_path / "x"), "--upcycle-seed", "3"]) != 0
+    assert "--upcycle-seed=3 without --upcycle: nothing is upcycled. Set" in capsys.readouterr().err
     assert main(["convert", path, str(tmp_path / "x"), "--upcycle", "moe.yaml", "--to", "peft"]) != 0
     assert "--upcycle=moe.yaml with --to=peft: adapters have no experts. Use" in capsys.readouterr().err
     assert main(["convert", path, str(tmp_path / "x"), "--upcycle", str(tmp_path / "none.yaml")]) != 0
