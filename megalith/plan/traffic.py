@@ -349,9 +349,8 @@ def _mixtures(workload: Workload, pp_rank: int) -> _Mixtures:
 
 
 def _reads_answers(model: ModelConfig) -> bool:
-    """Whether something in a mixture reads what it has summed up, or comes after it."""
-    moe = model.moe
-    return moe is not None and (moe.latent_size is not None or moe.shared_ffn_hidden_size is not None)
+    """Whether something in a mixture reads what it has summed up; shared experts are done before."""
+    return model.moe is not None and model.moe.latent_size is not None
 
 
 def own_tokens(workload: Workload) -> int:
