@@ -1,0 +1,703 @@
+"""The matrix of layouts that must equal one process: every axis, every kind of every axis, and the axes together.
+
+The tests of layouts and `megalith verify --all` prove the same rows. Sizes are no powers of two where that is possible.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Literal
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.dropout import DropoutConfig
+from megalith.config.lora import LoraConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import DispatcherName, ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.verify.ranks import LayoutCase, layout_case
+from megalith.verify.variants import (
+    BIASED_CHOICE,
+    BOTH_WAYS,
+    CHUNKED,
+    CLAMPED,
+    FURTHER,
+    FURTHER_EXPERTS,
+    HETEROGENEOUS,
+    LATENT,
+    NARROW,
+    NOISY,
+    OFFSET,
+    PLANNED,
+    RELATIVE,
+    VARIANTS,
+)
+
+Area = Literal[
+    "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
+    "adapters", "experts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One row: a tiny model, and how its ranks divide the work."""
+
+    area: Area
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    rows: int = 1
+    """Of a microbatch, of the 12 of a step."""
+
+    seq_len: int = 12
+    documents: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    lora: LoraConfig | None = None
+    sample: bool = False
+    """One of the few that together have everything once, on at most four processes: in `make test`, and in
+    `megalith verify --all --sample`."""
+
+    @property
+    def world(self) -> int:
+        """Its processes."""
+        p = self.parallel
+        return p.tp * p.cp * p.pp * (p.dp or 1)
+
+    def case(self) -> LayoutCase:
+        """What is run in float64."""
+        case = layout_case(
+            self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
+            documents=self.documents,
+        )  # fmt: skip
+        base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
+        run = replace(case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base)
+        return replace(case, run=run)
+
+
+def tiny(
+    *, num_heads: int = 4, num_kv_heads: int = 4, num_layers: int = 2, tied: bool = False, bias: bool = False
+) -> ModelConfig:
+    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
+    return ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
+        output_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
+
+
+TIED, BIASED = tiny(tied=True), tiny(bias=True)
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads they have two query heads and one
+FOUR = tiny(num_kv_heads=2, num_layers=4)
+FOUR_TIED = replace(FOUR, tied_embeddings=True)
+THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
+
+
+def staged(
+    pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
+    **pipeline: object,
+) -> ParallelConfig:  # fmt: skip
+    """A layout with a pipeline; what is left over are its settings."""
+    settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
+    return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
+
+
+def row_of(parallel: ParallelConfig) -> int:
+    """Tokens of a row that the ranks can share."""
+    parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
+    return -(-12 // parts) * parts if parallel.cp > 1 else 12
+
+
+Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
+"""What a row is but for its name; with the rows of a microbatch, if not 1: of the 12 rows of a step."""
+
+
+def _entries(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
+    """The rows of a table by name; `sample` names those in the sample."""
+    for name, entry in layouts.items():
+        model, parallel = entry[:2]
+        yield Layout(
+            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
+            seq_len=row_of(parallel), sample=name in sample,
+        )  # fmt: skip
+
+
+def _tensor_and_data() -> Iterator[Layout]:
+    sample = {
+        "dp3 tied", "tp3", "tp2 sp", "tp3 sp tied, rings", "tp4 sp, 2 key/value heads, biases",
+        "tp2 dp2 sp tied, dp inside", "tp2 sp, fused rings",
+    }  # fmt: skip
+    layouts: dict[str, Entry] = {
+        "dp2": (tiny(), ParallelConfig(dp=2)),
+        "dp2 without overlap": (tiny(), ParallelConfig(dp=2, overlap=False)),
+        "dp3 tied": (TIED, ParallelConfig(dp=3)),
+        "dp4": (tiny(), ParallelConfig(dp=4)),
+        "tp2": (BIASED, ParallelConfig(tp=2)),
+        "tp2 tied": (TIED, ParallelConfig(tp=2)),
+        "tp3": (tiny(), ParallelConfig(tp=3)),
+        "tp4": (tiny(), ParallelConfig(tp=4)),
+        "tp2 sp": (BIASED, ParallelConfig(tp=2, sp=True)),
+        "tp3 sp tied": (TIED, ParallelConfig(tp=3, sp=True)),
+        "tp4, 2 key/value heads": (SHARED, ParallelConfig(tp=4)),
+        "tp4 sp, 2 key/value heads, biases": (
+            tiny(num_heads=8, num_kv_heads=2, bias=True), ParallelConfig(tp=4, sp=True),
+        ),
+        "tp2 sp, rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True)),
+        "tp2 sp, fused rings": (BIASED, ParallelConfig(tp=2, sp=True, rings=True, ring_products="fused")),
+        "tp3 sp tied, rings": (TIED, ParallelConfig(tp=3, sp=True, rings=True)),
+        "tp4 dp2 sp, rings, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, rings=True)),
+        "tp2 dp2 sp": (tiny(), ParallelConfig(tp=2, dp=2, sp=True)),
+        "tp2 dp2 sp tied, dp inside": (TIED, ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")),
+        "tp2 pp2 dp2, pp before dp": (FOUR, replace(staged(2, tp=2, dp=2), order="tp-cp-ep-pp-dp")),
+        "cp2 pp2 dp2, pp before all": (FOUR, replace(staged(2, cp=2, dp=2), order="pp-dp-cp-tp-ep")),
+        "tp3 dp2": (BIASED, ParallelConfig(tp=3, dp=2)),
+        "tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True)),
+    }  # fmt: skip
+    yield from _entries("tensor and data", layouts, sample=sample)
+    for rows in (1, 2, 3):
+        yield Layout(
+            area="tensor and data", name=f"tp2 dp2 sp, {rows} rows at once", model=tiny(), rows=rows,
+            parallel=ParallelConfig(tp=2, dp=2, sp=True), sample=rows == 2,
+        )  # fmt: skip
+
+
+def _divided_state() -> Iterator[Layout]:
+    sample = {"zero 2 dp2 tied, without overlap", "zero 1 dp3 tied", "zero 2 dp4 in two replicas", "zero 1 tp2 dp2 sp"}
+    layouts: dict[str, Entry] = {
+        "zero 1 dp2": (tiny(), ParallelConfig(dp=2, zero=1)),
+        "zero 2 dp2 tied, without overlap": (TIED, ParallelConfig(dp=2, zero=2, overlap=False)),
+        "zero 1 dp3 tied": (TIED, ParallelConfig(dp=3, zero=1)),
+        "zero 2 dp4": (BIASED, ParallelConfig(dp=4, zero=2)),
+        "zero 1 dp4 in two replicas": (tiny(), ParallelConfig(dp=4, zero=1, replicas=2)),
+        "zero 2 dp4 in two replicas": (TIED, ParallelConfig(dp=4, zero=2, replicas=2)),
+        "zero 1 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=1)),
+        "zero 2 tp2 dp2": (TIED, ParallelConfig(tp=2, dp=2, zero=2)),
+        "zero 1 tp3 dp2 sp": (BIASED, ParallelConfig(tp=3, dp=2, sp=True, zero=1)),
+        "zero 1 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=1)),
+        "zero 2 tp4 dp2, 2 key/value heads, 6 heads": (UNEVEN, ParallelConfig(tp=4, dp=2, zero=2)),
+        "zero 1 cp2 dp2": (tiny(), ParallelConfig(cp=2, dp=2, zero=1)),
+        "zero 2 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=2)),
+        "zero 1 pp2 dp2 tied": (TIED, ParallelConfig(pp=2, dp=2, zero=1)),
+        "zero 2 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=2)),
+        "zero 1 pp2 tp2 dp2 sp tied": (TIED, ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=1)),
+    }  # fmt: skip
+    yield from _entries("divided state", layouts, sample=sample)
+
+
+def _sharded_weights() -> Iterator[Layout]:
+    sample = {"zero 3 dp2", "zero 3 dp4 in two replicas", "zero 3 tp2 dp2 sp"}
+    inside = ParallelConfig(tp=2, dp=2, zero=3, order="dp-tp-cp-ep-pp")
+    layouts: dict[str, Entry] = {
+        "zero 3 dp2": (tiny(), ParallelConfig(dp=2, zero=3)),
+        "zero 3 dp2 tied": (TIED, ParallelConfig(dp=2, zero=3)),
+        "zero 3 dp3": (BIASED, ParallelConfig(dp=3, zero=3)),
+        "zero 3 dp4": (TIED, ParallelConfig(dp=4, zero=3)),
+        "zero 3 dp4 in two replicas": (BIASED, ParallelConfig(dp=4, zero=3, replicas=2)),
+        "zero 3 tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True, zero=3)),
+        "zero 3 tp2 dp2, dp inside": (tiny(), inside),
+        "zero 3 tp3 dp2 sp": (TIED, ParallelConfig(tp=3, dp=2, sp=True, zero=3)),
+        "zero 3 tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True, zero=3)),
+        "zero 3 tp2 dp4 sp in two replicas": (tiny(), ParallelConfig(tp=2, dp=4, sp=True, zero=3, replicas=2)),
+        "zero 3 cp2": (tiny(), ParallelConfig(cp=2, zero=3)),
+        "zero 3 cp2 dp2": (BIASED, ParallelConfig(cp=2, dp=2, zero=3)),
+        "zero 3 cp2 tp2 sp": (tiny(), ParallelConfig(cp=2, tp=2, sp=True, zero=3)),
+        "zero 3 pp2 dp2": (tiny(), staged(2, dp=2, zero=3)),
+        "zero 3 pp2 dp2 tied, without overlap": (TIED, replace(staged(2, dp=2, zero=3), overlap=False)),
+        "zero 3 pp2 dp2, two chunks each": (replace(tiny(), num_layers=4), staged(2, dp=2, zero=3, vpp=2)),
+        "zero 3 pp2 tp2 dp2 sp tied": (TIED, staged(2, tp=2, dp=2, sp=True, zero=3)),
+    }  # fmt: skip
+    yield from _entries("sharded weights", layouts, sample=sample)
+
+
+def _pipeline() -> Iterator[Layout]:
+    sample = {
+        "pp3 tied, fewer than ranks", "pp2 vpp2, groups of 5 and a remainder of 2", "pp3 zb-h1, uneven",
+        "pp2 zb-v tied", "pp2 dualpipe-v tied", "pp4 tied, standalone ends and an empty rank", "tp2 pp2 sp tied",
+        "pp2 dp2 tied, zero 1",
+    }  # fmt: skip
+    # 12 rows a step: 1, 2, 3, 4, 6 or 12 rows of a microbatch give 12, 6, 4, 3, 2 or 1 microbatches.
+    layouts: dict[str, Entry] = {
+        "pp2, many microbatches": (FOUR, staged(2), 1),
+        "pp2 tied, as many as ranks": (FOUR_TIED, staged(2), 6),
+        "pp2 without overlap": (FOUR, replace(staged(2), overlap=False), 3),
+        "pp3 tied, fewer than ranks": (THREE_TIED, staged(3), 6),
+        "pp4, one microbatch": (FOUR, staged(4), 12),
+        "pp4 tied": (FOUR_TIED, staged(4), 2),
+        "pp2 gpipe": (FOUR_TIED, staged(2, schedule="gpipe"), 3),
+        "pp2 vpp2": (FOUR_TIED, staged(2, vpp=2), 2),
+        "pp2 vpp2 without overlap": (FOUR, replace(staged(2, vpp=2), overlap=False), 2),
+        "pp2 vpp2, groups of 5 and a remainder of 2": (FOUR, staged(2, vpp=2, group=5), 1),
+        "pp3 vpp2, groups of 4": (replace(SIX_LAYERS, tied_embeddings=True), staged(3, vpp=2, group=4), 1),
+        "pp1 vpp2 tied": (FOUR_TIED, staged(1, vpp=2), 3),
+        "pp2 zb-h1": (FOUR_TIED, staged(2, schedule="zb-h1"), 3),
+        "pp3 zb-h1, uneven": (FOUR_TIED, staged(3, schedule="zb-h1", layout="Et|tt|tL"), 2),
+        "pp2 zb-v tied": (FOUR_TIED, staged(2, schedule="zb-v", vpp=2), 3),
+        "pp3 zb-v": (SIX_LAYERS, staged(3, schedule="zb-v", vpp=2), 2),
+        "pp2 dualpipe-v tied": (FOUR_TIED, staged(2, schedule="dualpipe-v", vpp=2), 2),
+        "pp3 dualpipe-v": (SIX_LAYERS, staged(3, schedule="dualpipe-v", vpp=2), 1),
+        "pp3, the ends have other counts": (FOUR, staged(3, first_layers=1, last_layers=1), 4),
+        "pp3, the embedding and the loss count": (FOUR, staged(3, count_embedding=True, count_loss=True), 4),
+        "pp3 tied, standalone ends": (FOUR_TIED, staged(3, layout="E|t*4|L"), 4),
+        "pp4 tied, standalone ends and an empty rank": (FOUR_TIED, staged(4, layout="E|t*4||L"), 4),
+        "pp5 tied, standalone ends and an empty stage": (FOUR_TIED, staged(5, layout="E|tt||tt|L"), 2),
+        "pp2 vpp2 tied, empty and uneven stages": (FOUR_TIED, staged(2, vpp=2, layout="E|ttt||tL"), 3),
+        "tp2 pp2 sp tied": (FOUR_TIED, staged(2, tp=2, sp=True), 2),
+        "tp4 pp2 sp, 2 key/value heads": (FOUR, staged(2, tp=4, sp=True), 2),
+        "pp2 dp2 tied": (FOUR_TIED, staged(2, dp=2), 2),
+        "pp2 dp2 tied, zero 1": (FOUR_TIED, staged(2, dp=2, zero=1), 2),
+        "pp2 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, vpp=2), 1),
+        "pp2 dp2 zb-h1, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "pp2 dp2 zb-v tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), 1),
+        "pp2 dp2 dualpipe-v tied, zero 2": (FOUR_TIED, staged(2, dp=2, zero=2, schedule="dualpipe-v", vpp=2), 1),
+        "pp1 vpp2 dp2 tied, zero 2": (FOUR_TIED, staged(1, dp=2, zero=2, vpp=2), 2),
+        "pp2 dp4 tied, zero 1 in two replicas": (FOUR_TIED, replace(staged(2, dp=4, zero=1), replicas=2), 1),
+        "pp3 dp2 tied": (THREE_TIED, staged(3, dp=2), 2),
+        "tp2 pp3 sp": (replace(FOUR, num_layers=3), staged(3, tp=2, sp=True), 2),
+        "tp2 pp2 dp2 sp tied": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True), 2),
+    }  # fmt: skip
+    yield from _entries("pipeline", layouts, sample=sample)
+
+
+def _shared(
+    name: str, model: ModelConfig, parallel: ParallelConfig, *, seq_len: int = 12, documents: bool = False,
+    rows: int = 1, sample: bool = False,
+) -> Layout:  # fmt: skip
+    return Layout(
+        area="shared rows", name=name, model=model, parallel=parallel, seq_len=seq_len, documents=documents, rows=rows,
+        sample=sample,
+    )  # fmt: skip
+
+
+def _exchange(
+    kind: ContextKind, *, slicing: Literal["row", "document"] = "row", a2a: int | None = None
+) -> ContextConfig:
+    return ContextConfig(kind=kind, slicing=slicing, a2a=a2a)
+
+
+def _kinds_of_exchange() -> Iterator[Layout]:
+    """Every kind at every size, for rows, packed documents, and each document sliced."""
+    model = tiny(num_heads=12, num_kv_heads=2)
+    kinds: Mapping[ContextKind, Sequence[int]] = {
+        "ring": (2, 3, 4), "gather": (2, 3, 4), "a2a": (2, 3, 4), "a2a+ring": (4, 6),
+    }  # fmt: skip
+    for kind, documents in product(kinds, (False, True)):
+        for cp, by in product(kinds[kind], ("row", "document") if documents else ("row",)):
+            context = _exchange(kind, slicing="document" if by == "document" else "row")
+            context = replace(context, a2a=cp // 2 if kind == "a2a+ring" else None)
+            name = f"cp{cp}, {kind}, {'documents' if documents else 'rows'} cut by {by}"
+            parallel = ParallelConfig(cp=cp, context=context)
+            yield _shared(name, model, parallel, seq_len=24, documents=documents, rows=2)
+
+
+def _shared_rows() -> Iterator[Layout]:
+    yield _shared("cp2, ring", SHARED, ParallelConfig(cp=2), rows=2)
+    yield _shared("cp2, ring, without overlap", SHARED, ParallelConfig(cp=2, overlap=False), rows=2)
+    gathered = ParallelConfig(cp=3, context=_exchange("gather"))
+    yield _shared("cp3, gather, documents", UNEVEN, gathered, documents=True, sample=True)
+    heads = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
+    yield _shared("cp2, a2a, each document sliced", BIASED, heads, documents=True, rows=2, sample=True)
+    both = ParallelConfig(cp=4, context=_exchange("a2a+ring", a2a=2))
+    yield _shared("cp4, a2a+ring of two each", SHARED, both, seq_len=16, sample=True)
+    few = ParallelConfig(cp=4, context=_exchange("a2a"))
+    yield _shared("cp4, a2a, 2 key/value heads", SHARED, few, seq_len=24)
+    layers = ParallelConfig(cp=2, context=ContextConfig(layers=("ring", "a2a")))
+    yield _shared("cp2, a kind for each layer, documents", TIED, layers, documents=True, sample=True)
+    yield _shared("cp2 tp2 sp, ring", BIASED, ParallelConfig(cp=2, tp=2, sp=True), seq_len=16, sample=True)
+    yield _shared("cp2 dp2, ring, documents", tiny(), ParallelConfig(cp=2, dp=2), documents=True)
+    yield from _kinds_of_exchange()
+    yield from _shared_rows_and_others()
+
+
+def _shared_rows_and_others() -> Iterator[Layout]:
+    ring = ParallelConfig(cp=2, tp=2, dp=2, sp=True)
+    yield _shared("cp2 tp2 dp2 sp, ring", tiny(), ring, seq_len=16)
+    heads = ParallelConfig(cp=2, tp=2, dp=2, context=_exchange("a2a"))
+    yield _shared("cp2 tp2 dp2, a2a, 2 key/value heads", SHARED, heads, documents=True)
+    gathered = ParallelConfig(cp=2, tp=2, sp=True, context=_exchange("gather", slicing="document"))
+    yield _shared("cp2 tp2 sp, gather, each document sliced", TIED, gathered, documents=True, rows=2)
+    four = ParallelConfig(cp=2, tp=4, sp=True)
+    yield _shared("cp2 tp4 sp, ring, 2 key/value heads", SHARED, four, seq_len=16)
+    yield _shared("cp2 pp2, ring", SHARED, staged(2, cp=2))
+    sliced = replace(staged(2, cp=2), context=_exchange("a2a", slicing="document"))
+    yield _shared("cp2 pp2, a2a, each document sliced", TIED, sliced, documents=True)
+    mixed = replace(staged(2, cp=2, tp=2, sp=True), context=ContextConfig(layers=("ring", "gather")))
+    yield _shared("cp2 tp2 pp2 sp, a kind for each layer", tiny(), mixed, seq_len=16, documents=True)
+    yield _shared("cp2 dp2, zero 1", BIASED, ParallelConfig(cp=2, dp=2, zero=1))
+    uneven = ParallelConfig(cp=3, dp=2, zero=2, context=_exchange("a2a"))
+    yield _shared("cp3 dp2, zero 2, a2a", UNEVEN, uneven)
+    yield _shared("tp2 cp3 sp, ring", tiny(), ParallelConfig(tp=2, cp=3, sp=True))
+    yield _shared("cp3 pp2, ring", tiny(), staged(2, cp=3))
+    every = ContextConfig(kind="a2a+ring", a2a=2, layers=("a2a+ring", "ring", "gather", "a2a"), slicing="document")
+    padded = ParallelConfig(cp=4, context=every)
+    name = "cp4, three kinds and a2a+ring, rows that need padding"
+    yield _shared(name, replace(SHARED, num_layers=4), padded, seq_len=11)
+
+
+FULL, BLOCK = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block")
+PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
+AWAY = OffloadConfig(layers=1, min_numel=1)
+
+
+def _memory() -> Iterator[Layout]:
+    stay, mlp = OffloadConfig(), replace(PARTS, modules=("core_attention", "mlp"))
+    sliced = replace(FULL, num_layers=2, shard_inputs=True)
+    layouts: dict[str, tuple[ParallelConfig, RecomputeConfig, OffloadConfig]] = {
+        "full, tp2 sp": (ParallelConfig(tp=2, sp=True), FULL, stay),
+        "selective, tp2 sp, offloaded": (ParallelConfig(tp=2, sp=True), PARTS, AWAY),
+        "full, inputs in slices, tp2 dp2 zero 1": (ParallelConfig(tp=2, dp=2, zero=1), sliced, stay),
+        "block, offloaded, cp2 tp2": (ParallelConfig(cp=2, tp=2), BLOCK, AWAY),
+        "full, two layers at once, pp2 vpp2": (staged(2, vpp=2), replace(FULL, num_layers=2), stay),
+        "selective, offloaded, pp2, weights last": (staged(2, schedule="zb-h1"), PARTS, AWAY),
+        "selective, cp2 dp2": (ParallelConfig(cp=2, dp=2), mlp, stay),
+        "full, tp2 pp2 dp2 sp, zero 1": (staged(2, tp=2, dp=2, sp=True, zero=1), FULL, stay),
+        "block, pp3, standalone ends": (staged(3, layout="E|t*4|L"), BLOCK, stay),
+        "full, dp2 zero 2": (ParallelConfig(dp=2, zero=2), FULL, stay),
+        "selective, offloaded, dp2 zero 2": (ParallelConfig(dp=2, zero=2), PARTS, AWAY),
+        "block, offloaded, pp2 dp2, zero 2": (staged(2, dp=2, zero=2), BLOCK, AWAY),
+    }  # fmt: skip
+    sample = {"full, tp2 sp", "selective, tp2 sp, offloaded", "selective, offloaded, pp2, weights last"}
+    for name, (parallel, recompute, offload) in layouts.items():
+        model = replace(BIASED, num_layers=4 if parallel.pp > 1 else 2)
+        yield Layout(
+            area="memory", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
+            sample=name in sample,
+        )  # fmt: skip
+
+
+def _all_axes() -> Iterator[Layout]:
+    three = replace(FOUR_TIED, num_heads=6, num_kv_heads=3)
+    layouts: dict[str, Entry] = {
+        "tp2 pp2 dp2 sp, zero 1": (FOUR, staged(2, tp=2, dp=2, sp=True, zero=1), 2),
+        "tp2 cp2 pp2 sp, zero 1": (FOUR_TIED, staged(2, tp=2, cp=2, sp=True, zero=1), 2),
+        "tp2 cp2 dp2 sp, zero 2": (tiny(), ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2), 2),
+        "tp2 pp2 vpp2 dp2 sp tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True, zero=1, vpp=2), 1),
+        "tp2 pp2 dp2 zb-v tied, zero 1": (FOUR_TIED, staged(2, tp=2, dp=2, zero=1, schedule="zb-v", vpp=2), 1),
+        "tp2 cp2 pp2 sp zb-h1, rings": (FOUR, replace(staged(2, tp=2, cp=2, sp=True, schedule="zb-h1"), rings=True), 2),
+        "cp2 pp2 vpp2 dp2, zero 2": (FOUR, staged(2, cp=2, dp=2, zero=2, vpp=2), 1),
+        "tp3 pp4 tied": (three, staged(4, tp=3), 3),
+        "tp2 pp3 dp2 sp, zero 1": (replace(FOUR, num_layers=3), staged(3, tp=2, dp=2, sp=True, zero=1), 2),
+        "tp3 cp2 dp2 sp": (three, ParallelConfig(tp=3, cp=2, dp=2, sp=True), 1),
+        "cp3 pp2 dp2": (FOUR, staged(2, cp=3, dp=2), 2),
+    }  # fmt: skip
+    yield from _entries("all axes", layouts)
+
+
+def _variants() -> Iterator[Layout]:
+    """Every kind of layer under every axis."""
+    kinds: tuple[ContextKind, ...] = ("ring", "a2a", "gather")
+    staged_and_gathered = replace(staged(2, cp=3), context=_exchange("gather"))
+    for number, (variant, model) in enumerate(VARIANTS.items()):
+        kind = kinds[number % len(kinds)]
+        layouts = {
+            "tp4 sp": ParallelConfig(tp=4, sp=True),
+            "tp2 pp2": staged(2, tp=2),
+            f"cp2 {kind}": ParallelConfig(cp=2, context=ContextConfig(kind=kind)),
+            "tp2 cp2 dp2 sp, zero 2": ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2),
+        } if model is not RELATIVE else {
+            "tp3 sp": ParallelConfig(tp=3, sp=True),
+            "tp2 pp2": staged(2, tp=2),
+            "pp2 vpp2 dp2, zero 2": staged(2, vpp=2, dp=2, zero=2),
+            "tp2 pp2 dp2, zero 3": staged(2, tp=2, dp=2, zero=3),
+            "cp2": ParallelConfig(cp=2),
+            "tp2 cp2 dp2 sp, zero 2": ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=2),
+            "cp3 pp2 gather": staged_and_gathered,
+        }  # fmt: skip
+        entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
+        yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
+    both = replace(LATENT, mtp=FURTHER.mtp, tied_embeddings=True)
+    ends: dict[str, Entry] = {
+        "further, pp2 zb-v": (FURTHER, staged(2, schedule="zb-v", vpp=2), 3),
+        "further, pp2 dp2 zb-h1, zero 2": (FURTHER, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+        "further and latent tied, pp2 dp2, zero 3": (both, staged(2, dp=2, zero=3), 2),
+        "further and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
+        "heterogeneous, pp2 dp2 zb-h1, zero 2": (HETEROGENEOUS, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
+    }  # fmt: skip
+    yield from _entries("variants", ends)
+    yield from _further_places()
+    yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
+    again = Layout(
+        area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,
+        parallel=ParallelConfig(tp=2, sp=True),
+    )  # fmt: skip
+    yield again
+
+
+def _further_places() -> Iterator[Layout]:
+    """Layers that predict further ahead with positions of every kind; rows as long as learnt ones reach."""
+    further = FURTHER.mtp
+    learned = replace(VARIANTS["learned positions"], mtp=further, max_seq_len=12, tied_embeddings=False)
+    places, biased = (replace(VARIANTS[name], mtp=further) for name in ("gated", "relative"))
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig]] = {
+        "learned positions, tp2 sp, documents, full": (learned, ParallelConfig(tp=2, sp=True), FULL),
+        "learned positions, cp2, documents": (learned, ParallelConfig(cp=2), RecomputeConfig()),
+        "learned positions, cp2, each document sliced": (
+            learned, ParallelConfig(cp=2, context=_exchange("a2a", slicing="document")), RecomputeConfig(),
+        ),
+        "learned positions, pp2 dp2, zero 2": (learned, staged(2, dp=2, zero=2), RecomputeConfig()),
+        "learned positions, pp2 zb-v": (learned, staged(2, schedule="zb-v", vpp=2), RecomputeConfig()),
+        "learned positions, pp2 dp2, zero 3": (learned, staged(2, dp=2, zero=3), RecomputeConfig()),
+        "learned positions tied, dp2, zero 3": (
+            replace(learned, tied_embeddings=True), ParallelConfig(dp=2, zero=3), RecomputeConfig(),
+        ),
+        "places, tp2 cp2 sp, documents": (places, ParallelConfig(tp=2, cp=2, sp=True), RecomputeConfig()),
+        "relative, cp2 pp2": (biased, staged(2, cp=2), RecomputeConfig()),
+        "no positions, cp2 pp2": (replace(FURTHER, positions="none"), staged(2, cp=2), PARTS),
+    }  # fmt: skip
+    for name, (model, parallel, recompute) in rows.items():
+        yield Layout(
+            area="variants", name=f"further, {name}", model=model, parallel=parallel, recompute=recompute,
+            documents="document" in name, rows=2 if parallel.pp > 1 else 1, seq_len=12,
+            sample=name == "learned positions, pp2 zb-v",
+        )  # fmt: skip
+
+
+def _variants_and_others() -> Iterator[Layout]:
+    """Kinds of layers with what divides unevenly, packs rows, drops, keeps less and computes again."""
+    everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
+    dropping, three = replace(FURTHER, dropout=everywhere), replace(VARIANTS["one norm"], num_kv_heads=3)
+    sliced = ParallelConfig(cp=2, context=_exchange("a2a", slicing="document"))
+    four = replace(RELATIVE, num_heads=4, num_kv_heads=4)
+    tp2, stay = ParallelConfig(tp=2, sp=True), OffloadConfig()
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig, OffloadConfig]] = {
+        "both ways, cp2 a2a, each document sliced": (BOTH_WAYS, sliced, RecomputeConfig(), stay),
+        "relative, cp2 gather, documents, full": (
+            RELATIVE, ParallelConfig(cp=2, context=_exchange("gather")), FULL, stay,
+        ),
+        "relative both ways, cp2 a2a, each document sliced": (
+            replace(RELATIVE, attention=replace(RELATIVE.attention, causal=False)), sliced, RecomputeConfig(), stay,
+        ),
+        "relative, tp2 cp2 a2a": (
+            four, ParallelConfig(tp=2, cp=2, context=_exchange("a2a")), RecomputeConfig(), stay,
+        ),
+        "relative, cp4 a2a+ring, zero 3": (
+            four, ParallelConfig(cp=4, zero=3, context=_exchange("a2a+ring", a2a=2)), RecomputeConfig(), stay,
+        ),
+        "both ways, tp2 sp, documents, full": (BOTH_WAYS, tp2, FULL, stay),
+        "relative, tp2 sp, documents, selective": (RELATIVE, tp2, PARTS, stay),
+        "latent, tp3 sp, documents, selective, offloaded": (LATENT, ParallelConfig(tp=3, sp=True), PARTS, AWAY),
+        "one norm, tp3, documents, block, offloaded": (three, ParallelConfig(tp=3), BLOCK, AWAY),
+        "chunked, cp4 a2a+ring, each document sliced, selective": (
+            CHUNKED, ParallelConfig(cp=4, context=_exchange("a2a+ring", slicing="document", a2a=2)), PARTS, stay,
+        ),
+        "chunked, tp2 cp2 sp ring, documents, full": (CHUNKED, ParallelConfig(tp=2, cp=2, sp=True), FULL, stay),
+        "sinks, cp2 gather, documents, selective": (
+            VARIANTS["sinks"], ParallelConfig(cp=2, context=_exchange("gather")), PARTS, stay,
+        ),
+        "normed around, cp2 ring, documents, selective, offloaded": (
+            VARIANTS["normed around"], ParallelConfig(cp=2), PARTS, AWAY,
+        ),
+        "further, dropping, pp2, documents, full": (dropping, staged(2), FULL, stay),
+        "further, dropping, tp3 cp2": (replace(dropping, num_kv_heads=3), ParallelConfig(tp=3, cp=2), PARTS, stay),
+    }  # fmt: skip
+    sample = ("both ways, cp2", "latent, tp3", "relative, tp2 sp", "further, dropping, pp2")
+    for name, (model, parallel, recompute, offload) in rows.items():
+        yield Layout(
+            area="variants", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
+            documents="document" in name, rows=2 if parallel.pp > 1 else 1, sample=name.startswith(sample),
+            seq_len=row_of(parallel),
+        )  # fmt: skip
+
+
+def _adapters() -> Iterator[Layout]:
+    """Adapters beside frozen weights: shared heads, uneven parts, stages, contexts, divided state, layers run again."""
+    uneven = replace(FOUR, num_heads=6, num_kv_heads=3)
+    every, few = LoraConfig(rank=3), LoraConfig(rank=2, rslora=True, targets=("q", "o", "gate_up"))
+    dropping, last = LoraConfig(rank=3, dropout=0.2), LoraConfig(rank=3, layers=(3,))
+    again = RecomputeConfig(granularity="full", method="uniform")
+    mlp_again = RecomputeConfig(granularity="selective", modules=("mlp",))
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, LoraConfig, RecomputeConfig]] = {
+        "tp2": (FOUR, ParallelConfig(tp=2), every, RecomputeConfig()),
+        "tp2 sp": (FOUR, ParallelConfig(tp=2, sp=True), few, RecomputeConfig()),
+        "tp2 sp, rings": (FOUR, ParallelConfig(tp=2, sp=True, rings=True), every, RecomputeConfig()),
+        "tp3": (uneven, ParallelConfig(tp=3), every, RecomputeConfig()),
+        "tp3 sp, full recompute": (uneven, ParallelConfig(tp=3, sp=True), every, again),
+        "tp4 shared heads": (UNEVEN, ParallelConfig(tp=4, sp=True), every, RecomputeConfig()),
+        "pp2": (FOUR_TIED, staged(2), every, RecomputeConfig()),
+        "pp2 zb-h1": (FOUR, staged(2, schedule="zb-h1"), every, RecomputeConfig()),
+        "cp2": (FOUR, ParallelConfig(cp=2), every, RecomputeConfig()),
+        "dp2": (FOUR, ParallelConfig(dp=2), every, again),
+        "dp2, zero 1": (FOUR, ParallelConfig(dp=2, zero=1), every, RecomputeConfig()),
+        "dp2, zero 2": (FOUR, ParallelConfig(dp=2, zero=2), few, RecomputeConfig()),
+        "dp2, zero 3": (FOUR, ParallelConfig(dp=2, zero=3), every, RecomputeConfig()),
+        "tp2 pp2": (FOUR, staged(2, tp=2, sp=True), every, RecomputeConfig()),
+        "tp2 cp2 dp2 sp, zero 3": (FOUR, ParallelConfig(tp=2, cp=2, dp=2, sp=True, zero=3), every, again),
+        "dropping, tp3": (uneven, ParallelConfig(tp=3), dropping, again),
+        "dropping, tp2 pp2 sp, mlp again": (FOUR, staged(2, tp=2, sp=True), dropping, mlp_again),
+        "dropping, cp2": (FOUR, ParallelConfig(cp=2), dropping, RecomputeConfig()),
+        "latent, tp2 sp": (LATENT, ParallelConfig(tp=2, sp=True), dropping, RecomputeConfig()),
+        "latent, tp2 pp2 dp2": (LATENT, staged(2, tp=2, dp=2), every, again),
+        "last layer, pp2": (FOUR, staged(2), last, RecomputeConfig()),
+        "last layer, pp2 dp2, zero 3": (FOUR_TIED, staged(2, dp=2, zero=3), last, RecomputeConfig()),
+    }
+    sample = ("tp2 sp, rings", "dropping, tp2 pp2 sp, mlp again", "dp2, zero 3")
+    for name, (model, parallel, lora, recompute) in rows.items():
+        microbatch = 3 if parallel.pp > 1 else 1
+        yield Layout(
+            area="adapters", name=f"adapters, {name}", model=model, parallel=parallel, rows=microbatch,
+            seq_len=row_of(parallel), recompute=recompute, lora=lora,
+            documents=name in ("tp2 sp", "cp2"), sample=name in sample,
+        )  # fmt: skip
+
+
+GATHER: DispatcherName = "gather"
+NO, MIXTURE = RecomputeConfig(), replace(PARTS, modules=("mlp",))
+
+Mixed = Mapping[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]]
+"""Rows with experts by name, with the rows of a microbatch."""
+
+
+def _experts_under_one_axis() -> Mixed:
+    tp2, norms = ParallelConfig(tp=2, sp=True), replace(PARTS, modules=("norm", "mlp_act"))
+    return {
+        "biased choice, dp2": (BIASED_CHOICE, ParallelConfig(dp=2), 1, NO),
+        "biased choice, dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), 2, NO),
+        "clamped, dp2 ep2 gather, documents": (CLAMPED, ParallelConfig(dp=2, ep=2, dispatcher=GATHER), 1, NO),
+        "biased choice, dp2 etp2 and ep1": (BIASED_CHOICE, ParallelConfig(dp=2, etp=2), 1, NO),
+        "narrow, dp2 etp2, gather": (NARROW, ParallelConfig(dp=2, etp=2, dispatcher=GATHER), 1, NO),
+        "narrow, tp2 sp ep2 etp1, the mixture again": (NARROW, replace(tp2, ep=2, etp=1), 1, MIXTURE),
+        "biased choice, tp2 sp etp2, documents": (BIASED_CHOICE, tp2, 1, NO),
+        "noisy, tp2 sp ep2 etp1, full": (NOISY, replace(tp2, ep=2, etp=1), 3, FULL),
+        "biased choice, tp2 sp etp1 and ep1": (BIASED_CHOICE, replace(tp2, etp=1), 1, norms),
+        "planned, tp2 sp etp1, full": (PLANNED, replace(tp2, etp=1), 1, FULL),
+        "offset, dp2, zero 1": (OFFSET, ParallelConfig(dp=2, zero=1), 2, NO),
+        "offset, tp2 sp etp1, documents, full": (OFFSET, replace(tp2, etp=1), 1, FULL),
+        "narrow, cp2 ep2": (NARROW, ParallelConfig(cp=2, ep=2), 1, NO),
+        "clamped, cp2 ep2, documents": (CLAMPED, ParallelConfig(cp=2, ep=2), 2, NO),
+        "biased choice, cp2 ep2 gather": (BIASED_CHOICE, ParallelConfig(cp=2, ep=2, dispatcher=GATHER), 2, FULL),
+        "noisy, pp2": (NOISY, staged(2), 2, NO),
+        "planned, cp3 ep3": (PLANNED, ParallelConfig(cp=3, ep=3), 1, NO),
+        "biased choice, dp3 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=3, ep=3, zero=1), 2, NO),
+        "clamped, dp4 ep4": (CLAMPED, ParallelConfig(dp=4, ep=4), 3, NO),
+        "biased choice, dp4 ep2, zero 2": (BIASED_CHOICE, ParallelConfig(dp=4, ep=2, zero=2), 1, NO),
+        "narrow, dp4 ep2 etp2, zero 1": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, zero=1), 1, PARTS),
+        "narrow, dp4 ep2 etp2, reference": (
+            NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher="reference"), 1, PARTS,
+        ),
+        "narrow, dp4 ep2 etp2, gather": (NARROW, ParallelConfig(dp=4, ep=2, etp=2, dispatcher=GATHER), 3, NO),
+        "clamped, dp4 ep2 in two replicas, zero 1": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=1, replicas=2), 1, NO),
+    }  # fmt: skip
+
+
+def _experts_under_several_axes() -> Mixed:
+    staged2, inside = staged(2, dp=2), ParallelConfig(tp=2, dp=2, sp=True, order="dp-tp-cp-ep-pp")
+    return {
+        "narrow, tp2 dp2 sp ep2 etp2": (NARROW, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, NO),
+        "biased choice, tp2 dp2 sp ep2 etp1, zero 1": (
+            BIASED_CHOICE, ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=1), 2, MIXTURE,
+        ),
+        "clamped, tp2 dp2 sp ep4 etp1, zero 2": (
+            CLAMPED, ParallelConfig(tp=2, dp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+        ),
+        "biased choice, tp2 dp2 sp ep2, dp inside": (BIASED_CHOICE, replace(inside, ep=2, etp=1), 1, NO),
+        "narrow, cp2 tp2 sp ep4 etp1": (NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 1, NO),
+        "biased choice, cp2 tp2 sp ep2, reference": (
+            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, dispatcher="reference"), 1, FULL,
+        ),
+        "noisy, cp2 tp2 sp ep2": (NOISY, ParallelConfig(cp=2, tp=2, sp=True, ep=2), 1, MIXTURE),
+        "biased choice, cp2 tp2 sp ep2 etp1 gather": (
+            BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, NO,
+        ),
+        "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
+        "offset, cp2 dp2 ep2, zero 2": (OFFSET, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
+        "offset, tp2 pp2 dp2 sp ep2 etp1": (OFFSET, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
+        "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, NO),
+        "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
+            BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
+        ),
+        "biased choice, pp2 vpp2 dp2 ep2": (BIASED_CHOICE, replace(staged(2, dp=2, vpp=2), ep=2), 1, MIXTURE),
+        "narrow, tp2 pp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, sp=True), ep=2, etp=1), 3, NO),
+        "noisy, cp2 pp2 ep2": (NOISY, replace(staged(2, cp=2), ep=2), 1, NO),
+        "further experts, dp2 ep2, zero 1": (FURTHER_EXPERTS, ParallelConfig(dp=2, ep=2, zero=1), 1, NO),
+        "further experts, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged2, ep=2), 1, NO),
+        "further experts, pp2 dp2 ep2 zb-v, zero 2": (
+            FURTHER_EXPERTS, replace(staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), ep=2), 1, NO,
+        ),
+        "biased choice, dp6 ep3, zero 1": (BIASED_CHOICE, ParallelConfig(dp=6, ep=3, zero=1), 1, NO),
+        "biased choice, tp3 dp2 sp ep2 etp3": (
+            replace(BIASED_CHOICE, num_kv_heads=3), ParallelConfig(tp=3, dp=2, sp=True, ep=2), 1, NO,
+        ),
+        "clamped, pp2 dp4 ep2, zero 1": (CLAMPED, replace(staged(2, dp=4, zero=1), ep=2), 1, NO),
+        "narrow, tp2 pp2 dp2 sp ep2 etp1": (NARROW, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
+        "clamped, cp2 dp2 tp2 sp ep4 etp1, zero 2": (
+            CLAMPED, ParallelConfig(cp=2, dp=2, tp=2, sp=True, ep=4, etp=1, zero=2), 1, NO,
+        ),
+        "narrow, tp2 dp4 sp ep2 in two replicas, zero 1": (
+            NARROW, ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1, replicas=2), 1, NO,
+        ),
+    }  # fmt: skip
+
+
+def _experts_fully_sharded() -> Mixed:
+    """Rows of experts over edp, the rest over dp and cp; either may have nothing to divide."""
+    tp2, both = ParallelConfig(tp=2, sp=True, zero=3), ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3)
+    return {
+        "biased choice, dp2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, zero=3), 1, NO),
+        "biased choice, dp2 ep2, zero 3": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2, zero=3), 1, NO),
+        "narrow, dp4 ep2, zero 3": (NARROW, ParallelConfig(dp=4, ep=2, zero=3), 1, NO),
+        "narrow, tp2 sp etp1, zero 3": (NARROW, replace(tp2, etp=1), 1, NO),
+        "clamped, tp2 dp2 sp ep2 etp1, zero 3": (CLAMPED, replace(both, etp=1), 1, MIXTURE),
+        "clamped, dp4 ep2 in two replicas, zero 3": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=3, replicas=2), 1, FULL),
+        "narrow, cp2 dp2 ep2, zero 3": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL),
+        "biased choice, pp2 dp2, zero 3": (BIASED_CHOICE, staged(2, dp=2, zero=3), 1, FULL),
+        "further experts, pp2 dp4 ep2, zero 3": (FURTHER_EXPERTS, replace(staged(2, dp=4, zero=3), ep=2), 1, NO),
+    }  # fmt: skip
+
+
+def _experts_in_pairs() -> Mixed:
+    """A forward and a backward computed together, under every schedule that has pairs."""
+    layouts: dict[str, tuple[ModelConfig, ParallelConfig, int, RecomputeConfig]] = {
+        "biased choice, dp2 ep2, pairs, zero 1": (BIASED_CHOICE, ParallelConfig(dp=2, zero=1), 1, NO),
+        "noisy, cp2 ep2, pairs, the mixture again": (NOISY, ParallelConfig(cp=2), 1, MIXTURE),
+        "narrow, tp2 dp2 sp ep2 etp2, pairs": (NARROW, ParallelConfig(tp=2, dp=2, sp=True), 1, NO),
+        "narrow, pp2 dp2 ep2, pairs": (NARROW, staged(2, dp=2), 1, NO),
+        "narrow, tp2 pp2 sp ep2 etp1, pairs": (NARROW, replace(staged(2, tp=2, sp=True), etp=1), 2, NO),
+        "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2": (
+            BIASED_CHOICE, staged(2, dp=2, vpp=2, zero=2), 1, MIXTURE,
+        ),
+        "further experts, pp2 dp2 ep2 dualpipe-v, pairs, zero 1": (
+            FURTHER_EXPERTS, staged(2, dp=2, zero=1, schedule="dualpipe-v", vpp=2), 1, FULL,
+        ),
+        "clamped, pp2 dp4 ep2, pairs, zero 2 in two replicas": (
+            CLAMPED, replace(staged(2, dp=4, zero=2), replicas=2), 1, NO,
+        ),
+    }  # fmt: skip
+    return {
+        name: (model, replace(parallel, ep=2, overlap_experts=True), rows, again)
+        for name, (model, parallel, rows, again) in layouts.items()
+    }
+
+
+def _experts() -> Iterator[Layout]:
+    """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
+    again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. Packed
+    documents do not meet experts that refuse those of least weight: first tokens of documents weigh exactly alike, and
+    rounding would decide who has the last seat."""
+    rows = {
+        **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
+    }  # fmt: skip
+    sample = {
+        "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
+        "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
+        "biased choice, pp2 dp2 ep2 zb-h1, zero 2", "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
+    }  # fmt: skip
+    for name, (model, parallel, microbatch, recompute) in rows.items():
+        yield Layout(
+            area="experts", name=name, model=model, parallel=parallel, rows=microbatch, seq_len=row_of(parallel),
+            recompute=recompute, documents="documents" in name, sample=name in sample,
+        )  # fmt: skip
+
+
+MATRIX: tuple[Layout, ...] = (
+    *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
+    *_all_axes(), *_variants(), *_variants_and_others(), *_adapters(), *_experts(),
+)  # fmt: skip
+"""Every layout that is proved."""
+
+
+def rows_of_matrix(*, sample: bool) -> list[Layout]:
+    """The rows to prove, those with few processes first, so that workers are started when they are needed."""
+    return sorted((row for row in MATRIX if row.sample or not sample), key=lambda row: row.world)
