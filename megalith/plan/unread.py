@@ -35,6 +35,13 @@ def _scaled(*kinds: str) -> Callable[[ModelConfig], bool]:
     return lambda model: model.rope.scaling in kinds
 
 
+def reads_mlp_bias(model: ModelConfig) -> bool:
+    """Whether some layer has an MLP, a matrix in its place, or shared experts; the others have biases of their own."""
+    shares = model.moe is not None and model.moe.shared_ffn_hidden_size is not None
+    layers = range(model.num_layers)
+    return any(model.mlp_part(n) != "none" and (shares or not model.has_experts(n)) for n in layers)
+
+
 BELONGS: tuple[Belongs, ...] = (
     Belongs(
         ("attention", "qkv_bias", "rope", "relative", "dropout.attention"), "layers.attention",
@@ -45,6 +52,15 @@ BELONGS: tuple[Belongs, ...] = (
         ("activation", "gated", "activation_clamp", "up_offset"), "layers.mlp",
         lambda model: any(model.mlp_part(layer) == "full" for layer in range(model.num_layers)),
         "for MLPs, and no layer has one", "model.layers.mlp to full for some layer",
+    ),
+    Belongs(
+        ("mlp_bias",), "layers.mlp",
+        lambda model: any(model.mlp_part(layer) != "none" for layer in range(model.num_layers)),
+        "for MLPs, and no layer has one", "model.layers.mlp to full for some layer",
+    ),
+    Belongs(
+        ("mlp_bias",), "moe.shared_ffn_hidden_size", reads_mlp_bias,
+        "for MLPs and shared experts, and there are none", "model.moe.biases=true for biases of experts",
     ),
     Belongs(
         ("rope",), "positions", lambda model: model.positions == "rope", "for rotary positions",

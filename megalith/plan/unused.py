@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from megalith.config.data import parse_blend, per_split_paths
 from megalith.config.fields import describe
+from megalith.config.tokenizer import FILES
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten
 from megalith.errors import ConfigError
@@ -108,8 +109,8 @@ UNUSED: tuple[Unused, ...] = (
         "only blends with weights round",
     ),
     Unused(
-        ("tokenizer.add_special_tokens",), lambda run, world: run.tokenizer.kind != "huggingface",
-        "only tokenizer.kind=huggingface has special tokens",
+        ("tokenizer.add_special_tokens",), lambda run, world: run.tokenizer.kind not in FILES,
+        "only tokenizers read from files have special tokens",
     ),
 )  # fmt: skip
 

@@ -25,7 +25,7 @@ from megalith.parallel.tensor import Declared
 from megalith.plan.experts import moe_problems
 from megalith.plan.grid import divisors
 from megalith.plan.shards import Box
-from megalith.plan.unread import unread_problems
+from megalith.plan.unread import reads_mlp_bias, unread_problems
 
 Scale = Literal["spread", "down"]
 """Where the factor goes that makes up for the weights of a token's experts: into both matrices of an expert, as the
@@ -54,12 +54,18 @@ def upcycle_problems(dense: ModelConfig, moe: MoEConfig) -> list[str]:
             f"model.moe.experts={dense.moe.experts} in the source: it is a mixture of experts already. Use a dense "
             f"model, or remove --upcycle."
         ]
-    model = replace(dense, moe=moe)
+    model = _mixture(dense, moe)
     problems = moe_problems(model) + unread_problems(model)
     if problems:
         return problems
     checks = (_same_features(moe), _same_biases(dense, moe), _weighed_answers(moe), *_parts_are_whole(model, moe))
     return [text for text in checks if text is not None]
+
+
+def _mixture(dense: ModelConfig, moe: MoEConfig) -> ModelConfig:
+    """The model with these experts, and with biases of MLPs where it still has any."""
+    model = replace(dense, moe=moe)
+    return replace(model, mlp_bias=dense.mlp_bias and reads_mlp_bias(model))
 
 
 def _same_features(moe: MoEConfig) -> str | None:
@@ -249,7 +255,7 @@ def upcycle(source: Pretrained, moe: MoEConfig, *, scale: Scale = "spread", seed
         ConfigError: the model cannot become this mixture; all reasons together.
     """
     raise_all(upcycle_problems(source.model, moe))
-    model = replace(source.model, moe=moe)
+    model = _mixture(source.model, moe)
     (width,) = _widths(model)
     parts = width // moe.ffn_hidden_size
     fresh = {

@@ -162,7 +162,7 @@ OFFSET = replace(
 roots."""
 
 CLAMPED = replace(
-    PLAIN, num_kv_heads=6, mlp_bias=True, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0, moe=MoEConfig(
+    PLAIN, num_kv_heads=6, activation="quick_gelu", activation_clamp=1.0, up_offset=1.0, moe=MoEConfig(
         experts=4, ffn_hidden_size=9, biases=True, router=RouterConfig(bias=True), balance=BalanceConfig(batch=0.1),
     ),
 )  # fmt: skip

@@ -6,8 +6,9 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.fields import setting_names
 from megalith.config.layers import LayersConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.rope import RopeConfig
-from megalith.plan.unread import BELONGS, unread_problems
+from megalith.plan.unread import BELONGS, reads_mlp_bias, unread_problems
 
 MODEL = ModelConfig(vocab_size=8, hidden_size=8, num_layers=7, num_heads=2, num_kv_heads=1, ffn_hidden_size=8)
 
@@ -44,3 +45,17 @@ def test_what_no_layer_has_needs_no_settings() -> None:
     (text,) = unread_problems(replace(MODEL, layers=LayersConfig(mlp=("none", "linear")), gated=False))
     assert "model.gated=false with model.layers.mlp=[none, linear]: nothing would read it" in text
     assert unread_problems(replace(square, layers=LayersConfig(attention=("linear", "full")))) == []
+
+
+def test_biases_of_mlps_need_an_mlp_or_a_shared_expert() -> None:
+    biased, experts = replace(MODEL, mlp_bias=True), MoEConfig(experts=4, ffn_hidden_size=8)
+    (text,) = unread_problems(replace(biased, moe=experts))
+    assert text == (
+        "model.mlp_bias=true with model.moe.shared_ffn_hidden_size=null: nothing would read it: this is for MLPs and "
+        "shared experts, and there are none. Set model.moe.biases=true for biases of experts, or remove it."
+    )
+    (text,) = unread_problems(replace(biased, layers=LayersConfig(mlp=("none",))))
+    assert text.startswith("model.mlp_bias=true with model.layers.mlp=[none]: nothing would read it")
+    for moe in (replace(experts, layers=(True, False)), replace(experts, shared_ffn_hidden_size=4)):
+        assert unread_problems(replace(biased, moe=moe)) == [] and reads_mlp_bias(replace(biased, moe=moe))
+    assert unread_problems(replace(biased, moe=experts, layers=LayersConfig(mlp=("full", "linear")))) == []

@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.config.fields import describe
+from megalith.config.tokenizer import FILES
 from megalith.config.train import TrainRun
 from megalith.plan.unused import UNUSED, unused_notes
 from megalith.recipes import recipes
@@ -107,3 +108,12 @@ def test_what_the_recipes_set_has_an_effect() -> None:
         run = build()
         p = run.parallel
         assert unused_notes(run, p.tp * p.cp * p.pp * (p.dp or 2)) == [], name
+
+
+def test_all_tokenizers_that_are_read_from_files_have_special_tokens() -> None:
+    notes = {}
+    for kind in ("byte", "null", *FILES):
+        run = tiny_run({"tokenizer.kind": kind, "tokenizer.add_special_tokens": "false"})
+        notes[kind] = [text for text in unused_notes(run, 1) if "add_special_tokens" in text]
+    assert [kind for kind, texts in notes.items() if texts] == ["byte", "null"]
+    assert "because only tokenizers read from files have special tokens" in notes["byte"][0]

@@ -145,6 +145,10 @@ def _switches(draft: Draft) -> None:
     if isinstance(skew, int | float) and skew:
         text = "" if skew < 0 else "the same numbers in every step, as with a number below 0"
         draft.put("--moe-router-force-biased", "model.moe.router.forced_bias", abs(skew), text)
+    dense, shared = "model.mlp_bias", draft.arguments.value("--moe-shared-expert-intermediate-size")
+    if not draft.settings.get("model.moe.layers") and not shared:  # nothing that such a bias would belong to
+        draft.settings[dense] = False
+        draft.entries = [entry for entry in draft.entries if entry.setting != dense]
     linear = not draft.arguments.value("--disable-bias-linear")
     for setting in ("model.moe.biases", "model.moe.router.bias"):
         draft.put("--disable-bias-linear", setting, linear)

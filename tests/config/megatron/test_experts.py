@@ -122,3 +122,14 @@ def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word
     assert plain is not None and not plain.parallel.overlap_experts
     (told,) = (entry.text for entry in found.entries if entry.flag == "--moe-shared-expert-overlap")
     assert told.startswith("experts for all tokens always compute while tokens are on their way")
+
+
+def test_biases_of_mlps_stay_where_there_are_any(tiny: Translate) -> None:
+    for added, there in (
+        ("", False), ("--moe-layer-freq 2", True), ("--moe-shared-expert-intermediate-size 32", True),
+        ("--moe-layer-freq [1]*2", False),
+    ):  # fmt: skip
+        done = tiny(f"--num-experts 8 {added}", without=("--disable-bias-linear",))
+        assert done.run is not None and done.run.model.mlp_bias is there, added
+        assert done.run.model.moe is not None and done.run.model.moe.biases and model_problems(done.run) == []
+        assert any(entry.setting == "model.mlp_bias" for entry in done.entries) is there
