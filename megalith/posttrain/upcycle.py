@@ -140,7 +140,7 @@ def expected_weight(moe: MoEConfig) -> float:
     """What the weights of a token's experts add up to, on average, while the router has learnt nothing."""
     if moe.router.renormalise:
         return moe.router.scale
-    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.log(2) ** 0.5}[moe.router.score]
+    each = {"softmax": 1 / moe.experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}[moe.router.score]
     return moe.top_k * each * moe.router.scale
 
 
