@@ -215,14 +215,14 @@ def refuse_surplus(
     """Which choices [t, k] their experts take, bool: no expert takes more than `capacity`.
 
     drop: those of least weight are refused, or those of the last tokens; `order` int64 [t] is each token's place then,
-    unless they stand in order. Of equal weights the later token is taken.
+    unless they stand in order. Of weights that are equal, but for roundings, the later token is taken.
     """
     t, k = choice.experts.shape
     places = torch.arange(t, device=choice.experts.device) if order is None else order
     first = places.repeat_interleave(k).argsort(stable=True)
     if drop == "least":
         first = first.flip(0)
-        first = first[choice.weights.detach().flatten()[first].argsort(descending=True, stable=True)]
+        first = first[coarse(choice.weights.detach()).flatten()[first].argsort(descending=True, stable=True)]
     of_expert = choice.experts.flatten()[first]
     by_expert = of_expert.argsort(stable=True)
     counts = torch.zeros_like(of_expert[:1]).repeat(num_experts).scatter_add_(0, of_expert, torch.ones_like(of_expert))
@@ -231,6 +231,19 @@ def refuse_surplus(
     taken = torch.zeros(t * k, dtype=torch.bool, device=places.device)
     taken[first[by_expert]] = seats < capacity
     return taken.view(t, k)
+
+
+def coarse(weights: Tensor) -> Tensor:
+    """Weights with fewer digits: float64 as fp32, fp32 with 16 significant bits, others as they are.
+
+    Tokens that begin documents alike weigh alike, and layouts round them differently: these digits must not say who
+    gets the last seat.
+    """
+    if weights.dtype == torch.float64:
+        return weights.float()
+    if weights.dtype != torch.float32:
+        return weights
+    return ((weights.view(torch.int32) + 128) >> 8 << 8).view(torch.float32)
 
 
 def without(choice: Choice, taken: Tensor) -> Choice:

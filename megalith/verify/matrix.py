@@ -10,6 +10,7 @@ from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig, ContextKind
+from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -26,9 +27,11 @@ from megalith.verify.variants import (
     FURTHER_EXPERTS,
     HETEROGENEOUS,
     LATENT,
+    LOOKING_BACK,
     NARROW,
     NOISY,
     OFFSET,
+    PADDED,
     PLANNED,
     RELATIVE,
     VARIANTS,
@@ -631,6 +634,22 @@ def _experts_under_several_axes() -> Mixed:
     }  # fmt: skip
 
 
+def _experts_with_few_seats() -> Mixed:
+    """Experts that refuse tokens of packed documents by their weights, with filler and without."""
+    every = replace(staged(2, tp=2, dp=2, sp=True, schedule="zb-h1"), ep=2, etp=1)
+    return {
+        "narrow, cp2 tp2 sp ep4 etp1, documents": (
+            NARROW, ParallelConfig(cp=2, tp=2, sp=True, ep=4, etp=1), 2, NO,
+        ),
+        "padded, cp3, documents": (PADDED, ParallelConfig(cp=3), 2, NO),
+        "padded, cp2 dp2 ep2 etp2, zero 1, documents": (
+            PADDED, ParallelConfig(cp=2, dp=2, ep=2, etp=2, zero=1), 1, MIXTURE,
+        ),
+        "padded, dp4 ep2, zero 3": (PADDED, ParallelConfig(dp=4, ep=2, zero=3), 1, NO),
+        "padded, tp2 pp2 dp2 sp ep2 etp1 zb-h1": (PADDED, every, 1, NO),
+    }  # fmt: skip
+
+
 def _experts_fully_sharded() -> Mixed:
     """Rows of experts over edp, the rest over dp and cp; either may have nothing to divide."""
     tp2, both = ParallelConfig(tp=2, sp=True, zero=3), ParallelConfig(tp=2, dp=2, sp=True, ep=2, zero=3)
@@ -673,11 +692,11 @@ def _experts_in_pairs() -> Mixed:
 
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
-    again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. Packed
-    documents do not meet experts that refuse those of least weight: first tokens of documents weigh exactly alike, and
-    rounding would decide who has the last seat."""
+    again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. First tokens
+    of packed documents weigh exactly alike, so that rounding must not decide who has the last seat."""
     rows = {
         **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
+        **_experts_with_few_seats(),
     }  # fmt: skip
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
@@ -691,9 +710,42 @@ def _experts() -> Iterator[Layout]:
         )  # fmt: skip
 
 
+def _looking_back() -> Iterator[Layout]:
+    """A memory that crosses stages, is shared over cp, dropped, computed from again, kept thin, and read by experts."""
+    everywhere = DropoutConfig(embedding=0.1, residual=0.2, attention=0.2)
+    dropping, early = replace(LOOKING_BACK, dropout=everywhere), replace(LOOKING_BACK, cross=CrossConfig(memory=0))
+    wide = replace(LOOKING_BACK, norm_placement="after", fp32_residual=True)
+    experts = replace(NARROW, cross=CrossConfig(memory=1))
+    unlike = replace(HETEROGENEOUS, cross=CrossConfig(memory=1, layers=(True, True, False)))
+    sliced, two = _exchange("a2a", slicing="document"), replace(FULL, num_layers=2, shard_inputs=True)
+    lora = LoraConfig(rank=3, dropout=0.2, layers=(2, 3))
+    rows: dict[str, tuple[ModelConfig, ParallelConfig, RecomputeConfig, LoraConfig | None]] = {
+        "tp2 cp2 sp, documents": (LOOKING_BACK, ParallelConfig(tp=2, cp=2, sp=True), NO, None),
+        "dropping, cp2 a2a, each document sliced": (dropping, ParallelConfig(cp=2, context=sliced), NO, None),
+        "pp2 vpp2 tp2 sp": (LOOKING_BACK, staged(2, tp=2, sp=True, vpp=2), NO, None),
+        "pp4, an empty stage": (early, staged(4, layout="Et|t||ttL"), NO, None),
+        "dropping, pp2 dualpipe-v, full": (dropping, staged(2, schedule="dualpipe-v", vpp=2), FULL, None),
+        "pp2 dp2 zb-v, zero 2": (early, staged(2, dp=2, zero=2, schedule="zb-v", vpp=2), NO, None),
+        "pp2 dp2, zero 3, full": (LOOKING_BACK, staged(2, dp=2, zero=3), FULL, None),
+        "dp2, zero 3, full": (dropping, ParallelConfig(dp=2, zero=3), FULL, None),
+        "tp2, two layers at once, inputs in slices": (LOOKING_BACK, ParallelConfig(tp=2), two, None),
+        "wide stream, tp4 sp, selective": (wide, ParallelConfig(tp=4, sp=True), PARTS, None),
+        "experts, pp2 dp2 ep2": (experts, replace(staged(2, dp=2), ep=2), NO, None),
+        "unlike layers, tp2 pp2 sp": (unlike, staged(2, tp=2, sp=True), NO, None),
+        "adapters, pp2 tp2 sp": (dropping, staged(2, tp=2, sp=True), NO, lora),
+    }  # fmt: skip
+    sample = ("tp2 cp2 sp", "pp2 vpp2 tp2", "dropping, pp2 dualpipe-v", "experts")
+    for name, (model, parallel, recompute, adapters) in rows.items():
+        yield Layout(
+            area="variants", name=f"looking back, {name}", model=model, parallel=parallel, recompute=recompute,
+            rows=1 if parallel.pp == 1 else 3, seq_len=row_of(parallel), lora=adapters,
+            documents="document" in name, sample=name.startswith(sample),
+        )  # fmt: skip
+
+
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
-    *_all_axes(), *_variants(), *_variants_and_others(), *_adapters(), *_experts(),
+    *_all_axes(), *_variants(), *_variants_and_others(), *_looking_back(), *_adapters(), *_experts(),
 )  # fmt: skip
 """Every layout that is proved."""
 

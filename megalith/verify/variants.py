@@ -124,6 +124,14 @@ NARROW = replace(
 )  # fmt: skip
 """Experts of few features in every other layer, which refuse what goes beyond their share."""
 
+PADDED = replace(
+    NARROW, moe=MoEConfig(
+        experts=4, ffn_hidden_size=10, latent_size=14, layers=(True, False), balance=BalanceConfig(batch=0.2, z=0.05),
+        capacity=CapacityConfig(factor=0.9, pad=True),
+    ),
+)  # fmt: skip
+"""The same with fewer seats, and equally many rows for every expert, whatever tokens choose."""
+
 BIASED_CHOICE = replace(
     PLAIN, num_kv_heads=6, moe=MoEConfig(
         experts=6, ffn_hidden_size=10, shared_ffn_hidden_size=9, shared_gate=True, router=RouterConfig(

@@ -12,6 +12,7 @@ from megalith.kernels.routing import (
     best,
     capacity_of,
     choose_experts,
+    coarse,
     gate,
     log_of_scores,
     refuse_surplus,
@@ -263,3 +264,17 @@ def test_offsets_decide_who_is_chosen_and_not_the_weight() -> None:
     choice = choose_experts(LOGITS, RouterConfig(), 2, offsets=offsets)
     assert not bool((choice.experts == 0).any())
     assert torch.allclose(choice.weights, LOGITS.gather(1, choice.experts).softmax(1), rtol=1e-14)
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-15), (torch.float32, 1e-7), (torch.bfloat16, 0.0)])
+def test_roundings_do_not_say_who_gets_the_last_seat(dtype: torch.dtype, digits: float) -> None:
+    """Two tokens of one weight, the earlier or the later rounded up; and one that weighs less."""
+    for up in (0, 1):
+        weights = torch.tensor([0.31, 0.31, 0.3], dtype=torch.float64)
+        weights[up] *= 1 + digits
+        choice = Choice(torch.zeros(3, 1, dtype=torch.int64), weights.to(dtype).view(3, 1))
+        for seats, taken in ((1, [False, True, False]), (2, [True, True, False])):
+            assert refuse_surplus(choice, seats, "least", num_experts=1).flatten().tolist() == taken
+    near = torch.tensor([0.31, 0.3101], dtype=dtype)
+    assert coarse(near).dtype == (torch.float32 if dtype == torch.float64 else dtype)
+    assert bool((coarse(near)[0] < coarse(near)[1]) == (near[0] < near[1])), "weights that differ still do"
