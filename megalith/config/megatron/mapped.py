@@ -116,7 +116,15 @@ MODEL = (
     Row(
         name="--position-embedding-type", takes="choice", fields=("model.positions",), default="learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        how="rope; learned_absolute: learned; none; the others are refused",
+        how="rope; learned_absolute: learned; relative; none; the others are refused",
+    ),
+    Row(
+        name="--relative-attention-num-buckets", takes="int", fields=("model.relative.buckets",), default=32,
+        how="read with --position-embedding-type relative only",
+    ),
+    Row(
+        name="--relative-attention-max-distance", takes="int", fields=("model.relative.max_distance",), default=128,
+        how="read with --position-embedding-type relative only",
     ),
     Row(
         name="--use-rotary-position-embeddings", takes="nothing", fields=("model.positions",),

@@ -5,7 +5,7 @@ import math
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.patterns import pattern_of
 
-KNOWN = ("rope", "learned_absolute", "none")
+KNOWN = ("rope", "learned_absolute", "relative", "none")
 
 
 def translate_positions(draft: Draft) -> None:
@@ -15,13 +15,16 @@ def translate_positions(draft: Draft) -> None:
     shown = old if draft.arguments.given(old) else flag
     latent = draft.arguments.value("--multi-latent-attention")
     if kind not in KNOWN or (latent and kind != "rope"):
-        fits = "rope" if latent else "rope, learned_absolute or none"
+        fits = "rope" if latent else "rope, learned_absolute, relative or none"
         text = f"positions like these are not known {'in latent attention' if latent else 'here'}. Use {flag} {fits}"
         draft.say("not mapped", shown, text, "model")
         return
     draft.put(shown, "model.positions", {"learned_absolute": "learned"}.get(str(kind), kind))
     if kind == "rope":
         _rotary(draft)
+    if kind == "relative":
+        draft.copy("--relative-attention-num-buckets")
+        draft.copy("--relative-attention-max-distance")
 
 
 def _rotary(draft: Draft) -> None:

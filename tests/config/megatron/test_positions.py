@@ -2,6 +2,8 @@
 
 import pytest
 
+from megalith.config.relative import RelativeConfig
+from megalith.train.rules import model_problems
 from tests.config.megatron.conftest import Translate
 
 
@@ -50,7 +52,7 @@ def test_layers_without_positions(tiny: Translate, typed: str, skip: tuple[bool,
     ("added", "refusal"),
     [
         ("--position-embedding-type yarn", "--position-embedding-type yarn: positions like these are not known here"),
-        ("--position-embedding-type relative", "Use --position-embedding-type rope, learned_absolute or none"),
+        ("--position-embedding-type mrope", "Use --position-embedding-type rope, learned_absolute, relative or none"),
         (
             "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
             "--rotary-seq-len-interpolation-factor 2: positions are scaled in two ways. Remove one",
@@ -60,3 +62,15 @@ def test_layers_without_positions(tiny: Translate, typed: str, skip: tuple[bool,
 def test_positions_that_are_not_known_are_refused(tiny: Translate, added: str, refusal: str) -> None:
     (said,) = tiny(added).refusals(strict=False)
     assert refusal in said
+
+
+def test_relative_positions_have_their_buckets(tiny: Translate) -> None:
+    run = tiny("--position-embedding-type relative").run
+    assert run is not None and run.model.positions == "relative" and run.model.relative == RelativeConfig()
+    sizes = "--relative-attention-num-buckets 16 --relative-attention-max-distance 64"
+    done = tiny(f"--position-embedding-type relative {sizes}")
+    assert done.run is not None and done.run.model.relative == RelativeConfig(buckets=16, max_distance=64)
+    assert model_problems(done.run) == [] and done.refusals(strict=True) == []
+    done = tiny(sizes)
+    assert done.run is not None and done.run.model.relative == RelativeConfig()
+    assert [entry.verdict for entry in done.entries if entry.flag.startswith("--relative")] == ["already"] * 2
