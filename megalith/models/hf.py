@@ -68,6 +68,7 @@ from megalith.models.smollm3 import SMOLLM3
 from megalith.models.staging import staging_of
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import Unsaid
+from megalith.plan.network import network_problems
 from megalith.plan.shards import Box, Shard, intersect
 
 FAMILIES: tuple[Family, ...] = (
@@ -139,6 +140,8 @@ class HuggingFaceFolder:
         prefix = "" if outer is None else outer.prefix
         self._tensors = {name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others}
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
+        if problems := network_problems(self.model_config):
+            raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {' '.join(problems)}")
         names = self._tensors.keys()
         self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
         self._rules = by_parameter(self.rules)

@@ -270,14 +270,15 @@ def scaling_stretches(model: ModelConfig) -> str | None:
 
 
 def dynamic_scaling_begins_somewhere(model: ModelConfig) -> str | None:
-    """Dynamic scaling begins beyond the first training's context, which has to be shorter than the model's."""
+    """Dynamic scaling begins where the first training's context ends: at the latest where the model's does, as it is in
+    every folder of transformers."""
     first, limit = model.rope.original_max_position, model.max_seq_len
-    if model.rope.scaling != "dynamic" or first < limit:
+    if model.rope.scaling != "dynamic" or first <= limit:
         return None
     return (
         f"model.rope.scaling=dynamic with model.rope.original_max_position={first} and model.max_seq_len={limit}: it "
         f"changes only what is longer than the first training's rows. Set model.rope.original_max_position to their "
-        f"length, below {limit}, or model.rope.scaling=none."
+        f"length, at most {limit}, or model.rope.scaling=none."
     )
 
 

@@ -9,6 +9,7 @@ from megalith.config.model import ModelConfig
 from megalith.models.names import Family, by_parameter, extent
 from megalith.models.release import parameters
 from megalith.plan.costs import num_parameters
+from megalith.plan.network import network_problems
 
 
 def num_declared(config: ModelConfig) -> int:
@@ -20,6 +21,7 @@ def num_declared(config: ModelConfig) -> int:
 def check_published(family: Family, raw: Mapping[str, Any], count: int, *, reworded: tuple[str, ...] = ()) -> None:
     """Fail unless a config.json as published has `count` parameters and survives, `reworded` fields aside."""
     config = family.read_config(raw)
+    assert network_problems(config) == []
     assert num_declared(config) == num_parameters(replace(config, vocab_multiple=1)) == count
     again = family.write_config(config)
     same = (again.keys() & raw.keys()) - {*reworded, "use_cache"}

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalith import storage
 from megalith.checkpoint import safetensors
 from megalith.checkpoint.boxes import Entry
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models import hf
@@ -221,6 +222,15 @@ def test_the_family_that_lacks_the_fewest_settings_says_what_it_lacks(tiny: Simp
     with pytest.raises(Unsaid) as refused:
         hf.family_for(tiny.config(up_offset=0.5, norm_eps=0.1))
     assert refused.value.settings == ("up_offset",)
+
+
+def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
+    HuggingFaceFolder(tmp_path / "x")
+    edit(tmp_path / "x", num_experts_per_tok=4)
+    told = r"config.json describes a model that cannot be: model.moe.top_k=4 is more than model.moe.experts=3. Set"
+    with pytest.raises(CheckpointError, match=told):
+        HuggingFaceFolder(tmp_path / "x")
 
 
 def test_a_config_without_architectures_goes_by_its_model_type(tmp_path: Path, tiny: SimpleNamespace) -> None:

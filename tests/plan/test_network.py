@@ -162,7 +162,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         "Use 8.0",
     ),
     (
-        rope(scaling="dynamic"), "model.rope.original_max_position=8192 and model.max_seq_len=64", "below 64",
+        rope(scaling="dynamic"), "model.rope.original_max_position=8192 and model.max_seq_len=64", "at most 64",
     ),
     (
         rope(attention_factor=1.2), "model.rope.attention_factor=1.2 with model.rope.scaling=none",
@@ -239,6 +239,7 @@ def test_sound_networks_break_no_rule() -> None:
     assert network_problems(SOUND) == []
     assert network_problems(replace(SOUND, **latent(q_rank=8))) == []
     assert network_problems(replace(SOUND, head_dim=5, positions="none")) == []
+    assert network_problems(replace(SOUND, **rope(scaling="dynamic", original_max_position=64))) == [], "as read"
     for name, model in VARIANTS.items():
         assert network_problems(model) == [], name
 
