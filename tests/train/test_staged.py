@@ -12,8 +12,10 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
+from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
-from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.parallel.expert import Exchange
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.watch import backend_timeout
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -57,6 +59,25 @@ def test_a_schedule_is_planned_once() -> None:
     first = planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True)
     assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True) is first
     assert planned_step(PipelineConfig(vpp=2), 2, 4, overlap=True, forward_only=True) is not first
+
+
+def test_training_alone_is_planned_in_pairs_and_only_where_it_is_asked_for() -> None:
+    plain, paired = (planned_step(PipelineConfig(), 1, 3, overlap=True, paired=each) for each in (False, True))
+    assert plain.pairs == () and paired.pairs == (frozenset({(0, 1), (0, 2)}),)
+    assert "".join(f"{a.kind}{a.microbatch}" for a in paired.ranks[0]) == "F0F1B0F2B1B2"
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_exchanges_with_experts_hand_over_to_the_other_lane_if_asked_to(asked: bool) -> None:
+    experts = {"model.moe.experts": "4", "model.moe.ffn_hidden_size": "4", "parallel.ep": "2"}
+    run = tiny_run(experts | {"parallel.overlap_experts": str(asked).lower()})
+    mesh = mesh_on_paper(model_grid(run.parallel, run.model, 2), rank=0)
+    built = build_staged(run, mesh, torch.device("meta"), dtype=torch.float64)
+    mixtures = [module for module in built.modules.modules() if isinstance(module, MoE)]
+    dispatchers = [one for mixture in mixtures for one in (mixture.dispatch, mixture.dispatch_within_capacity)]
+    assert len(dispatchers) == 2 * run.model.num_layers
+    for dispatch in dispatchers:
+        assert isinstance(dispatch, Exchange) and (dispatch.meanwhile is built.turns) == asked
 
 
 def test_weight_gradients_wait_only_where_the_schedule_has_a_w() -> None:

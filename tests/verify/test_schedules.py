@@ -34,6 +34,12 @@ def test_chunks_count_as_parts_of_a_microbatch() -> None:
     assert list(v.peak_live) == [4] * 4 and "at most 4 microbatches alive" in v.summary()
 
 
+def test_pairs_are_run_on_paper_and_told_by_their_memory() -> None:
+    plain, paired = (check_schedule(PipelineConfig(), pp=4, num_microbatches=8, paired=each) for each in (False, True))
+    assert paired.ok and paired.bubble == plain.bubble
+    assert list(paired.peak_live) == [8, 6, 4, 2] and "at most 2 to 8 microbatches alive" in paired.summary()
+
+
 def test_a_pipeline_of_one_rank_has_no_bubble_and_no_messages() -> None:
     report = check_schedule(PipelineConfig(), pp=1, num_microbatches=3, overlap=False)
     assert report.ok and report.bubble == 0 and report.num_messages == 0
