@@ -34,6 +34,10 @@ class AttentionConfig:
     """Tokens that a token sees in layers with a sliding window, itself included; unset: all before it. As many after
     it, unless `causal`."""
 
+    window_right: int | None = None
+    """Tokens after it that a token sees there, where attention looks both ways; unset: window - 1, as many as before
+    it. A window as long as the longest document is none to the left."""
+
     window_layers: tuple[bool, ...] = ()
     """Which layers have the window, as a pattern that repeats over the layers; unset: all."""
 

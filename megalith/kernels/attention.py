@@ -47,7 +47,7 @@ def attention(
         scores = replace(scores, window=None, chunked=False)
     if scores.window is not None and visible is None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
-        scores = scores if scores.window < max(keys for _, keys in lengths) else replace(scores, window=None)
+        scores = scores if scores.hides(max(keys for _, keys in lengths)) else replace(scores, window=None)
     if visible is not None or scores.relative is not None:
         return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, visible, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
@@ -137,7 +137,7 @@ def _spans(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None,
     dropped: DroppedWeights | None,
 ) -> Tensor:  # fmt: skip
-    spans = spans_of_lengths(lengths, scores.window, causal=scores.causal)
+    spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped)
 
 

@@ -48,7 +48,7 @@ def flexible_attention(
 
     sinks [n]. `compiled=False`: the same in plain operations, with all pairs in memory, for tests on CPUs.
     """
-    mask = block_mask(lengths, scores.window, scores.causal, q.device)
+    mask = block_mask(lengths, scores.window, scores.after, q.device)
     run: Any = _compiled() if compiled else flex_attention  # what it gives depends on return_aux
     out, found = run(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -79,11 +79,11 @@ def capped_by(cap: float) -> Callable[..., Tensor]:
     return capped
 
 
-def intervals(lengths: Lengths, window: int | None, causal: bool) -> Ints:
+def intervals(lengths: Lengths, window: int | None, after: int | None) -> Ints:
     """First of the keys that each query sees, and one past the last: [t, 2]. A document's queries are the last of its
-    keys.
+    keys, and it sees `after` later ones; None: all.
 
-    >>> intervals(((2, 2), (1, 3)), 2, True).tolist()
+    >>> intervals(((2, 2), (1, 3)), 2, 0).tolist()
     [[0, 1], [0, 2], [3, 5]]
     """
     queries, keys = np.array(lengths, np.int64).reshape(-1, 2).T
@@ -91,8 +91,8 @@ def intervals(lengths: Lengths, window: int | None, causal: bool) -> Ints:
     start = (np.cumsum(keys) - keys)[document]
     place = np.arange(len(document)) - (np.cumsum(queries) - queries)[document] + (keys - queries)[document]
     first = np.zeros_like(place) if window is None else np.maximum(place - window + 1, 0)
-    last = keys[document] if window is None else np.minimum(place + window, keys[document])
-    return np.stack([start + first, start + (place + 1 if causal else last)], axis=1).astype(np.int32)
+    last = keys[document] if after is None else np.minimum(place + after + 1, keys[document])
+    return np.stack([start + first, start + last], axis=1).astype(np.int32)
 
 
 class Blocks(NamedTuple):
@@ -113,7 +113,7 @@ class Blocks(NamedTuple):
 def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK) -> Blocks:
     """From `intervals` [t, 2] to blocks: of t and num_keys tokens, the last block of either may be short.
 
-    >>> plan = plan_blocks(intervals(((4, 4),), None, True), 4, block=2)
+    >>> plan = plan_blocks(intervals(((4, 4),), None, 0), 4, block=2)
     >>> plan.mixed.tolist(), plan.whole.tolist(), plan.whole_keys[1, 0]
     ([1, 1], [0, 1], 0)
     """
@@ -136,9 +136,9 @@ def _counted(blocks: NDArray[np.bool_]) -> tuple[Ints, Ints]:
 
 
 @lru_cache(maxsize=8)  # every layer of a forward asks for the same one or two
-def block_mask(lengths: Lengths, window: int | None, causal: bool, device: torch.device) -> BlockMask:
+def block_mask(lengths: Lengths, window: int | None, after: int | None, device: torch.device) -> BlockMask:
     """What each query sees, as flex_attention wants it: on `device`, without a look at all pairs."""
-    seen, num_keys = intervals(lengths, window, causal), sum(keys for _, keys in lengths)
+    seen, num_keys = intervals(lengths, window, after), sum(keys for _, keys in lengths)
     plan = plan_blocks(seen, num_keys)
     bounds = torch.from_numpy(seen).to(device, non_blocking=True)
     mixed, mixed_keys, whole, whole_keys = (

@@ -39,6 +39,9 @@ class Scores:
     causal: bool = True
     """A token sees none that comes after it."""
 
+    right: int | None = None
+    """With a window, and not causal: it sees so many tokens after it; None: as many as before it."""
+
     off_by_one: bool = False
     """A score of 0 takes part in softmax and stands for no key: weights are exp(s) / (1 + sum of exp(s)).
     Source: Miller 2023, "Attention is off by one"."""
@@ -49,6 +52,21 @@ class Scores:
 
     dropout: WeightDropout | None = None
     """Weights dropped after softmax; None: none."""
+
+    @property
+    def after(self) -> int | None:
+        """How many of the tokens after it a token sees; None: all of its document."""
+        if self.causal:
+            return 0
+        if self.window is None:
+            return None
+        return self.window - 1 if self.right is None else self.right
+
+    def hides(self, longest: int) -> bool:
+        """Whether the window hides any token of documents of at most so many."""
+        if self.window is None:
+            return False
+        return self.window < longest or (not self.causal and (self.after or 0) < longest - 1)
 
     def factor(self, head_dim: int) -> float:
         """What q · k of so many features is multiplied by."""
@@ -109,10 +127,10 @@ def keys_seen(queries: int, keys: int, scores: Scores, *, device: torch.device) 
         return alike & causal_mask(queries, keys, device=device) if scores.causal else alike
     if scores.causal:
         return causal_mask(queries, keys, window=scores.window, device=device)
-    if scores.window is None or scores.window >= keys:
+    if scores.window is None or not scores.hides(keys):
         return None
     everything = torch.ones(queries, keys, dtype=torch.bool, device=device)
-    return everything.triu(keys - queries - scores.window + 1).tril(keys - queries + scores.window - 1)
+    return everything.triu(keys - queries - scores.window + 1).tril(keys - queries + (scores.after or 0))
 
 
 def causal_mask(queries: int, keys: int, *, window: int | None = None, device: torch.device) -> Tensor:

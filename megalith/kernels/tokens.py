@@ -149,7 +149,9 @@ class Context:
     neighbours: Join
     """Of those that exchange heads before a ring goes across them; of me alone where there are none."""
 
-    seen: dict[tuple[int, int | None, bool, bool], tuple[Spans, ...]] = field(default_factory=dict, repr=False)
+    seen: dict[tuple[int, int | None, int | None, bool, bool], tuple[Spans, ...]] = field(
+        default_factory=dict, repr=False
+    )
     """What has been planned so far, since all layers ask the same."""
 
     numbered: dict[int, tuple[Tensor, ...]] = field(default_factory=dict, repr=False)
@@ -165,38 +167,48 @@ class Context:
         return self.numbered[near]
 
     def spans_of_groups(
-        self, near: int, *, window: int | None = None, causal: bool = True, chunked: bool = False
-    ) -> tuple[Spans, ...]:
+        self, near: int, *, window: int | None = None, right: int | None = None, causal: bool = True,
+        chunked: bool = False,
+    ) -> tuple[Spans, ...]:  # fmt: skip
         """What the tokens of my group of `near` neighbours see of those of every such group."""
-        asked = near, window, causal, chunked
+        asked = near, window, right, causal, chunked
         if asked not in self.seen:
             parts = self.slices.joined(near)
             mine = parts[self.rank // near]
-            self.seen[asked] = tuple(self._spans(mine, keys, window, causal, chunked) for keys in parts)
+            self.seen[asked] = tuple(self._spans(mine, keys, window, right, causal, chunked) for keys in parts)
         return self.seen[asked]
 
-    def spans_of_all(self, *, window: int | None = None, causal: bool = True, chunked: bool = False) -> Spans:
+    def spans_of_all(
+        self, *, window: int | None = None, right: int | None = None, causal: bool = True, chunked: bool = False
+    ) -> Spans:
         """What my tokens see of all tokens in natural order."""
-        asked = 0, window, causal, chunked
+        asked = 0, window, right, causal, chunked
         if asked not in self.seen:
             everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[asked] = (self._spans(self.slices.numbers[self.rank], everything, window, causal, chunked),)
+            mine = self.slices.numbers[self.rank]
+            self.seen[asked] = (self._spans(mine, everything, window, right, causal, chunked),)
         return self.seen[asked][0]
 
-    def spans_of_whole(self, *, window: int | None = None, causal: bool = True, chunked: bool = False) -> Spans:
+    def spans_of_whole(
+        self, *, window: int | None = None, right: int | None = None, causal: bool = True, chunked: bool = False
+    ) -> Spans:
         """What all tokens, in natural order, see of one another; unlike `whole`, without the padding that follows."""
-        asked = -1, window, causal, chunked
+        asked = -1, window, right, causal, chunked
         if asked not in self.seen:
             everything = np.arange(self.slices.num_tokens, dtype=np.int64)
-            self.seen[asked] = (self._spans(everything, everything, window, causal, chunked),)
+            self.seen[asked] = (self._spans(everything, everything, window, right, causal, chunked),)
         return self.seen[asked][0]
 
-    def _spans(self, queries: Numbers, keys: Numbers, window: int | None, causal: bool, chunked: bool) -> Spans:
+    def _spans(
+        self, queries: Numbers, keys: Numbers, window: int | None, right: int | None, causal: bool, chunked: bool
+    ) -> Spans:
         slices, starts = self.slices, self.slices.starts()
         ends, repeats = None if causal else slices.ends(), slices.repeats
         if ends is not None and len(set((ends - starts).tolist())) > 1:
             repeats = 1  # documents that are as long as one another with their padding, but not without
-        return plan_spans(queries, keys, starts, ends=ends, repeats=repeats, window=window, chunked=chunked)
+        return plan_spans(
+            queries, keys, starts, ends=ends, repeats=repeats, window=window, right=right, chunked=chunked
+        )
 
 
 def tokens_of_rows(rows: int, length: int, *, device: torch.device | str = "cpu") -> Tokens:

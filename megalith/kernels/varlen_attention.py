@@ -70,8 +70,7 @@ def starts(lengths: Lengths, device: torch.device) -> tuple[Tensor, Tensor]:
 def window_of(scores: Scores) -> tuple[int, int]:
     """How many keys before its own place, and after it, a query sees; -1: all.
 
-    >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(Scores(window=4, causal=False))
-    ((-1, 0), (3, 0), (3, 3))
+    >>> window_of(PLAIN), window_of(Scores(window=4)), window_of(Scores(window=4, right=1, causal=False))
+    ((-1, 0), (3, 0), (3, 1))
     """
-    before = -1 if scores.window is None else scores.window - 1
-    return before, 0 if scores.causal else before
+    return -1 if scores.window is None else scores.window - 1, -1 if scores.after is None else scores.after

@@ -89,7 +89,7 @@ def scores_of_layer(config: ModelConfig, layer: int) -> Scores:
     relative = config.relative.max_distance if config.positions == "relative" else None
     return Scores(
         config.score_scale(), window, window is not None and kind.chunked, kind.softcap, causal=kind.causal,
-        off_by_one=kind.off_by_one, relative=relative,
+        right=kind.window_right, off_by_one=kind.off_by_one, relative=relative,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ arXiv:2405.07719; gather: Llama 3, arXiv:2407.21783, section 3.3.2.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -101,7 +101,7 @@ class Ring:
     ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
         context = _context(tokens)
-        spans = context.spans_of_groups(1, window=scores.window, causal=scores.causal, chunked=scores.chunked)
+        spans = context.spans_of_groups(1, **sight(scores))
         dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
         return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, biases, overlap=self.overlap)
 
@@ -120,7 +120,7 @@ class Gathered:
         context = _context(tokens)
         everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        spans, dropped = context.spans_of_all(window=scores.window, causal=scores.causal, chunked=scores.chunked), None
+        spans, dropped = context.spans_of_all(**sight(scores)), None
         if scores.dropout is not None and tokens.dropout is not None:
             dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
         return self.find(q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores))
@@ -143,7 +143,7 @@ class HeadExchange:
         if scores.causal or context.slices.source is None:
             out = attention(q, k, v, whole, scores, sinks)
         else:  # documents end with padding, which nobody may see
-            spans = context.spans_of_whole(window=scores.window, causal=False, chunked=scores.chunked)
+            spans = context.spans_of_whole(**sight(scores))
             biases = biases_of_whole(whole, context, scores)
             out = span_attention(q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases)
         return tokens_for_heads(out, self.group, context.everyone)
@@ -163,9 +163,7 @@ class HeadsThenRing:
         """The neighbours' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
-        spans = context.spans_of_groups(
-            self.near.size, window=scores.window, causal=scores.causal, chunked=scores.chunked
-        )
+        spans = context.spans_of_groups(self.near.size, **sight(scores))
         scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), of_my_heads(sinks, self.near)
         mine = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
@@ -177,6 +175,20 @@ class HeadsThenRing:
 def _context(tokens: Tokens) -> Context:
     assert tokens.context is not None, "tokens were not sliced over cp: the loader does that"
     return tokens.context
+
+
+class Sight(TypedDict):
+    """Which earlier and later tokens of its document a token sees, as `Context` is asked for spans."""
+
+    window: int | None
+    right: int | None
+    causal: bool
+    chunked: bool
+
+
+def sight(scores: Scores) -> Sight:
+    """What scores say of it."""
+    return Sight(window=scores.window, right=scores.right, causal=scores.causal, chunked=scores.chunked)
 
 
 # --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are

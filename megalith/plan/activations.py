@@ -623,7 +623,7 @@ def _biased_rows(setting: Setting, layer: int, heads: int) -> list[Row]:
         Row("attention", "weights", pairs, pairs * w),
         Row("attention", "buckets of distances", distances, 8 * distances),
     ]
-    hidden = model.attention.causal or (model.has_window(layer) and (model.attention.window or 0) < max(runs))
+    hidden = model.attention.causal or _window_hides(model, layer, max(runs))
     seen = sum(n**2 for n in runs)
     masks = [Row("attention", "mask", seen, seen), Row("attention", "queries that see nothing", t, t)]
     return rows + masks if hidden else rows
@@ -641,8 +641,13 @@ def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", 
     kind = model.attention
     if model.positions == "relative":
         return "biased"
-    windowed = kind.window is not None and model.has_window(layer) and kind.window < longest
-    if windowed or kind.softcap is not None or kind.sinks or kind.off_by_one or model.dropout.attention > 0:
+    if (
+        _window_hides(model, layer, longest)
+        or kind.softcap is not None
+        or kind.sinks
+        or kind.off_by_one
+        or model.dropout.attention > 0
+    ):
         return "spans"
     if setting.accelerator:
         return "torch"
@@ -651,6 +656,15 @@ def way_of(setting: Setting, layer: int) -> Literal["biased", "spans", "tiles", 
     if model.key_size() == model.value_size():
         return "torch"
     return "spans" if longest >= TILED_LENGTHS.stop else "plain"
+
+
+def _window_hides(model: ModelConfig, layer: int, longest: int) -> bool:
+    """Whether a layer's window hides any token of documents of at most so many."""
+    kind = model.attention
+    if kind.window is None or not model.has_window(layer):
+        return False
+    after = kind.window - 1 if kind.window_right is None else kind.window_right
+    return kind.window < longest or (not kind.causal and after < longest - 1)
 
 
 def in_chunks(setting: Setting, layer: int) -> Setting:

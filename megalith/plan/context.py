@@ -203,13 +203,13 @@ class Spans:
 
 def plan_spans(
     queries: Numbers, keys: Numbers, starts: Numbers, *, ends: Numbers | None = None, repeats: int = 1,
-    window: int | None = None, chunked: bool = False,
+    window: int | None = None, right: int | None = None, chunked: bool = False,
 ) -> Spans:  # fmt: skip
     """What tokens number `queries` see of tokens number `keys`, both ascending, when documents begin at `starts` [t].
 
     A query sees itself and the earlier tokens of its document; where attention is not causal, and their documents end
-    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included; or, where
-    it is `chunked`, those of its own run of so many.
+    at `ends` [t], the later ones, too. With a `window` no more than so many to each side, itself included, or
+    `right` after it; or, where it is `chunked`, those of its own run of so many.
     """
     queries, keys = queries[: len(queries) // repeats], keys[: len(keys) // repeats]
     lowest, beyond = starts[queries], queries + 1 if ends is None else ends[queries]
@@ -217,14 +217,17 @@ def plan_spans(
         lowest = queries - (queries - lowest) % window
         beyond = np.minimum(beyond, lowest + window)
     elif window is not None:
-        lowest, beyond = np.maximum(lowest, queries - window + 1), np.minimum(beyond, queries + window)
+        after = window - 1 if right is None else right
+        lowest, beyond = np.maximum(lowest, queries - window + 1), np.minimum(beyond, queries + after + 1)
     first, last = np.searchsorted(keys, lowest), np.searchsorted(keys, beyond)
     visible = np.stack([first, np.maximum(first, last)], axis=1)
     return Spans(repeats, visible, tuple(_tiles(visible, _borders(queries))))
 
 
 @lru_cache(maxsize=16)  # all layers of a forward ask the same, and pipeline stages have a few microbatches under way
-def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = None, *, causal: bool = True) -> Spans:
+def spans_of_lengths(
+    lengths: tuple[tuple[int, int], ...], window: int | None = None, *, causal: bool = True, right: int | None = None
+) -> Spans:
     """What queries see when documents of (queries, keys) lie one after the other, queries being the last of their keys.
 
     >>> spans_of_lengths(((2, 3), (1, 4)), 2).visible.tolist()
@@ -239,7 +242,7 @@ def spans_of_lengths(lengths: tuple[tuple[int, int], ...], window: int | None = 
     repeats = len(lengths) if len(set(lengths)) == 1 else 1
     starts = np.repeat(ends - keys, keys)
     until = None if causal else np.repeat(ends, keys)
-    return plan_spans(queries, np.arange(len(numbers)), starts, ends=until, repeats=repeats, window=window)
+    return plan_spans(queries, np.arange(len(numbers)), starts, ends=until, repeats=repeats, window=window, right=right)
 
 
 def _spans_of_whole_documents(counts: Numbers, first: Numbers, last: Numbers) -> Spans:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.plan.parameters import (
     HeldParameter,
@@ -134,6 +135,16 @@ def pairs_in_window(length: int, window: int, *, chunked: bool = False) -> int:
     return min(length**2, inside * (inside + 1) + 2 * inside * (length - inside))
 
 
+def pairs_seen(length: int, kind: AttentionConfig) -> int:
+    """The same for a layer with the window; where it reaches further to one side, the mean of both sides."""
+    if kind.window is None:
+        return length**2
+    before = pairs_in_window(length, kind.window, chunked=kind.chunked)
+    if kind.causal or kind.window_right is None:
+        return before
+    return (before + pairs_in_window(length, kind.window_right + 1)) // 2
+
+
 class _Seen(NamedTuple):
     """Some documents."""
 
@@ -141,14 +152,14 @@ class _Seen(NamedTuple):
     squared_lengths: int
     windowed: int | None
 
-    def doubled_pairs(self, window: int | None, *, chunked: bool = False) -> int:
-        """Of queries and keys, twice."""
-        if window is None or self.tokens == 0 or self.squared_lengths == 0:
+    def doubled_pairs(self, kind: AttentionConfig | None) -> int:
+        """Of queries and keys, twice; None: of a layer without a window."""
+        if kind is None or self.tokens == 0 or self.squared_lengths == 0:
             return self.squared_lengths
         if self.windowed is not None:
             return self.windowed
         typical = max(1, round(self.squared_lengths / self.tokens))
-        pairs = pairs_in_window(typical, window, chunked=chunked)
+        pairs = pairs_seen(typical, kind)
         return min(self.squared_lengths, round(pairs * self.tokens / typical))
 
 
@@ -177,8 +188,7 @@ def met(config: ModelConfig, one: HeldParameter) -> int:
 
 
 def _core_flops(config: ModelConfig, layer: int, seen: _Seen) -> int:
-    window = config.attention.window if config.has_window(layer) else None
-    own = seen.doubled_pairs(window, chunked=config.attention.chunked)
+    own = seen.doubled_pairs(config.attention if config.has_window(layer) else None)
     pairs = own * (config.attention_part(layer) == "full") + seen.doubled_pairs(None) * config.looks(layer)
     pairs = pairs if config.attention.causal else 2 * pairs
     return 3 * pairs * config.num_heads * (config.key_size() + config.value_size())

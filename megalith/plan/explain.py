@@ -269,7 +269,8 @@ def _attention_text(model: ModelConfig) -> str:
     if kind.window is not None:
         count = sum(model.has_window(layer) for layer in range(model.num_layers))
         where = "" if count == model.num_layers else f" in {count} of {model.num_layers} layers"
-        text += f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{where}"
+        ahead = "" if kind.window_right is None else f" and {kind.window_right} after it"
+        text += f", {'chunks' if kind.chunked else 'window'} of {kind.window} tokens{ahead}{where}"
     extras = {
         f"queries and keys normed ({kind.qk_norm})": kind.qk_norm != "none", "scores capped": kind.softcap is not None,
         "sinks": kind.sinks, "softmax off by one": kind.off_by_one, "looking both ways": not kind.causal,

@@ -364,6 +364,22 @@ def patterns_fit_the_layers(model: ModelConfig) -> str | None:
     )
 
 
+def windows_have_a_right_side(model: ModelConfig) -> str | None:
+    """Only those that slide, and it counts tokens."""
+    right = model.attention.window_right
+    if right is not None and right < 0:
+        return (
+            f"model.attention.window_right={right} must be at least 0. Use 0 to see no later token, or remove it to "
+            f"see as many as before."
+        )
+    if right is None or not model.attention.chunked:
+        return None
+    return (
+        f"model.attention.window_right={right} with model.attention.chunked=true: a chunk ends in one place "
+        f"for all its tokens. Set model.attention.chunked=false, or remove model.attention.window_right."
+    )
+
+
 def patterns_choose_a_layer(model: ModelConfig) -> str | None:
     """A pattern that leaves every layer out says what another setting says better."""
     if model.positions == "rope" and model.rope.skip and all(model.rope.skip):
@@ -482,6 +498,7 @@ RULES: tuple[Rule, ...] = (
     fraction_is_a_share, rope_turns_pairs, rope_bands_are_apart, yarn_bands_are_apart, yarn_has_wavelengths,
     scaling_stretches, dynamic_scaling_begins_somewhere, dynamic_scaling_has_pairs,
     longrope_has_a_factor_for_each_pair, longrope_has_a_first_length, sections_are_all_pairs,
-    patterns_fit_the_layers, patterns_choose_a_layer, sizes_of_layers_are_below_the_models, layers_share_keys,
+    patterns_fit_the_layers, windows_have_a_right_side, patterns_choose_a_layer,
+    sizes_of_layers_are_below_the_models, layers_share_keys,
     every_layer_does_something, one_norm_comes_first, first_values_have_names, widths_decide_about_spreads,
 )  # fmt: skip

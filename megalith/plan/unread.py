@@ -111,9 +111,13 @@ BELONGS: tuple[Belongs, ...] = (
         lambda model: model.attention.scale is None, "for the scale where none is given", "model.attention.scale=null",
     ),
     Belongs(
-        ("attention.window_layers", "attention.chunked", "rope.local_theta"), "attention.window",
-        lambda model: model.attention.window is not None, "for layers with a window, and no layer has one",
-        "model.attention.window to 4096 or so",
+        ("attention.window_layers", "attention.window_right", "attention.chunked", "rope.local_theta"),
+        "attention.window", lambda model: model.attention.window is not None,
+        "for layers with a window, and no layer has one", "model.attention.window to 4096 or so",
+    ),
+    Belongs(
+        ("attention.window_right",), "attention.causal", lambda model: not model.attention.causal,
+        "for attention that looks both ways", "model.attention.causal=false",
     ),
     Belongs(
         ("attention.qk_norm_eps", "attention.qk_norm_layers"), "attention.qk_norm",

@@ -37,7 +37,7 @@ from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
-from megalith.plan.costs import model_flops_utilisation, pairs_in_window, tflops_per_device
+from megalith.plan.costs import model_flops_utilisation, pairs_seen, tflops_per_device
 from megalith.plan.experts import balance_notes
 from megalith.plan.savings import run_lines
 from megalith.plan.unused import unused_notes
@@ -478,11 +478,10 @@ def keeps_first_weights(run: TrainRun) -> bool:
 
 def _windowed(model: ModelConfig, batches: StepBatches) -> int | None:
     """Pairs of tokens that windows leave in my documents, as `step_flops` wants them; None: nothing has a window."""
-    window, chunked = model.attention.window, model.attention.chunked
-    if window is None:
+    if model.attention.window is None:
         return None
     lengths = (length for batch in batches.microbatches for length in batch.lengths)
-    return sum(pairs_in_window(length, window, chunked=chunked) for length in lengths)
+    return sum(pairs_seen(length, model.attention) for length in lengths)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

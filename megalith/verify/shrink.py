@@ -253,6 +253,7 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
         mup=model.mup and replace(model.mup, base_hidden_size=8),
         attention=replace(
             attention, window=attention.window and min(attention.window, 5),
+            window_right=attention.window_right and min(attention.window_right, 2),
             window_layers=_shrink_pattern(attention.window_layers, layers),
             qk_norm_layers=_shrink_pattern(attention.qk_norm_layers, layers),
         ),

@@ -62,8 +62,9 @@ GATED = replace(
 """Attention with a gate, L2 norms, every other layer without positions, the rest with places in time, height, width."""
 
 BOTH_WAYS = replace(
-    PLAIN, attention=AttentionConfig(causal=False, off_by_one=True, window=4, window_layers=(True, False)),
-    dropout=DropoutConfig(attention=0.2),
+    PLAIN, attention=AttentionConfig(
+        causal=False, off_by_one=True, window=4, window_right=2, window_layers=(True, False),
+    ), dropout=DropoutConfig(attention=0.2),
 )  # fmt: skip
 """As an encoder: tokens see what comes after them, too; softmax off by one, and some of its weights are dropped."""
 

@@ -49,6 +49,10 @@ VARIANTS = {
     "off by one": (Scores(off_by_one=True), False),
     "both ways": (Scores(causal=False), False),
     "both ways, everything": (Scores(scale=0.4, window=3, softcap=2.0, causal=False), True),
+    "further to the left": (Scores(window=4, right=1, causal=False), False),
+    "nothing to the right": (Scores(window=3, right=0, causal=False, softcap=2.0), False),
+    "all to the left": (Scores(window=500, right=2, causal=False), True),
+    "all to the right": (Scores(window=1, right=500, causal=False), False),
 }
 
 

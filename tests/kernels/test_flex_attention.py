@@ -55,7 +55,10 @@ def test_values_and_gradients_are_those_of_the_definition(
 def test_blocks_leave_out_no_pair_and_whole_ones_hide_none(
     lengths: Lengths, window: int | None, causal: bool, block: int
 ) -> None:
-    seen, num_keys = intervals(lengths, window, causal), sum(keys for _, keys in lengths)
+    seen, num_keys = (
+        intervals(lengths, window, Scores(window=window, causal=causal).after),
+        sum(keys for _, keys in lengths),
+    )
     plan = plan_blocks(seen, num_keys, block)
     key = np.arange(num_keys)
     visible = (key >= seen[:, :1]) & (key < seen[:, 1:])
@@ -77,7 +80,7 @@ def test_intervals_are_the_definitions_mask(scores: Scores) -> None:
     from megalith.kernels.scores import keys_seen
 
     for lengths in LENGTHS:
-        seen, row, start = intervals(lengths, scores.window, scores.causal), 0, 0
+        seen, row, start = intervals(lengths, scores.window, scores.after), 0, 0
         for queries, keys in lengths:
             mask = keys_seen(queries, keys, scores, device=torch.device("cpu"))
             key = np.arange(keys) + start
@@ -88,7 +91,7 @@ def test_intervals_are_the_definitions_mask(scores: Scores) -> None:
 
 def test_one_mask_serves_all_layers() -> None:
     device = torch.device("cpu")
-    assert block_mask(LENGTHS[0], 5, True, device) is block_mask(LENGTHS[0], 5, True, device)
+    assert block_mask(LENGTHS[0], 5, 0, device) is block_mask(LENGTHS[0], 5, 0, device)
 
 
 def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ def test_windows_are_counted_without_the_token_itself() -> None:
     assert window_of(PLAIN) == (-1, 0)
     assert window_of(Scores(window=1)) == (0, 0)
     assert window_of(Scores(window=4, causal=False)) == (3, 3)
+    assert window_of(Scores(window=4, right=0, causal=False)) == (3, 0)
     assert window_of(Scores(causal=False)) == (-1, -1)
 
 

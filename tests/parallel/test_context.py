@@ -133,6 +133,7 @@ VARIANTS = {
         Scores(scale=0.3, window=6, softcap=1.5, causal=False, dropout=WeightDropout(0.3, 77, 0)), True,
     ),
 }  # fmt: skip
+LEFT = Scores(causal=False, window=9, right=2)
 BOTH_WAYS, BIASED = Scores(causal=False), Scores(relative=11)
 BIASED_ALL = Scores(scale=0.3, window=6, softcap=1.5, relative=11, dropout=WeightDropout(0.3, 77, 0))
 ALL = Scores(scale=0.3, window=6, softcap=1.5)
@@ -184,6 +185,13 @@ CASES = {
         )
         for kind in ("ring", "a2a")
     },
+    "ring, further to the left, documents": (3, Case(lengths=RAGGED, scores=LEFT, heads=(3, 1))),
+    "gather, further to the left, each document sliced": (
+        2,
+        Case("gather", lengths=RAGGED, document=True, scores=LEFT),
+    ),
+    "a2a, further to the left, each document sliced": (2, Case("a2a", lengths=RAGGED, document=True, scores=LEFT)),
+    "a2a+ring, further to the left": (4, Case("a2a+ring", a2a=2, scores=LEFT)),
     "ring, biases": (2, Case(scores=BIASED)),
     "gather, biases": (2, Case("gather", scores=BIASED)),
     "a2a, biases": (2, Case("a2a", scores=BIASED)),

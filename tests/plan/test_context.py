@@ -125,15 +125,17 @@ def test_queries_of_documents_are_the_last_of_their_keys(
     assert spans_of_lengths(lengths, window) is spans, "layers after the first plan nothing"
 
 
-@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize(("window", "right"), [(None, None), (1, None), (3, None), (3, 0), (2, 4), (99, 1)])
 @pytest.mark.parametrize("lengths", [((5, 5), (1, 1), (70, 70)), ((4, 4), (4, 4)), ((2, 5), (1, 70)), ((1, 1),)])
 def test_both_ways_a_query_sees_its_document_or_a_window_to_each_side(
-    lengths: tuple[tuple[int, int], ...], window: int | None
+    lengths: tuple[tuple[int, int], ...], window: int | None, right: int | None
 ) -> None:
-    spans, start, every = spans_of_lengths(lengths, window, causal=False), 0, []
+    spans, start, every = spans_of_lengths(lengths, window, causal=False, right=right), 0, []
+    after = window - 1 if window is not None and right is None else right
     for queries, keys in lengths:
         for own in range(start + keys - queries, start + keys):
-            seen = [j for j in range(start, start + keys) if window is None or abs(own - j) < window]
+            near = range(start, start + keys)
+            seen = [j for j in near if window is None or after is None or own - window < j <= own + after]
             every.append([seen[0], seen[-1] + 1])
         start += keys
     assert spans.visible.tolist() == every[: len(every) // spans.repeats]

@@ -29,6 +29,7 @@ from megalith.plan.costs import (
     num_parameters,
     num_parameters_per_rank,
     pairs_in_window,
+    pairs_seen,
     step_flops,
     tflops_per_device,
 )
@@ -232,6 +233,18 @@ def test_a_window_costs_the_pairs_that_it_leaves() -> None:
             every, tokens=length, squared_lengths=length**2
         )
         assert saved == 6 * SMALL.num_layers * 8 * 16 * (length**2 - pairs_in_window(length, window))
+
+
+def test_a_window_that_reaches_further_to_one_side_costs_the_mean_of_both() -> None:
+    for length, window, right in ((7, 3, 0), (7, 1, 2), (40, 30, 12), (9, 99, 2)):
+        seen = [
+            (min(place, window - 1), min(length - 1 - place, right)) for place in range(length)
+        ]  # fmt: skip
+        pairs = sum(before + 1 + after for before, after in seen)
+        kind = AttentionConfig(causal=False, window=window, window_right=right)
+        assert abs(pairs_seen(length, kind) - pairs) <= length, "length² counts a token's own pair half"
+        even = replace(kind, window=right + 1, window_right=None)
+        assert pairs_seen(length, even) == pairs_in_window(length, right + 1)
 
 
 def test_chunks_cost_what_documents_of_their_length_do() -> None:

@@ -45,6 +45,15 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
     (attention(window=0), "model.attention.window=0 must be at least 1", "Set model.attention.window to 1 or more"),
     (latent(kv_rank=0), "model.mla.kv_rank=0 must be at least 1", "Set model.mla.kv_rank to 1 or more"),
     (latent(q_rank=-1), "model.mla.q_rank=-1 must be at least 1", "Set model.mla.q_rank to 1 or more"),
+    (
+        attention(causal=False, window=4, window_right=-1), "model.attention.window_right=-1 must be at least 0",
+        "Use 0 to see no later token",
+    ),
+    (
+        attention(causal=False, window=4, window_right=1, chunked=True),
+        "model.attention.window_right=1 with model.attention.chunked=true", "remove model.attention.window_right",
+    ),
+    (attention(window=4, window_right=1), "model.attention.window_right=1", "model.attention.causal=false"),
     ({"mtp": MTPConfig(depths=-1)}, "model.mtp.depths=-1 must be at least 0", "Use 0"),
     ({"mtp": MTPConfig(depths=1, loss_weight=-0.1)}, "model.mtp.loss_weight=-0.1 must be a finite number", "Use 0"),
     ({"norm_eps": 0.0}, "model.norm_eps=0.0 must be a finite number above 0", "Use 1e-05"),

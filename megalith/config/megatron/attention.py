@@ -50,6 +50,8 @@ def _windows(draft: Draft) -> None:
         draft.problems.append(f"{flag} {typed} must be two counts of at least -1. Use {flag} 127,0 for 128 tokens.")
         return
     left = int(sides[1])
+    if int(sides[2]) > 0:
+        draft.say("already", flag, "the second number: causal attention sees nothing to the right")
     if left == -1:
         draft.say("already", flag, "tokens see all before them")
         return

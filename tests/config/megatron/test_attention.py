@@ -36,6 +36,7 @@ def test_gates_and_sinks(tiny: Translate) -> None:
         ("--window-size (3,0) --window-attn-skip-freq 2", 4, (True, False)),
         ("--window-size 3,0 --window-attn-skip-freq [0,1]", 4, (False, True)),
         ("--window-size 3,0 --window-attn-skip-freq [1]*2", 4, (True,)),
+        ("--window-size 3,5", 4, ()),
         ("--window-size -1,0", None, ()),
         ("--window-attn-skip-freq 2", None, ()),
     ],

@@ -33,7 +33,7 @@ def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
         "data.mock_max_tokens", "data.mock_num_documents", "data.sft.date", "kernels", "lora.alpha",
         "lora.dropout", "lora.layers", "lora.load", "lora.rank", "lora.rslora", "lora.targets",
         "model.attention.causal", "model.attention.qk_norm_eps", "model.attention.scale",
-        "model.attention.softcap", "model.block", "model.init_overrides",
+        "model.attention.softcap", "model.attention.window_right", "model.block", "model.init_overrides",
         "model.logit_softcap", "model.moe.balance.of_choices",
         "model.moe.router.group_score", "model.norm_placement",
         "model.residual_scale", "model.rope.beta_fast", "model.rope.beta_slow",
