@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.errors import ConfigError
 from megalith.models.fields import Fields
 from megalith.models.names import TensorRule, piece, rule
@@ -14,7 +14,7 @@ LayerRules = Callable[[ModelConfig, str, str], list[TensorRule]]
 """Of a layer's experts: their name of the block, and ours."""
 
 OF_TRAINING = ("router_aux_loss_coef", "output_router_logits")
-"""Fields about a loss that is added while training, which each run decides for itself."""
+"""Fields about a loss that is added while training, where transformers adds none whatever they say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,53 @@ def read_count(fields: Fields, default: int, *, names: Sequence[str] = ("num_exp
     if len(set(found.values())) > 1:
         fields.problems.append(f"{found}: two numbers of experts. Remove one of the two, or set both to the same.")
     return next(iter(found.values()), default)
+
+
+def read_mixture(
+    fields: Fields, layers: int, *, experts: int, top_k: int, width: int, sparse: bool = True,
+    coefficient: float = 0.001, **others: Any,
+) -> MoEConfig:  # fmt: skip
+    """The mixture of families that spell it as Qwen does; `experts`, `top_k` and `coefficient`, of the loss of balance,
+    are those of a config without them.
+
+    `width`: features inside an expert; `sparse`: whether some layers may have none; others: of MoEConfig.
+    """
+    having = sparse_layers(fields, layers) if sparse else (True,) * layers
+    chosen = fields.whole("num_experts_per_tok", top_k)
+    return MoEConfig(
+        experts=read_count(fields, experts), top_k=chosen, ffn_hidden_size=width, layers=pattern(having),
+        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
+        balance=read_balance(fields, top_k=chosen, layers=sum(having), default=coefficient), **others,
+    )  # fmt: skip
+
+
+def write_mixture(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The same in the other direction, but for width and layers."""
+    return {
+        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "norm_topk_prob": moe.router.renormalise,
+        **write_balance(config, moe),
+    }  # fmt: skip
+
+
+def read_balance(fields: Fields, *, top_k: int, layers: int, default: float = 0.001) -> BalanceConfig:
+    """The loss that transformers adds while training, if output_router_logits says so: each of so many `layers` with
+    experts has its share.
+
+    Theirs is K where experts are equally busy, and pools the layers; ours is 1 in each, and added up.
+    """
+    name = "router_aux_loss_coef"
+    none = name in fields.raw and fields.value(name) is None
+    weight = 0.0 if none else fields.number(name, default, zero=True)
+    if not fields.flag("output_router_logits") or not layers:
+        return BalanceConfig()
+    return BalanceConfig(batch=float(f"{weight * top_k / layers:.12g}"))
+
+
+def write_balance(config: ModelConfig, moe: MoEConfig) -> dict[str, Any]:
+    """The same in the other direction; their default where there is none, which output_router_logits turns off."""
+    layers, weight = sum(config.has_experts(layer) for layer in range(config.num_layers)), moe.balance.batch
+    coefficient = {"router_aux_loss_coef": float(f"{weight * layers / moe.top_k:.10g}")} if weight else {}
+    return {"output_router_logits": weight > 0, **coefficient}
 
 
 def sparse_layers(fields: Fields, layers: int) -> tuple[bool, ...]:

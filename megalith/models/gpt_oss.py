@@ -11,7 +11,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.rope import RopeConfig
-from megalith.models.experts import OF_TRAINING, experts_of, router_rules
+from megalith.models.experts import experts_of, read_balance, router_rules, write_balance
 from megalith.models.fields import Fields
 from megalith.models.names import Family, TensorRule, piece, rule
 from megalith.models.rope import read_rope
@@ -51,8 +51,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     moe = MoEConfig(
         experts=fields.whole("num_local_experts", 128), top_k=next(iter(several), 4), biases=True,
         ffn_hidden_size=usual["ffn_hidden_size"], router=RouterConfig(bias=True),
+        balance=read_balance(fields, top_k=next(iter(several), 4), layers=layers),
     )  # fmt: skip
-    fields.ignore("initial_context_length", "num_experts", *OF_TRAINING)
+    fields.ignore("initial_context_length", "num_experts")
     found = ModelConfig(
         **usual | {"activation": "quick_gelu"},
         rope=_read_rope(fields, usual["max_seq_len"]),
@@ -87,6 +88,7 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.attention.window, "layer_types": write_windows(config),
         "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k, "experts_per_token": moe.top_k,
         "swiglu_limit": config.activation_clamp, "attention_bias": config.qkv_bias,
+        **write_balance(config, moe),
     }  # fmt: skip
     return said(raw, config, read_config, GPT_OSS)
 

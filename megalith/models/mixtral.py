@@ -9,13 +9,11 @@ from typing import Any
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
-from megalith.models.experts import OF_TRAINING, Words, experts_of, joined_rules, mixture_rules
+from megalith.models.experts import Words, experts_of, read_balance, write_balance
 from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
+from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, windowed, write_usual
-
-WORDS = Words(block="block_sparse_moe", gate="w1", up="w3", down="w2")
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, windowed, write_usual
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -28,11 +26,12 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     usual = read_usual(fields, switch=False, max_seq_len=131_072, norm_eps=1e-5, kv_heads=8)
     rope = read_rope(fields, max_position=usual["max_seq_len"], theta=1_000_000.0)
     window = windowed(fields.whole_or_none("sliding_window"), (True,))
+    chosen = fields.whole("num_experts_per_tok", 2)
     moe = MoEConfig(
-        experts=fields.whole("num_local_experts", 8), top_k=fields.whole("num_experts_per_tok", 2),
-        ffn_hidden_size=usual["ffn_hidden_size"],
+        experts=fields.whole("num_local_experts", 8), top_k=chosen, ffn_hidden_size=usual["ffn_hidden_size"],
+        balance=read_balance(fields, top_k=chosen, layers=usual["num_layers"]),
     )  # fmt: skip
-    fields.ignore(*OF_TRAINING, "router_jitter_noise")
+    fields.ignore("router_jitter_noise")  # theirs is on what experts read, too
     fields.finish()
     return ModelConfig(**usual, rope=rope, attention=AttentionConfig(**window), moe=moe)
 
@@ -47,19 +46,12 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     raw = {
         **write_usual(config, MIXTRAL, switch=False), "intermediate_size": moe.ffn_hidden_size,
         "sliding_window": config.attention.window, "num_local_experts": moe.experts, "num_experts_per_tok": moe.top_k,
+        **write_balance(config, moe),
     }  # fmt: skip
     return said(raw, config, read_config, MIXTRAL)
 
 
-def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, all_biases=False, experts=mixture_rules(WORDS))
-
-
-def joined(config: ModelConfig) -> list[TensorRule]:
-    """The same with all experts of a layer in two tensors."""
-    return usual_rules(config, all_biases=False, experts=joined_rules(WORDS))
-
+rules, joined = rules_with_experts(Words(block="block_sparse_moe", gate="w1", up="w3", down="w2"), all_biases=False)
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",

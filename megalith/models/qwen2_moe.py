@@ -7,22 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.models.experts import (
-    OF_TRAINING,
-    Words,
-    experts_of,
-    joined_rules,
-    mixture_rules,
-    pattern,
-    read_count,
-    sparse_layers,
-    write_sparse_layers,
-)
+from megalith.models.experts import Words, experts_of, read_mixture, write_mixture, write_sparse_layers
 from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
+from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, write_usual
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, write_usual
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -36,14 +25,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     biases = fields.flag("qkv_bias", True)
     fields.only("use_sliding_window", False)
-    moe = MoEConfig(
-        experts=read_count(fields, 60), top_k=fields.whole("num_experts_per_tok", 4),
-        ffn_hidden_size=fields.whole("moe_intermediate_size", 1408),
+    moe = read_mixture(
+        fields, usual["num_layers"], experts=60, top_k=4, width=fields.whole("moe_intermediate_size", 1408),
         shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632), shared_gate=True,
-        layers=pattern(sparse_layers(fields, usual["num_layers"])),
-        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
     )  # fmt: skip
-    fields.ignore(*OF_TRAINING, "max_window_layers", "sliding_window", "layer_types")
+    fields.ignore("max_window_layers", "sliding_window", "layer_types")
     fields.finish()
     return ModelConfig(**usual, rope=rope, qkv_bias=biases, moe=moe)
 
@@ -57,22 +43,13 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     moe = experts_of(config, QWEN2_MOE.architecture)
     raw = {
         **write_usual(config, QWEN2_MOE, switch=False), "qkv_bias": config.qkv_bias, "use_sliding_window": False,
-        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_hidden_size,
-        "shared_expert_intermediate_size": moe.shared_ffn_hidden_size, "norm_topk_prob": moe.router.renormalise,
-        **write_sparse_layers(config),
+        "moe_intermediate_size": moe.ffn_hidden_size, "shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        **write_mixture(config, moe), **write_sparse_layers(config),
     }  # fmt: skip
     return said(raw, config, read_config, QWEN2_MOE)
 
 
-def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, all_biases=False, experts=mixture_rules(Words()))
-
-
-def joined(config: ModelConfig) -> list[TensorRule]:
-    """The same with all experts of a layer in two tensors."""
-    return usual_rules(config, all_biases=False, experts=joined_rules(Words()))
-
+rules, joined = rules_with_experts(Words(), all_biases=False)
 
 QWEN2_MOE = Family(
     architecture="Qwen2MoeForCausalLM",

@@ -8,22 +8,11 @@ from typing import Any
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig, RouterConfig
-from megalith.models.experts import (
-    OF_TRAINING,
-    Words,
-    experts_of,
-    joined_rules,
-    mixture_rules,
-    pattern,
-    read_count,
-    sparse_layers,
-    write_sparse_layers,
-)
+from megalith.models.experts import Words, experts_of, read_mixture, write_mixture, write_sparse_layers
 from megalith.models.fields import Fields
-from megalith.models.names import Family, TensorRule
+from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, said, usual_rules, windowed, write_usual
+from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, windowed, write_usual
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -37,13 +26,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     window = window if fields.flag("use_sliding_window") else None
-    moe = MoEConfig(
-        experts=read_count(fields, 128), top_k=fields.whole("num_experts_per_tok", 8),
-        ffn_hidden_size=fields.whole("moe_intermediate_size", 768),
-        layers=pattern(sparse_layers(fields, usual["num_layers"])),
-        router=RouterConfig(renormalise=fields.flag("norm_topk_prob")),
-    )  # fmt: skip
-    fields.ignore(*OF_TRAINING, "max_window_layers")
+    width = fields.whole("moe_intermediate_size", 768)
+    moe = read_mixture(fields, usual["num_layers"], experts=128, top_k=8, width=width)
+    fields.ignore("max_window_layers")
     fields.finish()
     attention = AttentionConfig(qk_norm="head", **windowed(window, (True,)))
     return ModelConfig(**usual, rope=rope, attention=attention, moe=moe)
@@ -58,21 +43,12 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
     moe, window = experts_of(config, QWEN3_MOE.architecture), config.attention.window
     raw = {
         **write_usual(config, QWEN3_MOE), "use_sliding_window": window is not None, "sliding_window": window,
-        "num_experts": moe.experts, "num_experts_per_tok": moe.top_k, "moe_intermediate_size": moe.ffn_hidden_size,
-        "norm_topk_prob": moe.router.renormalise, **write_sparse_layers(config),
+        "moe_intermediate_size": moe.ffn_hidden_size, **write_mixture(config, moe), **write_sparse_layers(config),
     }  # fmt: skip
     return said(raw, config, read_config, QWEN3_MOE)
 
 
-def rules(config: ModelConfig) -> list[TensorRule]:
-    """Every tensor of theirs, in the order of the forward pass."""
-    return usual_rules(config, experts=mixture_rules(Words()))
-
-
-def joined(config: ModelConfig) -> list[TensorRule]:
-    """The same with all experts of a layer in two tensors."""
-    return usual_rules(config, experts=joined_rules(Words()))
-
+rules, joined = rules_with_experts(Words())
 
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from megalith.config.dropout import DropoutConfig
@@ -13,7 +14,7 @@ from megalith.config.rope import RopeConfig
 from megalith.config.tree import differences
 from megalith.errors import ConfigError, raise_all
 from megalith.kernels.rope import attention_factor
-from megalith.models.experts import LayerRules, canonical_experts
+from megalith.models.experts import LayerRules, Words, canonical_experts, joined_rules, mixture_rules
 from megalith.models.fields import Fields, activation_word
 from megalith.models.names import Family, TensorRule, rule
 from megalith.models.rope import rope_values, write_rope
@@ -250,6 +251,9 @@ NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layern
 
 HEAD = "lm_head.weight"
 
+Rules = Callable[[ModelConfig], list[TensorRule]]
+"""Every tensor of theirs, in the order of the forward pass."""
+
 
 def no_experts(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
     """Of a family whose configs are read without experts, and that refuses to write any."""
@@ -290,6 +294,14 @@ def usual_rules(
     if not config.tied_embeddings:
         found.append(rule(HEAD, "head.weight", (v, h), shape=(v, h)))
     return found
+
+
+def rules_with_experts(words: Words, *, all_biases: bool = True) -> tuple[Rules, Rules]:
+    """`Family.rules` and `Family.joined`: every expert has tensors of its own, or those of a layer share two."""
+    each, together = (
+        partial(usual_rules, all_biases=all_biases, experts=kind(words)) for kind in (mixture_rules, joined_rules)
+    )
+    return each, together
 
 
 def attention_rules(config: ModelConfig, theirs: str, ours: str, *, all_biases: bool) -> list[TensorRule]:

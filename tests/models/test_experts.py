@@ -6,13 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
+from megalith.kernels.tokens import BalanceShare, tokens_of_rows
 from megalith.models.experts import canonical_experts
 from megalith.models.hf import HuggingFaceFolder
-from tests.models.families import CASES, our_model, saved
+from megalith.models.qwen3_moe import QWEN3_MOE
+from megalith.testing.tolerance import relative_error
+from tests.models.families import CASES, batch, our_gradients, our_model, saved
+from tests.models.test_qwen3_moe import RAW as QWEN3
 
 MODEL = ModelConfig(
     vocab_size=8, hidden_size=24, num_layers=4, num_heads=2, num_kv_heads=1, ffn_hidden_size=8,
@@ -44,6 +49,46 @@ def test_a_folder_with_all_experts_in_two_tensors_is_the_same_model(name: str, t
     found = our_model(HuggingFaceFolder(tmp_path / "joined")).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
+def test_the_loss_of_balance_that_a_config_asks_for_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    """In one layer; of several, transformers pools the tokens."""
+    asked = {"output_router_logits": True, "router_aux_loss_coef": 0.37, "num_hidden_layers": 1}
+    own = {field: value for field, value in CASES[name].fields.items() if field != "mlp_only_layers"}
+    theirs, folder = saved(replace(CASES[name], fields=own | asked), tmp_path)
+    moe = folder.model_config.moe
+    assert moe is not None and moe.balance == BalanceConfig(batch=pytest.approx(0.37 * moe.top_k))
+    written = folder.family.write_config(folder.model_config)
+    assert (written["output_router_logits"], written["router_aux_loss_coef"]) == (True, 0.37)
+
+    ids, labels = batch(theirs.config.vocab_size)
+    found = theirs(ids, output_router_logits=True)
+    loss = cross_entropy(found.logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+    (loss + theirs.config.router_aux_loss_coef * found.aux_loss).backward()
+    ours = our_model(folder)
+    tokens = replace(tokens_of_rows(*ids.shape), balance=BalanceShare(0, 1, 1.0))
+    (ours.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
+    router = next(key for key in dict(theirs.named_parameters()) if key.endswith(("gate.weight", "router.weight")))
+    expected = dict(theirs.named_parameters())[router].grad
+    assert relative_error(our_gradients(ours, folder)[router], expected) < 1e-4
+    plain = our_model(folder, moe=replace(moe, balance=BalanceConfig()))
+    (plain.loss(ids.flatten(), labels.flatten(), tokens) / (labels >= 0).sum()).backward()
+    assert relative_error(our_gradients(plain, folder)[router], expected) > 1e-2, "the loss is seen"
+
+
+def test_a_loss_of_balance_that_is_turned_off_has_no_weight_and_stays_off() -> None:
+    raw = QWEN3_MOE.write_config(QWEN3_MOE.read_config(QWEN3))
+    assert raw["output_router_logits"] is False and "router_aux_loss_coef" not in raw
+    every_other = QWEN3_MOE.read_config({**QWEN3, "output_router_logits": True, "decoder_sparse_step": 2})
+    assert every_other.moe is not None and every_other.moe.balance.batch == 0.000333333333333
+    again = QWEN3_MOE.write_config(every_other)
+    assert (again["router_aux_loss_coef"], again["output_router_logits"]) == (0.001, True)
+    for nothing in (None, 0, 0.0):
+        none = {**QWEN3, "output_router_logits": True, "router_aux_loss_coef": nothing}
+        assert QWEN3_MOE.read_config(none) == QWEN3_MOE.read_config(QWEN3)
+    with pytest.raises(ConfigError, match="router_aux_loss_coef='x': expected a number of at least 0"):
+        QWEN3_MOE.read_config({**QWEN3, "router_aux_loss_coef": "x"})
 
 
 def test_experts_that_a_folder_lacks_are_named_by_their_numbers(tmp_path: Path) -> None:

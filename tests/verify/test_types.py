@@ -470,6 +470,9 @@ AGAIN = [
         RecomputeConfig(granularity="selective", modules=("core_attention", "mlp_act"), check=True),
         ParallelConfig(tp=2, cp=2), 4, ("recompute.check", "recompute.modules=['mlp_act']"),
     ),
+    # Rows are reordered inside the region.
+    (RecomputeConfig(granularity="selective"), ParallelConfig(cp=4, tp=2, context=ContextConfig(kind="gather")), 8, ()),
+    (RecomputeConfig(granularity="selective"), ParallelConfig(cp=3, tp=2, context=ContextConfig(kind="a2a")), 12, ()),
 ]  # fmt: skip
 
 
@@ -504,9 +507,6 @@ def test_a_sum_that_only_the_second_pass_forgets_is_refused() -> None:
         (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=full).problems
     assert problem.where == "layers.1" and "Found types: [I, P]" in problem.what
     asked = Question(model=MODEL, parallel=ParallelConfig(), world=2, recompute=full, offload=away)
-    # Rows are reordered inside the region.
-    (RecomputeConfig(granularity="selective"), ParallelConfig(cp=4, tp=2, context=ContextConfig(kind="gather")), 8, ()),
-    (RecomputeConfig(granularity="selective"), ParallelConfig(cp=3, tp=2, context=ContextConfig(kind="a2a")), 12, ()),
     assert from_dict(Question, to_dict(asked)) == asked  # so a child is asked the same
 
 
