@@ -11,6 +11,7 @@ from megalith.errors import UserError
 from megalith.plan.costs import mlp_flops, step_flops
 from megalith.plan.devices import GIB, USABLE, Device
 from megalith.plan.memory import chunk_kept, memory_ledger, worst
+from megalith.plan.pairs import pairing_problems
 from megalith.plan.recompute import modules_again
 from megalith.plan.times import layer_share, work_seconds
 from megalith.plan.workload import Workload, plan_workload
@@ -212,10 +213,12 @@ def _expert_notes(workload: Workload, device: Device) -> list[str]:
     moe, etp = workload.run.model.moe, grid.size("etp")
     ranks = grid.group_of(grid.offset, ("ep", "etp"))
     if len({rank // device.node for rank in ranks}) > 1:
+        paired = replace(p, overlap_experts=True)
+        able = not p.overlap_experts and not pairing_problems(workload.run.model, paired)
         found.append(
             f"parallel.ep={p.ep} spans nodes of {device.node}: rows for experts wait for the network four times in "
             f"each layer and microbatch. Set parallel.ep to {max(1, device.node // etp)} and use parallel.pp for the "
-            f"rest, where memory allows."
+            f"rest, where memory allows{', or parallel.overlap_experts=true' if able else ''}."
         )
     if moe is not None and etp > 1 and moe.experts % (p.ep * etp) == 0:
         found.append(

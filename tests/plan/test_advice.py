@@ -63,6 +63,9 @@ def test_experts_are_divided_further_where_it_helps() -> None:
 def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
     (note,) = (text for text in notes(workload("deepseek_v3", 2048), H100) if "parallel.ep" in text)
     assert note.startswith("parallel.ep=64 spans nodes of 8") and "Set parallel.ep to 8" in note
+    assert note.endswith("where memory allows, or parallel.overlap_experts=true.")
+    (hidden,) = notes(workload("deepseek_v3", 2048, parallel__overlap_experts="true"), H100)
+    assert hidden.endswith("where memory allows.")
     assert not any("parallel.ep" in text for text in notes(workload("mixtral_8x7b", 64), H100))
     parts = workload("mixtral_8x7b", 64, parallel__tp="2", parallel__sp="true", parallel__ep="4")
     assert any("parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text for text in notes(parts, H100))
