@@ -108,6 +108,7 @@ def _spared(config: ModelConfig, lora: LoraConfig, layer: int, *, tokens: int, c
     needless = {word for word, wanted in _wanted(config, lora).items() if not wanted}
     held = layer_parameters(config, layer)
     readers = [one for one in held if one.matrix] + [one for one in _adapters(config, lora, layer) if _is_a(one)]
+    readers = [one for one in readers if ".cross." not in one.name]  # attention, with its adapters, comes before a look
     spared = sum(2 * tokens * met(config, one) for one in readers if _word(one) in needless)
     return spared + (core * 2 // 3 if "core" in needless else 0)
 

@@ -18,14 +18,15 @@ from megalith.config.model import ModelConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.attention import attention
-from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries
+from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_slices
 from megalith.models.decoder import allocate, declared_parameters
-from megalith.nn.cross_attention import CrossAttention
+from megalith.nn.cross_attention import CrossAttention, LookingBack, across
 from megalith.nn.dropout import with_dropped_weights
 from megalith.nn.init import fill
 from megalith.parallel.autograd import gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
+from megalith.plan.context import Slicing, plan_slices
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_equals
@@ -222,3 +223,33 @@ def test_it_is_the_cross_attention_of_bart_and_whisper(family: str, layers: Simp
     expected = theirs(x, key_value_states=memory)[0]
     found = layer(x.flatten(0, 1), tokens_of_lengths([5, 5]), memory.flatten(0, 1), tokens_of_lengths([7, 7]))
     assert (found.view(expected.shape) - expected).abs().max() < 1e-5
+
+
+def test_what_looks_back_sees_the_memory_of_earlier_tokens_of_its_document_alone(layers: SimpleNamespace) -> None:
+    config = layers.config(attention=AttentionConfig(softcap=2.0))
+    layer = layers.build(LookingBack, config)
+    layer.scores = replace(layer.scores, causal=True)
+    x, memory = layers.inputs(12), layers.inputs(12).flip(0)
+    plain = layer(x, replace(TEXTS, memory=memory))
+    for changed, same in ((5, 5), (6, 6), (11, 11)):  # the second document, and the first and last token of the third
+        other = memory.clone()
+        other[changed:] += 1.0
+        found = layer(x, replace(TEXTS, memory=other))
+        assert_equals("before", found[:same], plain[:same], FP64)
+        assert not torch.isclose(found[changed], plain[changed]).any()
+    first = layer(x, replace(TEXTS, memory=torch.cat([memory[:5] + 1.0, memory[5:]])))
+    assert_equals("after the first document", first[5:], plain[5:], FP64)
+
+
+def test_what_looks_back_is_cross_attention_to_the_same_tokens_where_nothing_is_hidden(layers: SimpleNamespace) -> None:
+    config = layers.config(attention=AttentionConfig(causal=False))
+    both = layers.build(LookingBack, config), layers.build(CrossAttention, config)
+    x, memory = layers.inputs(12), layers.inputs(12).flip(0)
+    assert_equals("look", both[0](x, replace(TEXTS, memory=memory)), both[1](x, TEXTS, memory, TEXTS), FP64)
+
+
+def test_a_memory_of_other_tokens_is_not_shared_over_cp(layers: SimpleNamespace) -> None:
+    slicing = Slicing(ranks=2, rank=0)
+    shared = tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing)
+    with pytest.raises(AssertionError, match="is not shared over cp"):
+        across(shared, shared)
