@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
@@ -13,6 +13,12 @@ from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError
 
 MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
+
+EXPERTS = ".moe.experts."
+"""In the name of every tensor that has all experts of a layer, one after the other."""
+
+_OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<number>\d+)\.(?P<part>.+)")
+"""A tensor of one expert, as other libraries store them."""
 
 Purpose = Literal["resume", "start"]
 """resume: a run goes on, and needs all of its weights whatever the settings say. start: a model begins with the weights
@@ -42,6 +48,9 @@ class LoadReport:
 
     fresh_state: bool = False
     """An optimizer's moments are wanted, and none of them is in the checkpoint."""
+
+    num_experts: int = 0
+    """Of a layer, where parameters of experts are missing."""
 
     @property
     def kept(self) -> tuple[str, ...]:
@@ -88,15 +97,18 @@ def left_out(
     state = {key for key in wanted if is_state(key)}
     report = LoadReport(tuple(sorted(missing)), tuple(sorted(surplus)), tuple(sorted(skipped)))
     numel = sum(prod(wanted[key][1]) for key in report.kept)
-    return LoadReport(report.missing, report.surplus, report.skipped, numel, bool(state) and state <= missing)
+    fresh, experts = bool(state) and state <= missing, [wanted[key][1][0] for key in missing if EXPERTS in key]
+    return replace(report, numel=numel, fresh_state=fresh, num_experts=max(experts, default=0))
 
 
 def refused(report: LoadReport, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
     """The part of what is left out that must not be."""
 
+    missing = _refused(report.missing, rules.missing, purpose)
     return LoadReport(
-        _refused(report.missing, rules.missing, purpose), _refused(report.surplus, rules.surplus, purpose)
-    )
+        missing, _refused(report.surplus, rules.surplus, purpose),
+        num_experts=report.num_experts if any(EXPERTS in key for key in missing) else 0,
+    )  # fmt: skip
 
 
 def _refused(keys: Sequence[str], answer: Answer, purpose: Purpose) -> tuple[str, ...]:
@@ -123,7 +135,7 @@ def check_patterns(patterns: Sequence[str], wanted: Collection[str], stored: Col
 def announce(report: LoadReport, rules: CheckpointConfig, path: object) -> None:
     """Warn of what was left out; run by one rank."""
     if report.missing and rules.missing == "warn":
-        _log.warning("%s lacks %s", path, "; ".join(by_pattern(report.missing)))
+        _log.warning("%s lacks %s", path, "; ".join(_with_experts(report)))
     if report.surplus and rules.surplus == "warn":
         _log.warning("%s also has %s: not loaded", path, "; ".join(by_pattern(report.surplus)))
     if report.kept:
@@ -137,10 +149,53 @@ def differences(differ: Sequence[str], report: LoadReport) -> str:
     """What does not fit, all of it; tensors that differ only in a number of their names share a line."""
     lines = [
         *(f"  {text}" for text in differ),
-        *(f"  only in this run: {text}" for text in by_pattern(report.missing)),
+        *(f"  only in this run: {text}" for text in _with_experts(report)),
         *(f"  only in the checkpoint: {text}" for text in by_pattern(report.surplus)),
     ]
     return "\n".join(lines)
+
+
+def _with_experts(report: LoadReport) -> list[str]:
+    """What is missing, and of which experts."""
+    which = f": {which_experts(range(report.num_experts))}"
+    return [f"{text}{which if EXPERTS in text else ''}" for text in by_pattern(report.missing)]
+
+
+def which_experts(numbers: Iterable[int]) -> str:
+    """Experts by their numbers over all ranks; three and more in a row by the first and the last.
+
+    >>> which_experts([7, 0, 1, 2, 3, 5])
+    'experts 0 to 3, 5, 7'
+    """
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    parts = [f"{run[0]} to {run[-1]}" if run[2:] else ", ".join(map(str, run)) for run in runs]
+    return f"expert{'' if len(runs) == len(runs[:1]) and not runs[0][1:] else 's'} {', '.join(parts)}" if runs else ""
+
+
+def name_experts(names: Iterable[str]) -> list[str]:
+    """Names of tensors, those of single experts by layer: which experts, and which of their tensors.
+
+    >>> name_experts(["h.0.moe.experts.3.up", "h.0.moe.experts.3.down", "h.1.moe.experts.3.up", "norm"])
+    ['norm', 'expert 3 of h.0.moe (down, up)', 'expert 3 of h.1.moe (up)']
+    """
+    others: list[str] = []
+    lost: dict[str, dict[str, list[int]]] = {}
+    for name in sorted(names):
+        if (found := _OF_EXPERT.fullmatch(name)) is None:
+            others.append(name)
+        else:
+            lost.setdefault(found["block"], {}).setdefault(found["part"], []).append(int(found["number"]))
+    for block, parts in lost.items():
+        alike: dict[str, list[str]] = {}
+        for part, numbers in parts.items():
+            alike.setdefault(which_experts(numbers), []).append(part)
+        others += [f"{experts} of {block} ({', '.join(some)})" for experts, some in alike.items()]
+    return others
 
 
 def by_pattern(keys: Sequence[str]) -> list[str]:

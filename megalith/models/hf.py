@@ -24,6 +24,7 @@ from megalith.checkpoint.safetensors import (
     show_names,
     write_part,
 )
+from megalith.checkpoint.strictness import name_experts
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
@@ -232,7 +233,7 @@ class HuggingFaceFolder:
         ignored = {name for name in self._tensors if self.family.ignored.fullmatch(name)}
         ignored |= {rule.name for rule in self.copies}
         surplus = sorted(self._tensors.keys() - wanted - ignored - {self.family.tied})
-        problems = [f"missing: {show_names(missing)}"] if missing else []
+        problems = [f"missing: {show_names(name_experts(missing))}"] if missing else []
         problems += [f"not of a {self.family.architecture}: {show_names(surplus)}"] if surplus else []
         if missing == [self.family.tied]:
             problems = [f"{missing[0]} is missing (set tie_word_embeddings to true if the embedding serves as head)"]

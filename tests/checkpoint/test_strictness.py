@@ -6,11 +6,14 @@ from megalith.checkpoint.strictness import (
     LoadReport,
     by_pattern,
     check_patterns,
+    differences,
     is_skipped,
     is_state,
     left_out,
+    name_experts,
     refused,
     weights_of,
+    which_experts,
 )
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.errors import CheckpointError
@@ -67,3 +70,27 @@ def test_a_pattern_that_names_nothing_is_refused_with_the_names_there_are() -> N
 
 def test_names_that_differ_in_a_number_share_a_line() -> None:
     assert by_pattern(["layers.0.q", "layers.1.q", "norm"]) == ["layers.*.q (* = 0, 1)", "norm"]
+
+
+def test_experts_that_are_missing_are_told_by_their_numbers() -> None:
+    keys = [f"model.layers.{layer}.moe.experts.{word}" for layer in (1, 2) for word in ("down", "gate_up")]
+    asked = {key: (key, (8, 3)) for key in keys} | {"model.norm.weight": ("model.norm.weight", (3,))}
+    report = left_out(asked, {"model.norm.weight"}, purpose="start")
+    assert report.num_experts == 8 and refused(report, CheckpointConfig(), "start").num_experts == 8
+    assert differences([], report) == (
+        "  only in this run: model.layers.*.moe.experts.down (* = 1, 2): experts 0 to 7\n"
+        "  only in this run: model.layers.*.moe.experts.gate_up (* = 1, 2): experts 0 to 7"
+    )
+    assert left_out(asked, {*keys}, purpose="start").num_experts == 0
+
+
+def test_single_experts_are_told_by_layer() -> None:
+    lost = [f"model.layers.0.mlp.experts.{number}.{word}.weight" for number in (1, 4, 5, 6) for word in ("up", "down")]
+    lost += ["model.norm.weight", "model.layers.3.mlp.experts.2.up.weight", "model.layers.3.mlp.experts.4.down.weight"]
+    assert name_experts(lost) == [
+        "model.norm.weight",
+        "experts 1, 4 to 6 of model.layers.0.mlp (down.weight, up.weight)",
+        "expert 2 of model.layers.3.mlp (up.weight)",
+        "expert 4 of model.layers.3.mlp (down.weight)",
+    ]
+    assert which_experts([]) == "" and which_experts([3, 2]) == "experts 2, 3"
