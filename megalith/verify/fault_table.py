@@ -105,6 +105,7 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
         return replace(model, num_kv_heads=model.num_heads, head_dim=None, mla=latent)
     kind = AttentionConfig(
         qk_norm="whole" if "whole norms" in fault.needs else "none", sinks="sinks" in fault.needs,
+        off_by_one="off by one" in fault.needs,
         window=3 if "window" in fault.needs else None, chunked="chunks of documents" in fault.needs,
     )  # fmt: skip
     if "places" in fault.needs:  # scores are large enough for all three places to matter

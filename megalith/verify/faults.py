@@ -62,7 +62,7 @@ from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
-from megalith.verify import expert_faults, pipeline_faults
+from megalith.verify import attention_faults, expert_faults, pipeline_faults
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -72,7 +72,7 @@ Need = Literal[
     "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
     "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
     "latent", "adapters", "places", "biases by distance", "experts", "ep", "etp", "capacity", "balancing bias",
-    "balancing offset", "dropped weights", "chunks of documents", "memory",
+    "balancing offset", "dropped weights", "chunks of documents", "memory", "off by one",
 ]  # fmt: skip
 
 
@@ -678,6 +678,20 @@ FAULTS: tuple[Fault, ...] = (
         "distances_within_a_rank", "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
         "numbers", ("cp", "biases by distance"),
         lambda: replaced(tokens.Context, "numbers_of_groups", _numbers_of_each_rank_alone),
+    ),
+    Fault(
+        "biases_not_summed_over_stages", "Stages that hold the table of biases do not add up its gradients.",
+        "numbers", ("pp", "biases by distance"), lambda: replaced(engine, "_stages", lambda shard: (0,)),
+    ),
+    Fault(
+        "biases_of_other_heads", "After an exchange of heads every rank reads the biases of the first rank's heads.",
+        "numbers", ("cp", "a2a", "biases by distance"),
+        lambda: replaced(context, "of_my_heads", attention_faults.heads_of_the_first_rank),
+    ),
+    Fault(
+        "extra_score_left_out", "The score of softmax off by one takes no part in the ring.",
+        "numbers", ("cp", "off by one"),
+        lambda: replaced(context, "nothing_found", attention_faults.nothing_found_without_the_extra_score),
     ),
     Fault(
         "whole_norm_local", "Queries and keys are normed over the rank's own heads.",
