@@ -143,9 +143,24 @@ def lora_problems(
             f"{lora.rank}: weights that are not loaded would stay as they were drawn. Set checkpoint.skip to nothing "
             f"and checkpoint.missing=error."
         )
+    problems += _balance_problems(lora, model)
     if compiled:
         problems.append(
             f"train.compile={compiled} with lora.rank={lora.rank}: layers with adapters are not compiled yet. Set "
             f"train.compile=false."
         )
     return problems
+
+
+def _balance_problems(lora: LoraConfig, model: ModelConfig) -> list[str]:
+    """Losses for routers, which stay as they are: only what is trained below them would feel any."""
+    if model.moe is None:
+        return []
+    losses = ("sequence", "batch", "global_batch", "z")
+    weights = {f"balance.{name}": getattr(model.moe.balance, name) for name in losses}
+    return [
+        f"model.moe.{name}={weight} with lora.rank={lora.rank}: routers are not trained, and the loss would move the "
+        f"layers below them. Set model.moe.{name}=0."
+        for name, weight in weights.items()
+        if weight > 0
+    ]

@@ -32,8 +32,8 @@ MAX_PAUSE_SECONDS = 30.0
 GRACE_SECONDS = 2.0
 """How long ranks have to answer the alarm beyond the time between two looks, and to read the report."""
 
-AXES = ("tp", "cp", "dp", "pp")
-"""In which order a rank's coordinates are given."""
+AXES = ("tp", "cp", "dp", "pp", "etp", "ep")
+"""In which order a rank's coordinates are given; those among experts where there are some."""
 
 Answer = TypeVar("Answer")
 ALARM, REPORT = "alarm", "report"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalith.kernels.balance import count_choices
-from megalith.kernels.routing import Choice, capacity_of, refuse_surplus, without
+from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import Tokens
 from megalith.nn.init import fill
 from megalith.nn.moe.balance import Balance, Record
@@ -20,6 +20,7 @@ from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import Init
 from megalith.plan.shards import Shard, whole
+from megalith.testing.inject import replaced
 
 # --- gradients and weights
 
@@ -68,14 +69,11 @@ def weighted_twice(self: Experts, sent: Sent) -> Tensor:
 
 def refused_by_each_rank(self: Router, choice: Choice, tokens: Tokens) -> Choice:
     """Every rank fills its own part of an expert's seats, whatever the others' tokens weigh."""
-    capacity, moe = self.moe.capacity, self.moe
-    if capacity.factor is None or tokens.balance is None:
-        return choice
-    limit = capacity_of(capacity.factor, len(choice.experts), moe.top_k, moe.experts)
-    return without(choice, refuse_surplus(choice, limit, capacity.drop, num_experts=moe.experts))
+    with replaced(self, "sharing", alone(*self.sharing.axes)):
+        return ORIGINAL_WITHIN_CAPACITY(self, choice, replace(tokens, context=None))
 
 
-ORIGINAL_EXPERTS, ORIGINAL_WAIT = Experts.forward, Crossing.wait
+ORIGINAL_EXPERTS, ORIGINAL_WAIT, ORIGINAL_WITHIN_CAPACITY = Experts.forward, Crossing.wait, Router.within_capacity
 
 
 # --- balance

@@ -8,7 +8,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig, has_adapters, lora_layers, lora_matrices, lora_problems, lora_targets
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig
+from megalith.config.moe import BalanceConfig, MoEConfig
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import run_problems
 
@@ -96,3 +96,14 @@ def test_targets_that_no_chosen_layer_has_are_refused() -> None:
     assert "set lora.layers to others" in found[0]
     for good in (LoraConfig(targets=("down",)), LoraConfig(layers=(1,))):
         assert lora_problems(good, model, LOADED, compiled=False) == []
+
+
+@pytest.mark.parametrize("name", ["sequence", "batch", "global_batch", "z"])
+def test_losses_of_balance_are_refused_where_routers_are_frozen(name: str) -> None:
+    balance: dict[str, Any] = {name: 0.1}
+    model = replace(MODEL, moe=MoEConfig(experts=4, ffn_hidden_size=6, balance=BalanceConfig(**balance)))
+    (text,) = lora_problems(LoraConfig(rank=3), model, LOADED, compiled=False)
+    assert text == (
+        f"model.moe.balance.{name}=0.1 with lora.rank=3: routers are not trained, and the loss would move the layers "
+        f"below them. Set model.moe.balance.{name}=0."
+    )

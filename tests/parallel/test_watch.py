@@ -22,7 +22,7 @@ from megalith.parallel.failure import Failure
 from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.watch import Watch, backend_timeout, name_rank, watching
-from megalith.plan.grid import dense_grid
+from megalith.plan.grid import dense_grid, expert_grid
 from megalith.plan.shards import PARTS
 from megalith.testing.ranks import everyone, run_ranks
 
@@ -340,3 +340,9 @@ def test_backends_are_more_patient_than_the_watch() -> None:
     for seconds in (0.1, 600.0, 36000.0):
         pause = Watch(Flight(), HashStore(), 0, 1, seconds, lambda *_: None).pause_seconds
         assert backend_timeout(seconds) > seconds + 3 * pause
+
+
+def test_ranks_are_told_where_they_stand_among_experts() -> None:
+    grid = expert_grid(world=8, ep=2, etp=2, pp=2)
+    assert name_rank(replace(dense_grid(world=8, tp=2, pp=2), experts=grid), 5) == "5 (tp=1 dp=0 pp=1 etp=1 ep=0)"
+    assert name_rank(dense_grid(world=8, tp=2, pp=2), 5) == "5 (tp=1 dp=0 pp=1)"

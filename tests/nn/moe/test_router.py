@@ -61,7 +61,7 @@ def same_on_two(moe: MoEConfig) -> bool:
 
 def test_ranks_that_share_a_microbatch_refuse_the_same_choices() -> None:
     for drop in ("least", "last"):
-        moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop=drop))  # type: ignore[arg-type]
+        moe = replace(MOE, capacity=CapacityConfig(factor=0.7, drop=drop))
         refused = alone(moe)(X, training()).experts < 0
         assert 0 < int(refused.sum()) < 24
         assert same_on_two(moe)
