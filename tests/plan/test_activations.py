@@ -323,6 +323,15 @@ def test_recomputation_keeps_what_the_ledger_says(dtype: Literal["fp32", "bf16"]
         agrees(Setting(model=MODEL, dtype=dtype, lengths=lengths, recompute=recompute))
 
 
+@pytest.mark.parametrize("away", [1, 2, 3])
+@pytest.mark.parametrize("recompute", [RecomputeConfig(), FULL[1], BLOCK[0]], ids=str)
+def test_a_memory_stays_where_layers_before_and_behind_it_send_theirs_away(
+    recompute: RecomputeConfig, away: int
+) -> None:
+    offload = OffloadConfig(layers=away, min_numel=1)
+    agrees(Setting(model=LOOKING_BACK, dtype="fp32", lengths=(12, 12), recompute=recompute, offload=offload))
+
+
 def on_a_rank(rank: int, world: int, setting: Setting) -> None:
     agrees(replace(setting, tp_rank=rank), rank, world)
 
