@@ -153,7 +153,8 @@ class ModelConfig:
     init_std / sqrt(2 * num_layers) (Radford et al. 2019, section 2.3)."""
 
     embedding_init_std: float | None = None
-    """The same of the tables of tokens and of places; unset: init_std."""
+    """The same of the tables of tokens and of places, which then do not decay, so that they keep it; unset: init_std,
+    and they decay as all matrices do."""
 
     init: Literal["normal", "xavier_uniform"] = "normal"
     """xavier_uniform: matrices start uniform, with variance 2 / (inputs + outputs) whatever init_std; tables do not."""

@@ -77,5 +77,8 @@ def by_decay(
         for number, slot in enumerate(slots):
             if (slot.shard.inputs > 0) == matrices:
                 alike.setdefault(slot.rates, []).append(number)
-        parts += [([slots[i] for i in part], [gradients[i] for i in part], decay) for part in alike.values()]
+        parts += [
+            ([slots[i] for i in part], [gradients[i] for i in part], decay * rates.decay)
+            for rates, part in alike.items()
+        ]
     return parts

@@ -29,6 +29,8 @@ class Rates(NamedTuple):
 
     lr: float = 1.0
     eps: float = 1.0
+    decay: float = 1.0
+    """0: its weights do not decay."""
 
 
 PLAIN = Rates()
@@ -64,12 +66,14 @@ def _fans(name: str, shape: tuple[int, ...], inputs: int) -> tuple[int, int]:
 def rates_of(model: ModelConfig, optimizer: str, name: str, inputs: int) -> Rates:
     """What muP makes of rate and eps for a parameter with so many dims of inputs; adapters learn at the given rate.
 
+    Tables whose spread is chosen for them keep it: they do not decay towards zero.
     Source: Yang et al. 2022, arXiv:2203.03466, table 8; eps: Wortsman et al. 2023, arXiv:2309.14322, section 3.4.
     """
-    m = model.width_factor()
+    m, kept = model.width_factor(), name in EMBEDDINGS and model.embedding_init_std is not None
+    plain = Rates(decay=0.0) if kept else PLAIN
     if m == 1 or name.rsplit(".", 1)[1] in ("lora_a", "lora_b"):
-        return PLAIN
+        return plain
     hidden = inputs > 0 and name not in (*TABLES, "head.weight")
     if optimizer == "sgd":
-        return PLAIN if hidden else Rates(lr=m)
-    return Rates(lr=1 / m, eps=1 / m) if hidden else PLAIN
+        return plain if hidden else plain._replace(lr=m)
+    return Rates(lr=1 / m, eps=1 / m) if hidden else plain

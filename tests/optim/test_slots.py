@@ -51,3 +51,11 @@ def test_parts_have_the_same_rates() -> None:
     slots = [build_slot(shard, torch.ones(3, 2), (), slow if shard.name == "b" else PLAIN) for shard in shards]
     parts = by_decay(slots, [slot.weight for slot in slots], 0.1)
     assert [(part, decay) for part, _, decay in parts] == [([slots[0], slots[2]], 0.1), ([slots[1]], 0.1)]
+
+
+def test_what_keeps_its_spread_does_not_decay() -> None:
+    shards = [whole("a", (3, 2)), whole("b", (3, 2))]
+    rates = [PLAIN, Rates(decay=0.0)]
+    slots = [build_slot(shard, torch.ones(3, 2), (), each) for shard, each in zip(shards, rates, strict=True)]
+    parts = by_decay(slots, [slot.weight for slot in slots], 0.1)
+    assert [(part, decay) for part, _, decay in parts] == [([slots[0]], 0.1), ([slots[1]], 0.0)]

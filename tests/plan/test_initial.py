@@ -67,8 +67,9 @@ def test_under_mup_layers_start_narrower_and_both_ends_as_wide_as_at_the_base() 
 def test_under_mup_adam_turns_matrices_slower_and_sgd_the_others_faster() -> None:
     names = {"layers.0.mlp.down": 1, "layers.0.attention_norm.weight": 0, "embed.weight": 1, "head.weight": 1}
     slower, faster = Rates(lr=0.25, eps=0.25), Rates(lr=4.0)
-    assert [rates_of(MUP, "adamw", *one) for one in names.items()] == [slower, PLAIN, PLAIN, PLAIN]
-    assert [rates_of(MUP, "sgd", *one) for one in names.items()] == [PLAIN, faster, faster, faster]
+    plain = replace(MUP, embedding_init_std=None)
+    assert [rates_of(plain, "adamw", *one) for one in names.items()] == [slower, PLAIN, PLAIN, PLAIN]
+    assert [rates_of(plain, "sgd", *one) for one in names.items()] == [PLAIN, faster, faster, faster]
     assert rates_of(MUP, "adamw", "layers.0.attention.q.lora_a", 1) == PLAIN
     assert all(rates_of(MODEL, kind, *one) == PLAIN for kind in ("adamw", "sgd") for one in names.items())
 
@@ -139,3 +140,12 @@ def test_each_weight_is_updated_at_its_own_rate(kind: str) -> None:
     for shard, weight in owned:
         step = 0.01 * rates_of(config, kind, shard.name, shard.inputs).lr
         torch.testing.assert_close(weight, torch.full_like(weight, 1 - step), rtol=0, atol=1e-6)
+
+
+def test_tables_with_a_spread_of_their_own_do_not_decay() -> None:
+    own = replace(MODEL, embedding_init_std=0.5)
+    for model, kind, rate in ((own, "adamw", 1.0), (MUP, "adamw", 1.0), (MUP, "sgd", 4.0)):
+        assert [rates_of(model, kind, name, 1) for name in ("embed.weight", "positions.weight")] == [
+            Rates(lr=rate, decay=0.0)
+        ] * 2
+        assert all(rates_of(model, kind, name, 1).decay == 1.0 for name in ("head.weight", "layers.0.mlp.down"))

@@ -14,6 +14,7 @@ from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
 from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
+from megalith.parallel.context import my_slicing
 from megalith.parallel.expert import Exchange
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.parallel.watch import backend_timeout
@@ -177,7 +178,8 @@ def _stream(rank: int, world: int, run: TrainRun) -> tuple[set[torch.dtype], lis
         layer.register_forward_hook(note)
     rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 36, masked=(1, 5))
     loader = Loader(
-        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU
+        rows, Masks(), trainer.mesh.dp, global_batch_size=12, micro_batch_size=2, consumed=0, steps=3, device=CPU,
+        slicing=my_slicing(run.parallel, trainer.mesh),
     )  # fmt: skip
     return seen, [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1).loss for _ in range(3)]
 
@@ -190,6 +192,16 @@ def test_a_wide_residual_stream_stays_wide_from_stage_to_stage_and_gives_the_bit
     narrow = WIDE | {"model.fp32_residual": "false"}
     for seen, losses in run_ranks(_stream, 2, tiny_run(settings("1f1b", **narrow))):
         assert seen == {torch.bfloat16} and losses != expected
+
+
+@pytest.mark.parametrize("layout", [{"parallel.tp": "2", "parallel.sp": "true"}, {"parallel.cp": "2"}], ids=str)
+def test_a_wide_residual_stream_is_wide_where_tokens_are_divided(layout: dict[str, str]) -> None:
+    alone = WIDE | {"train.global_batch_size": "12", "train.micro_batch_size": "2", "train.seq_len": "12"}
+    ((_, expected),) = run_ranks(_stream, 1, tiny_run(alone))
+    for seen, losses in run_ranks(_stream, 2, tiny_run(alone | layout)):
+        assert seen == {torch.float32} and losses == pytest.approx(expected, rel=2e-3)  # the rest computes in bf16
+    for seen, _ in run_ranks(_stream, 2, tiny_run(alone | layout | {"model.fp32_residual": "false"})):
+        assert seen == {torch.bfloat16}
 
 
 def _differ(rank: int, world: int, run: TrainRun) -> None:

@@ -7,10 +7,7 @@ def translate_initial(draft: Draft) -> None:
     """Spreads of first values, and what changes with the width."""
     arguments, xavier = draft.arguments, "--init-method-xavier-uniform"
     draft.copy("--init-method-std")
-    if arguments.value("--embedding-init-method-std") is not None:
-        draft.copy("--embedding-init-method-std")
-        text = "Megatron does not decay embeddings then; here they decay as other matrices do"
-        draft.say("explained", "--embedding-init-method-std", text)
+    draft.copy("--embedding-init-method-std")
     if arguments.value(xavier):
         draft.put(xavier, "model.init", "xavier_uniform", "tables keep their own spread")
     if arguments.value("--use-mup"):

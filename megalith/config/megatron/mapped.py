@@ -165,7 +165,10 @@ MODEL = (
     Row(name="--add-qkv-bias", takes="nothing", fields=("model.qkv_bias",), how="true"),
     Row(name="--init-method-std", takes="float", fields=("model.init_std",), default=0.02),
     Row(name="--fp32-residual-connection", takes="nothing", fields=("model.fp32_residual",), how="true"),
-    Row(name="--embedding-init-method-std", takes="float", fields=("model.embedding_init_std",)),
+    Row(
+        name="--embedding-init-method-std", takes="float", fields=("model.embedding_init_std",),
+        how="these tables then do not decay, in either",
+    ),
     Row(name="--init-method-xavier-uniform", takes="nothing", fields=("model.init",), how="xavier_uniform"),
     Row(name="--use-mup", takes="nothing", fields=("model.mup.base_hidden_size",), how="with the six below"),
     Row(name="--mup-base-hidden-size", takes="int", fields=("model.mup.base_hidden_size",)),
