@@ -296,6 +296,23 @@ def _without_replicas_of_rows() -> AbstractContextManager[None]:
     return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
+def _whole_experts_overwritten() -> AbstractContextManager[None]:
+    from megalith.parallel import fsdp
+
+    add, own = fsdp.Unit._put, fsdp.Gathered.add
+
+    def put(self: fsdp.Unit, name: str, gradient: Tensor) -> None:
+        self._rounds[name], before = 0, self._rounds[name]
+        add(self, name, gradient)
+        self._rounds[name] = before + 1
+
+    def kept(self: fsdp.Gathered, mine: Shard, parameter: Tensor) -> None:
+        with replaced(fsdp.Unit, "_put", add):
+            own(self, mine, parameter)
+
+    return _both(replaced(fsdp.Unit, "_put", put), replaced(fsdp.Gathered, "add", kept))
+
+
 def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
     return data.Division(alone(*engine.SHARD_AXES), mesh.dp)
 
@@ -729,6 +746,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "experts_summed_over_dp", "Experts' gradients are summed over ranks with the same dense weights.",
         "numbers", ("dp", "ep"), lambda: replaced(data, "division_of", expert_faults.division_of_dense),
+    ),
+    Fault(
+        "whole_experts_overwritten", "A microbatch's gradient of experts that are not divided replaces earlier ones'.",
+        "numbers", ("dp", "zero", "fsdp", "ep"), _whole_experts_overwritten,
     ),
     Fault(
         "etp_alone_on_dense_grid", "Without ep experts are taken for dense weights, though etp is not tp.",

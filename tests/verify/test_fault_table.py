@@ -77,6 +77,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "stale_input_recomputed": (False, "wrong gradients"),
     "norm_counts_copies": (False, "wrong gradients"),
     "experts_summed_over_dp": (False, "wrong gradients"),
+    "whole_experts_overwritten": (False, "wrong gradients"),
     "etp_alone_on_dense_grid": (False, "wrong gradients"),
     "experts_drawn_by_place": (False, "wrong loss"),
     "router_invariant": (True, "wrong gradients"),
