@@ -30,6 +30,10 @@ class LoopConfig:
     seq_len: int = 1024
     """Tokens per row."""
 
+    label_smoothing: float = 0.0
+    """Share of each label that all other tokens of the vocabulary divide evenly, in the losses that are minimised and
+    logged while training; evaluation measures -log p(label) all the same. Source: arXiv:1512.00567, section 7."""
+
     log_every: int = 1
     """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the last one."""
 

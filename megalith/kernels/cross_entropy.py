@@ -5,7 +5,7 @@ sum its exponentials and its target's logit. Source of the parallel form: Shoeyb
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ def linear_cross_entropy(
     first_row: int,
     vocab_size: int,
     readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
     sink: Sink | None = None,
     chunk: int | None = None,
     kernel: Kernel = "auto",
@@ -68,15 +69,19 @@ def linear_cross_entropy(
     [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
     part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
 
+    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share the rest evenly: see
+    `spread_of`.
+
     The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
     then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time; kernel="reference" has all
     of them at once.
     """
     if kernel == "reference":
         head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=False, readout=readout)
-        return _plain_losses(x, weight, labels, head, sink).sum()
+        return _plain_losses(x, weight, labels, head.smoothed(smoothing, vocab_size), sink).sum()
     grad = torch.is_grad_enabled()
     head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
+    head = head.smoothed(smoothing, vocab_size)
     wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad)
     loss: Tensor = LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink)  # type: ignore[no-untyped-call]  # torch's own
     return loss
@@ -107,14 +112,29 @@ def token_losses(
     return losses
 
 
+def spread_of(smoothing: float, vocab_size: int) -> float:
+    """What all tokens, the label included, share evenly, where the others share `smoothing` of what labels are sure of.
+
+    It is what torch calls label_smoothing. Source: Szegedy et al. 2015, arXiv:1512.00567, section 7.
+
+    >>> spread_of(0.1, 5)
+    0.125
+    """
+    return smoothing * vocab_size / (vocab_size - 1) if smoothing else 0.0
+
+
 def reference_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, readout: Readout = AS_THEY_ARE
-) -> Tensor:
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+) -> Tensor:  # fmt: skip
     """What `token_losses` computes where one rank has the whole vocabulary, in plain operations: [t]."""
     logits = (x @ weight[:vocab_size].t()).to(torch.promote_types(x.dtype, torch.float32)) * readout.scale
     if readout.softcap is not None:
         logits = readout.softcap * torch.tanh(logits / readout.softcap)
-    return torch.nn.functional.cross_entropy(logits, labels.clamp(min=-1), ignore_index=-1, reduction="none")
+    spread = spread_of(smoothing, vocab_size)
+    return torch.nn.functional.cross_entropy(
+        logits, labels.clamp(min=-1), ignore_index=-1, reduction="none", label_smoothing=spread
+    )
 
 
 def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None) -> Tensor:
@@ -128,6 +148,9 @@ def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink:
     total = leave(partial((logits - largest.unsqueeze(1)).exp().sum(-1), head.group), head.group)
     rows, mine = head.target(labels)
     target = torch.where(mine, logits.gather(1, rows), largest.unsqueeze(1)).squeeze(1) - largest
+    if head.spread:
+        every = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
+        target = (1 - head.spread) * target + head.spread_each * every
     losses = total.log() - leave(partial(target, head.group), head.group)
     return losses.masked_fill(labels < 0, 0.0)
 
@@ -152,6 +175,17 @@ class Head:
     """Use compiled loops or Triton programs where they serve."""
 
     readout: Readout
+
+    spread: float = 0.0
+    """Of what labels say, the part that all tokens share evenly."""
+
+    spread_each: float = 0.0
+    """What each of them gets of it."""
+
+    def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
+        """The same head where other tokens share `smoothing` of what labels say."""
+        spread = spread_of(smoothing, vocab_size)
+        return replace(self, spread=spread, spread_each=spread / vocab_size) if spread else self
 
     @staticmethod
     def of(
@@ -197,10 +231,10 @@ class Softmax(NamedTuple):
     """[c]: sum of exp(logit - largest)."""
 
     target: Tensor
-    """[c]: the label's logit - largest; 0 without a label."""
+    """[c]: the label's logit - largest, 0 without a label; smoothed, the mean of what labels say of all logits."""
 
     def losses(self, labels: Tensor) -> Tensor:
-        """[c]: -log p(label), 0 without one."""
+        """[c]: -log p(label), or the mean of it over what labels say, 0 without one."""
         return (self.total.log() - self.target).masked_fill_(labels < 0, 0.0)
 
 
@@ -210,29 +244,42 @@ def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     largest = all_reduce_max_(own_largest.clone(), head.group)
     rows, mine = head.target(labels)
     target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~mine.squeeze(1), 0.0)
+    if head.spread and head.rows:
+        every = (logits.to(target.dtype) - largest.unsqueeze(1)).sum(-1)
+        target.mul_(1 - head.spread).add_(every, alpha=head.spread_each)
     sums = all_reduce_(torch.stack([own_total.mul_((own_largest - largest).exp_()), target]), head.group)
     return Softmax(largest, sums[0], sums[1])
 
 
 def logit_gradient(logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head) -> Tensor:
-    """What products get: weights * (p - one hot at the label) * slopes, [c, rows], where possible in logits' memory.
+    """What products get: weights * (p - what labels say) * slopes, [c, rows], where possible in logits' memory.
 
     weights [c]: what each token's loss counts, 0 without a label. The entry at the label is computed apart: in bf16, 1
     would swallow the last digits of p.
     """
     rows, mine = head.target(labels)
-    at_label = (softmax.target.exp() / softmax.total - 1).mul_(weights)
+    at_label = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total - 1
+    at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(weights)
+    even = weights * head.spread_each if head.spread and head.rows else None
     engine = engine_for("auto" if head.loops else "torch", logits)
     if engine == "triton":
         row = torch.where(mine, rows, -1).squeeze(1)
-        return _triton_gradient(logits, softmax.largest, weights / softmax.total, row, at_label, head.readout)
+        return _triton_gradient(logits, softmax.largest, weights / softmax.total, row, at_label, even, head.readout)
     slopes = head.readout.slopes(logits)  # before the gradient takes their place
     gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(
         logits, softmax.largest, weights / softmax.total
     )
+    gradient = gradient if even is None else gradient.sub_(even.unsqueeze(1).to(gradient.dtype))
     at_label = at_label.unsqueeze(1).to(gradient.dtype)
     gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
     return gradient if slopes is None else gradient.mul_(slopes)
+
+
+def _scores_of_labels(logits: Tensor, rows: Tensor, softmax: Softmax, head: Head) -> Tensor:
+    """[c]: each label's logit - largest; where labels are smoothed, only of those that are mine."""
+    if not head.spread:
+        return softmax.target
+    return logits.gather(1, rows).squeeze(1).to(softmax.largest.dtype) - softmax.largest
 
 
 def _row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,13 +325,14 @@ ROW_SUMS: Mapping[Engine, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
 
 
 def _triton_gradient(
-    logits: Tensor, largest: Tensor, factor: Tensor, row: Tensor, at_label: Tensor, readout: Readout
-) -> Tensor:
+    logits: Tensor, largest: Tensor, factor: Tensor, row: Tensor, at_label: Tensor, even: Tensor | None,
+    readout: Readout,
+) -> Tensor:  # fmt: skip
     """All of `logit_gradient` in one pass, in place."""
     from megalith.kernels import triton_loss
 
     scale, cap = readout.scale, readout.softcap
-    return triton_loss.gradient_(logits, largest, factor, row, at_label, scale=scale, softcap=cap)
+    return triton_loss.gradient_(logits, largest, factor, row, at_label, even, scale=scale, softcap=cap)
 
 
 def _add_gradients(

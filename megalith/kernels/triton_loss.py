@@ -29,18 +29,20 @@ def row_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gradient_(
-    logits: Tensor, largest: Tensor, factor: Tensor, label: Tensor, at_label: Tensor, *,
+    logits: Tensor, largest: Tensor, factor: Tensor, label: Tensor, at_label: Tensor, even: Tensor | None = None, *,
     scale: float = 1.0, softcap: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """factor * exp(logit - largest), but `at_label` in column `label`, times the slope of the readout; in place.
+    """factor * exp(logit - largest) - even, but `at_label` in column `label`, times the slope of the readout; in place.
 
-    logits [c, v]; largest, factor, at_label [c] in fp32; label [c] int64, below 0 where it is not among these columns.
+    logits [c, v]; largest, factor, at_label, even [c] in fp32; label [c] int64, below 0 where it is not among these
+    columns.
     """
     (c, v), tile = logits.shape, part_of_rows(logits.shape[1])
     assert logits.is_contiguous()
     _gradient[(tile.programs(c), -(-v // tile.columns))](
-        logits, largest.contiguous(), factor.contiguous(), label.contiguous(), at_label.contiguous(), c, v, scale,
-        1.0 if softcap is None else softcap, CAPPED=softcap is not None,
+        logits, largest.contiguous(), factor.contiguous(), label.contiguous(), at_label.contiguous(),
+        factor if even is None else even.contiguous(), c, v, scale, 1.0 if softcap is None else softcap,
+        CAPPED=softcap is not None, EVEN=even is not None,
         ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
     )  # fmt: skip
     return logits
@@ -68,7 +70,8 @@ def _row_sums(
 @triton.jit
 def _gradient(
     logits_at: "Pointer", largest_at: "Pointer", factor_at: "Pointer", label_at: "Pointer", at_label_at: "Pointer",
-    c: "Count", v: "Count", scale: "Any", cap: "Any", CAPPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    even_at: "Pointer", c: "Count", v: "Count", scale: "Any", cap: "Any", CAPPED: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ) -> None:  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -79,7 +82,10 @@ def _gradient(
     factor = tl.load(factor_at + rows, rows < c, 0.0)[:, None]
     label = tl.load(label_at + rows, rows < c, -1)[:, None]
     at_label = tl.load(at_label_at + rows, rows < c, 0.0)[:, None]
-    gradient = tl.where(columns[None, :] == label, at_label, factor * tl.exp(logits - largest))
+    gradient = factor * tl.exp(logits - largest)
+    if EVEN:
+        gradient -= tl.load(even_at + rows, rows < c, 0.0)[:, None]
+    gradient = tl.where(columns[None, :] == label, at_label, gradient)
     if CAPPED:
         share = logits / cap
         slope = 1.0 - share * share

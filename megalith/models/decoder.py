@@ -186,7 +186,7 @@ class Decoder(nn.Module):
         """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that predict further."""
         tokens = self.rotations.given_to(tokens)
         x = self(ids, tokens, x=x, memory=memory)
-        own = self.head.loss(x, labels)
+        own = self.head.loss(x, labels, judged=True)
         losses, right = self.further.judged(x, further, self.relative.given_to(tokens))
         measured = torch.stack([own, *losses]).double()
         return torch.cat([measured, accepted(right, [labels for _, labels in further])]) if right else measured

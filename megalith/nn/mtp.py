@@ -107,7 +107,7 @@ class FurtherPredictions(nn.Module):
         for prediction, (ids, labels) in zip(self.depths if further else (), further, strict=True):
             assert isinstance(prediction, FurtherPrediction)
             x = prediction(x, ids, tokens)
-            losses.append(prediction.head.loss(x, labels))
+            losses.append(prediction.head.loss(x, labels, judged=True))
             right.append(prediction.head.best(x) == labels)  # no token is negative, as a missing label is
         return losses, right
 

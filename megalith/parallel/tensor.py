@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in and out of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as with_arguments
 from typing import Protocol
@@ -331,7 +331,7 @@ class VocabHead(nn.Module):
         self.region, self.readout, self.table = region, readout, weight
         self.summed_loss, self.single_losses = linear_cross_entropy, token_losses
         self.sink: GroupedSink | None = None
-        self.vocab_size = vocab_size
+        self.vocab_size, self.smoothing = vocab_size, 0.0
         self.first_row = weight.shard.box[0][0]
         self.row_sizes = split_evenly(weight.shard.shape[0], region.group.size)
         if tied is None:
@@ -346,14 +346,15 @@ class VocabHead(nn.Module):
             readout=self.readout,
         )  # fmt: skip
 
-    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, x: Tensor, labels: Tensor, *, judged: bool = False) -> Tensor:
         """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it, labels [t] -> scalar.
 
-        The same on every rank of the group (I).
+        The same on every rank of the group (I). `smoothing`: what other tokens share of each label, unless `judged`.
         """
         return self.summed_loss(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
+            smoothing=0.0 if judged else self.smoothing,
         )  # fmt: skip
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -378,6 +379,12 @@ class VocabHead(nn.Module):
     def sunk(self) -> list[nn.Parameter]:
         """The parameter whose gradient goes to `sink`."""
         return [self.weight]
+
+
+def smooth_labels(models: Iterable[nn.Module], share: float) -> None:
+    """Let other tokens share so much of each label in the losses of all heads."""
+    for head in (module for model in models for module in model.modules() if isinstance(module, VocabHead)):
+        head.smoothing = share
 
 
 class ExpertMatrix(nn.Module):

@@ -321,6 +321,14 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
+def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
+    """A label keeps some of what it says."""
+    share = run.train.label_smoothing
+    if 0 <= share < 1:
+        return None
+    return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 to be sure of every label."
+
+
 def conversations_need_text(run: TrainRun, world: int) -> str | None:
     """Chat templates write text."""
     kind = run.tokenizer.kind
@@ -377,5 +385,5 @@ RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole,
     sharded_chunks_share_no_table, evaluation_has_steps,
-    betas_are_shares, samples_can_be_counted, conversations_need_text,
+    betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
 )  # fmt: skip

@@ -21,7 +21,7 @@ from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import MESSAGES
 from megalith.parallel.symm_mem import choose_products
-from megalith.parallel.tensor import TensorParallel
+from megalith.parallel.tensor import TensorParallel, smooth_labels
 from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.pairs import in_pairs
@@ -142,6 +142,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     )  # fmt: skip
     attach_adapters(chunks, run.model, run.lora)
     use_kernels(chunks, run.kernels, mesh)
+    smooth_labels(chunks, run.train.label_smoothing)
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
     )  # fmt: skip

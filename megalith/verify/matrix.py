@@ -59,6 +59,9 @@ class Layout:
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
+    smoothing: float = 0.0
+    """Of labels."""
+
     lora: LoraConfig | None = None
     sample: bool = False
     """One of the few that together have everything once, on at most four processes: in `make test`, and in
@@ -77,7 +80,10 @@ class Layout:
             documents=self.documents,
         )  # fmt: skip
         base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
-        run = replace(case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base)
+        run = replace(
+            case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
+            train=replace(case.run.train, label_smoothing=self.smoothing),
+        )  # fmt: skip
         return replace(case, run=run)
 
 
@@ -421,6 +427,13 @@ def _variants() -> Iterator[Layout]:
     }  # fmt: skip
     yield from _entries("variants", ends)
     yield from _further_places()
+    smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=FURTHER.mtp)
+    three = ParallelConfig(tp=3, sp=True)
+    for name, parallel in {"tp3 sp": three, "pp2 dp3, zero 1": staged(2, dp=3, zero=1)}.items():
+        yield Layout(
+            area="variants", name=f"smoothed labels, {name}", model=smoothed, parallel=parallel, smoothing=0.1,
+            sample=parallel is three,
+        )  # fmt: skip
     yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
     again = Layout(
         area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,

@@ -232,6 +232,38 @@ def test_every_kernel_gives_what_the_reference_gives(
         assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("readout", READOUTS)
+def test_smoothed_labels_are_those_of_torch_with_padding_left_out(
+    kernel: Kernel, chunk: int | None, readout: Readout
+) -> None:
+    x, weight = inputs()
+    with torch.no_grad():
+        weight[V:] = 1e6
+    whole = {"vocab": alone("tp"), "first_row": 0, "vocab_size": V, "readout": readout}
+    ours = linear_cross_entropy(x, weight, LABELS, **whole, smoothing=0.1, chunk=chunk, kernel=kernel)
+    theirs = reference_cross_entropy(x, weight, LABELS, vocab_size=V, readout=readout, smoothing=0.1).sum()
+    scores = readout.scores(x @ weight[:V].T).log_softmax(-1)
+    says = torch.full_like(scores, 0.1 / (V - 1)).scatter(1, LABELS.clamp(min=0).unsqueeze(1), 0.9)
+    torch.testing.assert_close(ours, -(says * scores).sum(-1)[LABELS >= 0].sum(), rtol=1e-12, atol=1e-12)
+    for mine, expected in zip(*(torch.autograd.grad(3 * each, (x, weight)) for each in (ours, theirs)), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_compiled_loops_smooth_labels(dtype: torch.dtype, tolerance: float) -> None:
+    x, weight, labels = large(dtype)
+    results = []
+    for kernel in ("auto", "reference"):
+        total = linear_cross_entropy(
+            x, weight, labels, vocab=alone("tp"), first_row=0, vocab_size=301, chunk=40, smoothing=0.2, kernel=kernel
+        )
+        results.append((total, *torch.autograd.grad(total, (x, weight))))
+    for mine, theirs in zip(*results, strict=True):
+        assert (mine - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_a_confident_bf16_token_keeps_its_small_gradient(kernel: Kernel) -> None:
     _, weight, labels = large(torch.bfloat16)

@@ -63,6 +63,17 @@ def test_losses_and_gradients_equal_the_reference(
             assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
+@pytest.mark.parametrize("readout", READOUTS)
+def test_smoothed_labels_equal_the_reference(readout: Readout) -> None:
+    x, weight = seeded(TOKENS, HIDDEN).requires_grad_(), seeded(40, HIDDEN, seed=1).requires_grad_()
+    labels = torch.tensor([0, 36, -1, 5, 7, 9, 11], device=DEVICE)
+    whole = {"vocab_size": 37, "readout": readout, "smoothing": 0.1}
+    mine = linear_cross_entropy(x, weight, labels, vocab=alone("tp"), first_row=0, chunk=3, **whole)
+    theirs = reference_cross_entropy(x, weight, labels, **whole).sum()
+    for a, b in zip(*(torch.autograd.grad(each, (x, weight)) for each in (mine, theirs)), strict=True):
+        assert (a - b).abs().max() <= 5e-6 * b.abs().max()
+
+
 def test_a_row_of_padding_alone_sums_to_nothing() -> None:
     logits = seeded(3, 70)
     logits[1] = float("-inf")

@@ -24,6 +24,7 @@ from megalith.parallel.tensor import (
     VocabEmbedding,
     VocabHead,
     WholeTokens,
+    smooth_labels,
 )
 from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
 from megalith.testing.ranks import everyone, run_ranks
@@ -155,18 +156,24 @@ def head(rank: int, world: int, sp: bool) -> None:
     labels[[0, 7]] = -1
     shard = cut(whole("h.weight", (VOCAB, INPUTS)), 0, group)
     for each, readout in product((False, True), (Readout(), Readout(0.6), Readout(1.4, softcap=1.5))):
+        spread = 0.0 if each else readout.scale / 8
         layer = VocabHead(
             Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64,
             readout=readout,
         )  # fmt: skip
+        smooth_labels([layer], spread * (known - 1) / known)
         filled(layer, {"weight": table})
         mine, dense_x, dense = local_input(x, group, sp), x.clone().requires_grad_(), table.clone().requires_grad_()
         logits = dense_x @ dense[:known].T * readout.scale
         if readout.softcap is not None:
             logits = readout.softcap * torch.tanh(logits / readout.softcap)
-        reference = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none" if each else "sum")
+        reference = functional.cross_entropy(
+            logits, labels, ignore_index=-1, reduction="none" if each else "sum", label_smoothing=spread
+        )
         found = layer.token_losses(mine, labels) if each else layer.loss(mine, labels)
         same("loss", found, reference)
+        judged = functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
+        same("judged", layer.loss(mine.detach(), labels, judged=True), judged)
         weights = seeded(TOKENS, seed=7) if each else torch.tensor(3.0)
         (found * weights).sum().backward()
         (reference * weights).sum().backward()

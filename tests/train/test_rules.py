@@ -52,10 +52,6 @@ CASES = [
         "parallel.zero=3 with parallel.pipeline.vpp=2 and model.positions=relative",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
     ),
-    (
-        {"parallel__cp": "2", "model__positions": "relative"}, 2,
-        "parallel.cp=2 with model.positions=relative", "Set parallel.cp=1 and divide",
-    ),
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),
     ({"model__dropout__residual": "1.0"}, 1, "model.dropout.residual=1.0 must be a probability", "Use 0.1"),
@@ -169,6 +165,7 @@ CASES = [
         "to 0 or less",
     ),
     ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
+    ({"train__label_smoothing": "1.0"}, 1, "train.label_smoothing=1.0 must be in [0, 1)", "Use 0.1, or 0"),
     ({"optim__beta2": "1.0"}, 1, "optim.beta2=1.0 must be in [0, 1)", "Use 0.9 and 0.95"),
     ({"optim__eps": "0"}, 1, "optim.eps=0.0 must be a finite number above 0", "Use 1e-08"),
     ({"optim__clip_grad": "-1"}, 1, "optim.clip_grad=-1.0 must be a finite number of at least 0", "Use 0"),
