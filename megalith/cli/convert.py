@@ -1,7 +1,7 @@
 """`megalith convert`: a Hugging Face folder to a checkpoint, and a checkpoint or run to a Hugging Face folder."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError, raise_all
 
 if TYPE_CHECKING:  # help should not have to wait for torch
+    from megalith.models.convert import Move
     from megalith.models.pretrained import Pretrained
 
 Target = Literal["megalith", "huggingface", "peft"]
@@ -84,9 +85,9 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, plan_moves
+    from megalith.models.convert import convert, merged_into, plan_moves
     from megalith.models.staging import check_target
-    from megalith.posttrain.export import plan_peft, write_peft
+    from megalith.posttrain.export import peft_moves, plan_peft, write_peft
     from megalith.posttrain.upcycle import told_origins
 
     target = Path(options.target)
@@ -94,9 +95,10 @@ def main(argv: list[str]) -> int:
     source, to = open_source(options)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":
-        parts = plan_peft(source)
+        planned = peft_moves(source, dtype)
         nbytes = 0 if options.dry_run else write_peft(target, source, dtype=dtype)
-        show_peft(str(source.path), str(target), [part.module for part in parts], nbytes, options)
+        modules = [part.module for part in plan_peft(source)]
+        show_peft(str(source.path), str(target), modules, planned, nbytes, options)
         return 0
     moves = told_origins(source, plan_moves(source, to, dtype))
     nbytes = sum(move.nbytes for move in moves)
@@ -107,6 +109,7 @@ def main(argv: list[str]) -> int:
                 workers=options.workers,
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
+    report["merged"] = merged_into(source, moves)
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
     report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
     verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
@@ -173,15 +176,18 @@ def shown_progress(total: int) -> Iterator[Callable[[int], None]]:
         yield lambda nbytes: progress.advance(task, nbytes)
 
 
-def show_peft(source: str, target: str, modules: list[str], nbytes: int, options: ConvertOptions) -> None:
-    """What became of adapters: the linear layers of transformers that have them."""
+def show_peft(
+    source: str, target: str, modules: list[str], moves: "list[Move]", nbytes: int, options: ConvertOptions
+) -> None:
+    """What became of adapters, or would: the linear layers of transformers that have them, and every tensor."""
     if options.json:
         report = {"source": source, "target": target, "to": "peft", "dry_run": options.dry_run, "nbytes": nbytes}
-        print_json({**report, "modules": modules})
+        print_json({**report, "modules": modules, "tensors": [asdict(move) for move in moves]})
         return
     if options.dry_run:
-        print("\n".join(modules))
-        print(f"{len(modules)} linear layers with adapters; nothing was written")
+        _list(asdict(move) for move in moves)
+        size = f"{sum(move.nbytes for move in moves) / 1e6:.3g} MB"
+        print(f"{len(modules)} linear layers with adapters, {size}; nothing was written")
         return
     print(f"wrote {target}: adapters of {len(modules)} linear layers, {_size(nbytes)}, from {source}")
     print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
@@ -203,11 +209,16 @@ def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
         else:
             print(f"try: megalith {verb} {report['target']}")
         return
-    for move in tensors:
+    _list(tensors)
+    merged = "" if report["merged"] is None else f", {report['merged']}"
+    print(f"{len(tensors)} tensors, {size}{merged}; nothing was written")
+
+
+def _list(moves: Iterable[dict[str, Any]]) -> None:  # Any: JSON
+    for move in moves:
         dtype = move["source_dtype"]
         dtype += "" if dtype == move["target_dtype"] else f" -> {move['target_dtype']}"
         print(f"{move['source']} -> {move['target']}  {move['shape']} {dtype}")
-    print(f"{len(tensors)} tensors, {size}; nothing was written")
 
 
 def _size(nbytes: int) -> str:

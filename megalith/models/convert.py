@@ -1,7 +1,7 @@
 """From one kind of model folder to another: what becomes of every tensor, and doing it."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from megalith.checkpoint.boxes import lengths, show_box
 from megalith.checkpoint.format import show_dtype
 from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer, moved_to
+from megalith.models.adapters import AdaptedWeights
 from megalith.models.companions import carried
 from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
 from megalith.models.names import Family, TensorRule, dtype_to_write
@@ -27,7 +28,7 @@ class Move:
     """What becomes of one tensor."""
 
     source: str
-    """Where it is read from: a name, and the box of it where it is not whole."""
+    """Where it is read from: a name, and the box of it where it is not whole; and adapters that are added to it."""
 
     target: str
     shape: tuple[int, ...]
@@ -87,7 +88,8 @@ def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
     kept = dtype_to_write(shard.name, stored, dtype)
-    return Move(shard.name, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
+    read = shard.name + _added(shard.name, source)
+    return Move(read, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
 
 
 def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dtype | None) -> Move:
@@ -99,11 +101,29 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
         stored = source.weights.stored_as(rule.name)
     ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
     theirs = rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
-    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (ours, theirs)
+    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (ours + _added(parameter, source), theirs)
     if kind_of(source) == to:
         there = here
     shape = rule.shape if rule.whole else lengths(rule.at)
     return Move(here, there, shape, stored, show_dtype(kept), math.prod(shape) * kept.itemsize)
+
+
+def _added(parameter: str, source: Pretrained) -> str:
+    """What adapters add to a parameter: nothing, or their product."""
+    weights = source.weights
+    if not isinstance(weights, AdaptedWeights) or f"{parameter}.lora_a" not in weights.adapters.names:
+        return ""
+    return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
+
+
+def merged_into(source: Pretrained, moves: Sequence[Move]) -> str | None:
+    """In words, which adapters go into which model; None: none do."""
+    weights = source.weights
+    if not isinstance(weights, AdaptedWeights):
+        return None
+    count = sum(" · lora_b · lora_a" in move.source for move in moves)
+    rank = weights.adapters.lora.rank
+    return f"{count} of them with adapters of rank {rank} from {weights.path} added to {weights.base_path}"
 
 
 def convert(

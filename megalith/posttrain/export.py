@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from megalith import storage
+from megalith.checkpoint.format import show_dtype
 from megalith.checkpoint.safetensors import Planned, write_file
 from megalith.config.lora import lora_layers, lora_targets
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
 from megalith.models.companions import carried
+from megalith.models.convert import Move
 from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, family_for
 from megalith.models.pretrained import Pretrained
 from megalith.models.staging import staging_of
@@ -64,13 +66,8 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     weights = source.weights
     carried_along = carried(source, {}, theirs=True) if source.tuning() else {}
     assert isinstance(weights, AdaptedWeights)
-    kept, rank = dtype or torch.float32, weights.adapters.lora.rank
-    plan = []
-    for part in parts:
-        plan += [
-            Planned(part.key("A"), kept, (rank, part.shape[1])),
-            Planned(part.key("B"), kept, (part.shape[0], rank)),
-        ]
+    kept = dtype or torch.float32
+    plan = _planned(parts, weights.adapters.lora.rank, kept)
     staging = staging_of(path)
     try:
         storage.make_folder(staging)
@@ -87,6 +84,35 @@ def write_peft(path: Path, source: Pretrained, *, dtype: torch.dtype | None = No
     finally:
         storage.remove_tree(staging)
     return sum(planned.nbytes for planned in plan)
+
+
+def peft_moves(source: Pretrained, dtype: torch.dtype | None) -> list[Move]:
+    """Every tensor that `write_peft` writes, and the adapter of ours that it is, or is a part of; reads no values.
+
+    Raises:
+        ConfigError: as for `plan_peft`.
+    """
+    parts, weights = plan_peft(source), source.weights
+    assert isinstance(weights, AdaptedWeights)
+    kept, moves = dtype or torch.float32, []
+    plan = _planned(parts, weights.adapters.lora.rank, kept)
+    for place, planned in enumerate(plan):
+        part, word = parts[place // 2], "ab"[place % 2]
+        box = "" if part.part is None else f"[{part.part}]"
+        ours, wide = f"{part.parameter}.lora_{word}{box}", show_dtype(torch.float32)
+        moves.append(Move(ours, planned.name, planned.shape, wide, show_dtype(kept), planned.nbytes))
+    return moves
+
+
+def _planned(parts: list[PeftPart], rank: int, dtype: torch.dtype) -> list[Planned]:
+    """A and B of each linear layer."""
+    plan = []
+    for part in parts:
+        plan += [
+            Planned(part.key("A"), dtype, (rank, part.shape[1])),
+            Planned(part.key("B"), dtype, (part.shape[0], rank)),
+        ]
+    return plan
 
 
 def peft_config(parts: list[PeftPart], weights: AdaptedWeights) -> dict[str, Any]:

@@ -294,5 +294,30 @@ def test_a_model_without_adapters_has_none_to_export(trained: Path, capsys: pyte
 def test_a_dry_run_lists_the_linear_layers(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "model.layers.1.self_attn.v_proj" in lines
-    assert lines[-1] == "14 linear layers with adapters; nothing was written" and not (trained / "x").exists()
+    key = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    assert f"layers.1.attention.kv.lora_b[1] -> {key}  (12, 3) float32" in lines
+    assert len(lines) == 2 * 14 + 1 and not (trained / "x").exists()
+    assert lines[-1].startswith("14 linear layers with adapters, ") and lines[-1].endswith(" MB; nothing was written")
+    assert main(["convert", str(trained / "run"), str(trained / "x"), "--to", "peft", "--dry-run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    stored = load_file(trained / "adapters" / "adapter_model.safetensors")
+    assert {one["target"]: tuple(one["shape"]) for one in told["tensors"]} == {
+        name: tuple(tensor.shape) for name, tensor in stored.items()
+    }
+    assert len(told["modules"]) == 14
+
+
+@pytest.mark.parametrize("to", ["huggingface", "megalith"])
+def test_a_dry_run_tells_which_tensors_adapters_are_added_to(
+    to: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["convert", str(trained / "run"), str(trained / "x"), "--to", to, "--dry-run"]
+    assert main(words) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    merged = [line for line in lines if " · lora_b · lora_a -> " in line]
+    assert 0 < len(merged) < len(lines) and not any("norm" in line or "embed" in line for line in merged)
+    assert f"{len(merged)} of them with adapters of rank 3 from " in last and f"added to {trained / 'base'}" in last
+    assert main([*words, "--json"]) == 0
+    assert "with adapters of rank 3" in json.loads(capsys.readouterr().out)["merged"]
+    assert main(["convert", str(trained / "base"), str(trained / "x"), "--dry-run"]) == 0
+    assert "lora" not in capsys.readouterr().out
