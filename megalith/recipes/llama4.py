@@ -12,8 +12,8 @@ _THREE_OF_FOUR = (True, True, True, False)
 
 
 def llama4_scout() -> TrainRun:
-    """Llama 4 Scout without its tower for pictures, over 64 GPUs: 2 of the 16 experts of each layer on each of 8, the
-    layers in 8 stages.
+    """Llama 4 Scout without its tower for pictures, over 64 GPUs: an expert of each layer on each of 16, attention over
+    4, the layers in 4 stages.
 
     A token meets 17.2 of 107.8 billion parameters. Rows are as long as a chunk of attention; how it was trained its
     authors did not tell: learning rate and balance are ours.
@@ -39,5 +39,5 @@ def llama4_scout() -> TrainRun:
             router=RouterConfig(score="sigmoid", renormalise=False), balance=BalanceConfig(batch=0.001),
         ),
     )  # fmt: skip
-    parallel = ParallelConfig(ep=8, pp=8, zero=1)
+    parallel = ParallelConfig(tp=4, sp=True, ep=16, etp=1, pp=4, zero=1)
     return pretraining("llama4_scout", model, warmed_cosine(3e-4), seq_len=8192, parallel=parallel)
