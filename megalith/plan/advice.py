@@ -206,10 +206,16 @@ def notes(workload: Workload, device: Device) -> list[str]:
 
 def _expert_notes(workload: Workload, device: Device) -> list[str]:
     """Exchanges between nodes, and what a router without balance may come to."""
-    grid = workload.grid.experts
+    grid, p, found = workload.grid.experts, workload.run.parallel, list[str]()
+    if p.overlap_experts and workload.num_microbatches == 1:
+        rows = workload.run.train.micro_batch_size
+        found.append(
+            f"parallel.overlap_experts=true with {workload.num_microbatches} microbatch in a step: there is no other "
+            f"to compute beside it. Set train.global_batch_size to {2 * rows * workload.dp} or more"
+            f"{f', or train.micro_batch_size to {rows // 2}' if rows % 2 == 0 else ''}."
+        )
     if grid is None or not device.accelerator:
-        return []
-    p, found = workload.run.parallel, []
+        return found
     moe, etp = workload.run.model.moe, grid.size("etp")
     ranks = grid.group_of(grid.offset, ("ep", "etp"))
     if len({rank // device.node for rank in ranks}) > 1:

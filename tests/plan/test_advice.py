@@ -71,6 +71,16 @@ def test_exchanges_between_nodes_and_parts_of_experts_are_told() -> None:
     assert any("parallel.etp=2 sends every row" in text and "parallel.ep to 8" in text for text in notes(parts, H100))
 
 
+def test_pairs_of_one_microbatch_are_told_to_be_none() -> None:
+    pairs = {"parallel__overlap_experts": "true", "train__micro_batch_size": "2"}
+    few = workload("olmoe_7b", 8, train__global_batch_size="16", **pairs)
+    (note,) = (text for text in notes(few, H100) if "overlap_experts" in text)
+    assert note.startswith("parallel.overlap_experts=true with 1 microbatch in a step: there is no other to compute")
+    assert note.endswith("Set train.global_batch_size to 32 or more, or train.micro_batch_size to 1.")
+    more = workload("olmoe_7b", 8, train__global_batch_size="32", **pairs)
+    assert not any("overlap_experts" in text for text in notes(more, H100))
+
+
 def test_where_no_single_change_is_enough_the_cheap_ones_add_up() -> None:
     base = workload("llama3_70b", 64)
     tight = device(30)
