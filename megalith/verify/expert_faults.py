@@ -1,6 +1,7 @@
 """What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names and plants them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,30 @@ def fill_as_if_mine_were_all(parameter: Tensor, shard: Shard, init: Init, *, see
     """A rank's experts are drawn as if they were the first."""
     first = whole(shard.name, tuple(stop - start for start, stop in shard.box), inputs=shard.inputs)
     fill(parameter, replace(first, flat=shard.flat) if shard.grid == "expert" else shard, init, seed=seed)
+
+
+def without_replicas_of_rows() -> AbstractContextManager[None]:
+    """Under zero 3 nothing is summed over replicas, neither rows nor experts that nobody divides."""
+    from megalith.parallel import fsdp  # here, because torch's part of it takes half a second to load
+
+    return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
+
+
+@contextmanager
+def whole_experts_overwritten() -> Iterator[None]:
+    """Of experts that nobody else holds under zero 3, a microbatch's gradient replaces those before it."""
+    from megalith.parallel import fsdp
+
+    put = fsdp.Unit._put
+
+    def overwrite(self: fsdp.Unit, name: str, gradient: Tensor) -> None:
+        rounds = self._rounds[name]
+        self._rounds[name] = rounds if isinstance(self, fsdp.Gathered) else 0
+        put(self, name, gradient)
+        self._rounds[name] = rounds + 1
+
+    with replaced(fsdp.Unit, "_put", overwrite):
+        yield
 
 
 # --- on the way to experts and back

@@ -68,11 +68,11 @@ Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
 Proof = Literal["types", "shapes", "numbers"]
 Need = Literal[
-    "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks",
-    "pp", "tied", "chunks", "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout",
-    "further", "gather", "a2a", "documents", "rings", "zero 2", "whole norms", "sinks", "window", "learned positions",
-    "latent", "adapters", "places", "biases by distance", "experts", "ep", "etp", "capacity", "balancing bias",
-    "balancing offset", "dropped weights", "chunks of documents", "memory", "off by one",
+    "tp", "sp", "whole tokens", "dp", "cp", "shared heads", "bias", "uneven masks", "pp", "tied", "chunks", "further",
+    "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
+    "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
+    "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
+    "chunks of documents", "off by one",
 ]  # fmt: skip
 
 
@@ -288,29 +288,6 @@ def _without_replicas() -> AbstractContextManager[None]:
         return None if group.axes == ("dp_replica",) else start_all_reduce_(x, group)
 
     return replaced(data, "start_all_reduce_", wrong)
-
-
-def _without_replicas_of_rows() -> AbstractContextManager[None]:
-    from megalith.parallel import fsdp
-
-    return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
-
-
-def _whole_experts_overwritten() -> AbstractContextManager[None]:
-    from megalith.parallel import fsdp
-
-    add, own = fsdp.Unit._put, fsdp.Gathered.add
-
-    def put(self: fsdp.Unit, name: str, gradient: Tensor) -> None:
-        self._rounds[name], before = 0, self._rounds[name]
-        add(self, name, gradient)
-        self._rounds[name] = before + 1
-
-    def kept(self: fsdp.Gathered, mine: Shard, parameter: Tensor) -> None:
-        with replaced(fsdp.Unit, "_put", add):
-            own(self, mine, parameter)
-
-    return _both(replaced(fsdp.Unit, "_put", put), replaced(fsdp.Gathered, "add", kept))
 
 
 def _over_dp_alone(zero: int, mesh: Mesh, grid: str) -> data.Division:
@@ -648,7 +625,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "fsdp_replicas_not_summed", "Rows of fully sharded gradients are not summed over the replicas.",
-        "numbers", ("dp", "zero", "fsdp", "replicas"), _without_replicas_of_rows,
+        "numbers", ("dp", "zero", "fsdp", "replicas"), expert_faults.without_replicas_of_rows,
     ),
     Fault(
         "microbatch_overwritten", "A microbatch's gradients take the place of the earlier ones' in a slice.",
@@ -749,7 +726,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "whole_experts_overwritten", "A microbatch's gradient of experts that are not divided replaces earlier ones'.",
-        "numbers", ("dp", "zero", "fsdp", "ep"), _whole_experts_overwritten,
+        "numbers", ("dp", "zero", "fsdp", "ep"), expert_faults.whole_experts_overwritten,
     ),
     Fault(
         "etp_alone_on_dense_grid", "Without ep experts are taken for dense weights, though etp is not tp.",
