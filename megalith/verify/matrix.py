@@ -466,7 +466,7 @@ def _further_places() -> Iterator[Layout]:
     for name, (model, parallel, recompute) in rows.items():
         yield Layout(
             area="variants", name=f"further, {name}", model=model, parallel=parallel, recompute=recompute,
-            documents="document" in name, rows=2 if parallel.pp > 1 else 1, seq_len=12,
+            documents="document" in name, rows=2 if parallel.pp > 1 else 1, seq_len=row_of(parallel),
             sample=name == "learned positions, pp2 zb-v",
         )  # fmt: skip
 
