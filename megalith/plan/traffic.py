@@ -445,7 +445,6 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
         together = forwards * sharing * own_tokens(workload)
         logits = moe.experts * _sizes(workload, moe)[1]
         yield _row("cp_tp", "logits", "all_gather", ranks=sharing, calls=forwards, nbytes=together * logits)
-        yield _row("cp_tp", "which is padding", "all_gather", ranks=sharing, calls=forwards, nbytes=together)
     if moe.capacity.factor is not None:
         choices, weight = passes.all * sharing * own_tokens(workload) * moe.top_k, _sizes(workload, moe)[1]
         for what, nbytes in (("choices", 8), ("weights of choices", weight)):

@@ -174,8 +174,9 @@ class Router(nn.Module):
         if share is None or offset is None:
             return
         with torch.no_grad():
-            every = gathered_again(logits.detach(), self.sharing)
-            valid = gathered_again(self.noise.region.mine(tokens.valid).contiguous(), self.sharing)
+            text = self.noise.region.mine(tokens.valid).unsqueeze(1)
+            every = gathered_again(logits.detach().where(text, -math.inf), self.sharing)
+            valid = every[:, 0] > -math.inf  # told with the logits, in one message
             found = balancing_offsets(every, offset, valid, self.moe.top_k)
             there = valid.any()
             row = torch.cat([found.where(there, 0.0), there.to(found).unsqueeze(0)])
