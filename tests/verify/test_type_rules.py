@@ -33,6 +33,13 @@ GROUP = Group(axes=("tp_kv", "tp_copy"), ranks=tuple(range(8, 16)), rank=3, name
 AXES = {"dp": MeshAxis.of(4, 8), "cp": MeshAxis.of(1, 8), "tp_kv": MeshAxis.of(4, 2), "tp_copy": MeshAxis.of(2, 1)}
 SIZES = [1, 2, 1, 1, 1, 1, 1, 0]
 
+
+def in_two(x: Tensor) -> Tensor:
+    """An exchange whose beginning and end lie apart."""
+    crossing = autograd.Crossing(GROUP, SIZES, [2] * 8)
+    return autograd.arrive(autograd.depart(x, crossing), crossing)
+
+
 CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] = {
     "enter": (lambda x: autograd.enter(x, GROUP), I, R, (8, 2)),
     "leave": (lambda x: autograd.leave(x, GROUP), P, I, (8, 2)),
@@ -44,6 +51,7 @@ CALLS: dict[str, tuple[Callable[[Tensor], Tensor], Any, Any, tuple[int, int]]] =
     "gather_same": (lambda x: autograd.gather_same(x, GROUP), V, I, (64, 2)),
     "split": (lambda x: autograd.split(x, GROUP), I, V, (1, 2)),
     "all_to_all": (lambda x: autograd.all_to_all(x, GROUP, send=SIZES, receive=[2] * 8), V, V, (16, 2)),
+    "depart": (lambda x: in_two(x), V, V, (16, 2)),
     "partial": (lambda x: autograd.partial(x, GROUP), V, P, (8, 2)),
 }
 
