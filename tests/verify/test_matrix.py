@@ -74,10 +74,16 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     rows = [row for row in MATRIX if row.area == "experts"]
     layouts = [row.parallel for row in rows]
     assert {p.ep for p in layouts} == {1, 2, 3, 4} and {p.etp for p in layouts} == {None, 1, 2}
-    assert {p.dispatcher for p in layouts} == {"exchange", "gather"} and {p.zero for p in layouts} == {0, 1, 2, 3}
+    assert {p.dispatcher for p in layouts} == {"exchange", "gather", "reference"} and {p.zero for p in layouts} == {
+        0,
+        1,
+        2,
+        3,
+    }
     for axis in ("tp", "cp", "pp", "dp"):
         assert any((getattr(p, axis) or 1) > 1 and p.ep > 1 for p in layouts), axis
-    assert {schedule_name(p.pipeline) for p in layouts if p.pp > 1} == {"1f1b", "interleaved", "zb-h1", "zb-v"}
+    schedules = {schedule_name(p.pipeline) for p in layouts if p.pp > 1}
+    assert schedules == {"1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"}
     assert {row.rows for row in rows} == {1, 2, 3} and any(row.documents for row in rows)
     assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
     assert any(p.replicas > 1 for p in layouts) and any(p.order.startswith("dp") for p in layouts)
