@@ -3,6 +3,7 @@
 import os
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, replace
+from math import gcd
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers
+from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
@@ -73,20 +75,24 @@ def find_run(name: str) -> Path:
 def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
     """The run in a layout for `world` processes, which need not be as many as trained it.
 
-    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not;
-    rows are not shared and layers not divided. Weights that training divided (zero=3) stay divided, for they may fit no
-    other way; all others are whole: no gradient or optimizer takes memory, and nothing is kept for a backward. dp is
-    the rest, and the batch one microbatch per rank, because nothing is accumulated.
+    The settings named in `given` stay. Else tp and sp stay where tp divides `world`, and turn off where it does not; ep
+    and etp stay where they fit, and else ranks have whole experts; rows are not shared and layers not divided. Weights
+    that training divided (zero=3) stay divided, for they may fit no other way; all others are whole: no gradient or
+    optimizer takes memory, and nothing is kept for a backward. dp is the rest, and the batch one microbatch per rank,
+    because nothing is accumulated.
     """
     p, whole = run.parallel, ParallelConfig()
     kept = {name.split(".")[1] for name in given if name.startswith("parallel.")}
     tp = p.tp if "tp" in kept or world % max(p.tp, 1) == 0 else 1
-    names = ["cp", "context", "pp", "pipeline", "dp", "replicas", "reduce_dtype", "rings", "ring_products"]
-    names += ["zero"] if p.zero < 3 else []
+    names = [
+        "cp", "context", "pp", "pipeline", "dp", "replicas", "reduce_dtype", "rings", "ring_products",
+        "overlap_experts", *(["zero"] if p.zero < 3 else []),
+    ]  # fmt: skip
     layout = replace(
         p, tp=tp, sp=p.sp if "sp" in kept else p.sp and tp > 1,
         **{name: getattr(whole, name) for name in names if name not in kept},
     )  # fmt: skip
+    layout = layout if {"ep", "etp"} & kept else with_experts_divided(layout, run.model.moe, world)
     ranks = max(layout.tp, 1) * max(layout.cp, 1) * max(layout.pp, 1)
     rows = run.train.micro_batch_size * max(layout.dp or world // ranks, 1)
     sections = {name.split(".")[0] for name in given}
@@ -95,6 +101,14 @@ def fitted(run: TrainRun, world: int, given: Collection[str]) -> TrainRun:
         recompute=run.recompute if "recompute" in sections else RecomputeConfig(),
         offload=run.offload if "offload" in sections else OffloadConfig(),
     )  # fmt: skip
+
+
+def with_experts_divided(layout: ParallelConfig, moe: MoEConfig | None, world: int) -> ParallelConfig:
+    """The layout with experts that `world` processes can have: as they were, else whole, over as many as can be."""
+    ranks, parts = world // max(layout.pp, 1), layout.tp if layout.etp is None else layout.etp
+    if moe is None or ranks % max(layout.ep * parts, 1) == 0:
+        return layout
+    return replace(layout, ep=gcd(moe.experts, ranks), etp=1)
 
 
 def _world(nproc: int) -> int:

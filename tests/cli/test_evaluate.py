@@ -10,6 +10,7 @@ import pytest
 
 from megalith.cli.evaluate import fitted
 from megalith.cli.main import main
+from megalith.config.moe import MoEConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.kernels.norm import RMSNormFunction
@@ -131,6 +132,28 @@ def test_weights_that_training_divided_stay_divided(trained: int, given: tuple[s
         found = fitted(run, world, given)
         assert (found.parallel.zero, found.parallel.replicas) == (zero, 1)
         assert run_problems(found, world) == []
+
+
+@pytest.mark.parametrize(
+    ("trained", "found"),
+    [
+        ({"ep": 2}, {1: (1, 1), 2: (2, None), 3: (1, 1), 4: (2, None)}),
+        ({"ep": 2, "etp": 2}, {1: (1, 1), 2: (2, 1), 4: (2, 2)}),
+        ({"ep": 2, "etp": 1, "tp": 2, "sp": True}, {1: (1, 1), 2: (2, 1)}),
+        ({"ep": 4, "dp": 4, "overlap_experts": True}, {1: (1, 1), 2: (2, 1), 4: (4, None)}),
+    ],
+)
+def test_experts_are_divided_over_the_processes_that_there_are(
+    trained: dict[str, Any], found: dict[int, tuple[int, int | None]]
+) -> None:
+    run = tiny_run()
+    model = replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6))
+    run = replace(run, model=model, parallel=replace(run.parallel, **trained))
+    for world, (ep, etp) in found.items():
+        layout = fitted(run, world, ())
+        assert (layout.parallel.ep, layout.parallel.etp, layout.parallel.overlap_experts) == (ep, etp, False)
+        assert run_problems(layout, world) == []
+    assert fitted(run, 1, ("parallel.ep",)).parallel.ep == trained["ep"]
 
 
 @pytest.mark.slow
