@@ -744,10 +744,13 @@ def _looking_back() -> Iterator[Layout]:
         "tp2, two layers at once, inputs in slices": (LOOKING_BACK, ParallelConfig(tp=2), two, None),
         "wide stream, tp4 sp, selective": (wide, ParallelConfig(tp=4, sp=True), PARTS, None),
         "experts, pp2 dp2 ep2": (experts, replace(staged(2, dp=2), ep=2), NO, None),
+        "experts, pp2 dp2 ep2, overlapped": (
+            experts, replace(staged(2, dp=2), ep=2, overlap_experts=True), NO, None,
+        ),
         "unlike layers, tp2 pp2 sp": (unlike, staged(2, tp=2, sp=True), NO, None),
         "adapters, pp2 tp2 sp": (dropping, staged(2, tp=2, sp=True), NO, lora),
     }  # fmt: skip
-    sample = ("tp2 cp2 sp", "pp2 vpp2 tp2", "dropping, pp2 dualpipe-v", "experts")
+    sample = ("tp2 cp2 sp", "pp2 vpp2 tp2", "dropping, pp2 dualpipe-v", "experts, pp2 dp2 ep2, overlapped")
     for name, (model, parallel, recompute, adapters) in rows.items():
         yield Layout(
             area="variants", name=f"looking back, {name}", model=model, parallel=parallel, recompute=recompute,

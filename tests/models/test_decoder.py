@@ -328,3 +328,17 @@ def test_layers_that_look_back_are_the_formula_forward_and_backward(memory: int,
     for shard, parameter in places:
         if shard.name != "head.weight":
             assert_equals(shard.name, parameter.grad.view(shard.shape), weights[shard.name].grad, FP64)
+
+
+@pytest.mark.slow  # the graphs take some seconds
+def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace) -> None:
+    config, ids, tokens = tiny.config(cross=CrossConfig(memory=1)), ids_of(11), tokens_of_lengths([4, 7])
+    plain, traced = (tiny.blank(config, dtype=torch.float64) for _ in range(2))
+    for model in (plain, traced):
+        initialise(model, seed=3)
+    for layer in traced.layers:
+        layer.compile(backend="aot_eager")
+    for model in (plain, traced):
+        model.loss(ids, ids.roll(1), tokens).backward()
+    for one, other in zip(traced.parameters(), plain.parameters(), strict=True):
+        assert_equals("gradient", one.grad, other.grad, FP64)
