@@ -398,7 +398,8 @@ def fully_shard_chunk(
         cut(module, mesh=over, reshard_after_forward=not keep_gathered)
         if _grid_of(module) == "expert":
             _show_what_is_rebuilt(module)
-        if isinstance(module, VocabEmbedding | VocabHead) and isinstance(module, FSDPModule):
+        plain = isinstance(module, VocabHead) and module.reads_table_again
+        if isinstance(module, VocabEmbedding | VocabHead) and isinstance(module, FSDPModule) and not plain:
             module.set_unshard_in_backward(False)  # their backward does not read the table
         if isinstance(module, VocabHead):
             register_fsdp_forward_method(module, "loss")

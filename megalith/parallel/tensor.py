@@ -339,6 +339,12 @@ class VocabHead(nn.Module):
         else:
             self.register_parameter("weight", tied)
 
+    @property
+    def reads_table_again(self) -> bool:
+        """Whether the backward of `loss` reads the table: that of its plain definition does."""
+        held = self.summed_loss
+        return isinstance(held, with_arguments) and held.keywords.get("kernel") == "reference"
+
     def again(self) -> "VocabHead":
         """The same head for one more use in a forward; engines count the gradients of each use."""
         return VocabHead(

@@ -42,7 +42,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
-from megalith.verify.ranks import LayoutCase, compare_results, layout_case, run_case
+from megalith.verify.ranks import LayoutCase, compare_results, layout_case, prove_layout, run_case
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.variants import PLAIN, VARIANTS
 
@@ -117,6 +117,17 @@ def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_
     reference = run_case(0, 1, LayoutCase(one, 1), str(tmp_path / "alone"))
     assert result is not None and reference is not None
     assert [difference for difference in compare_results(result, reference) if not difference.holds] == []
+
+
+def test_divided_weights_are_gathered_again_for_a_backward_that_reads_them() -> None:
+    case = layout_case(PLAIN, ParallelConfig(dp=2, zero=3), 2)
+    plain = replace(case, run=replace(case.run, kernels="reference"))
+    assert [difference for difference in prove_layout(plain) if not difference.holds] == []
+    forms: dict[Kernel, bool] = {"auto": False, "torch": False, "reference": True}
+    for kernels, reads in forms.items():
+        run = replace(layout_case(PLAIN, ParallelConfig(), 1).run, kernels=kernels)
+        trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+        assert trainer.staged.chunks[0].head.reads_table_again is reads
 
 
 class Layer(nn.Module):
