@@ -189,6 +189,7 @@ def unseen(
         f"offload.layers={offload.layers}: copies to host memory and back": offload.layers > 0,
         "recompute.shard_inputs: an input put together from slices is taken for what it was": recompute.shard_inputs,
         "recompute.check: compares bits, of which there are none here": recompute.check,
+        f"parallel.dispatcher={dispatcher}: is of another package; an exchange instead": dispatcher not in BUILT_IN,
         "model.moe.balance.sinkhorn: turns until numbers settle; experts are chosen by scores instead": planned,
     }
     if recompute.granularity == "selective" and (rebuilt := {"norm", "mlp_act"} & {*recompute.modules}):
