@@ -8,10 +8,11 @@ import torch
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import RankError
-from megalith.parallel.engine import Owned, require_alike_slices, sum_shared_slices, warn_of_zeros
-from megalith.parallel.mesh import Mesh, build_mesh, model_grid
+from megalith.parallel.engine import Owned, divides, require_alike_slices, sum_shared_slices, warn_of_zeros
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_on_paper, model_grid
 from megalith.plan.shards import PARTS, Shard, whole
 from megalith.testing.ranks import run_ranks
+from megalith.verify.variants import BIASED_CHOICE, PLAIN
 
 SHARDS = (
     whole("invariant", (3,), invariant=frozenset(PARTS["tp"]), inputs=0),
@@ -80,3 +81,13 @@ def test_what_had_no_gradient_is_named_up_to_ten(caplog: pytest.LogCaptureFixtur
     ten, twelve = (record.getMessage() for record in caplog.records)
     assert ten.startswith("w0, w1, w2, w3, w4, w5, w6, w7, w8, w9 had no part in the loss of this step")
     assert "w8, w9 and 2 more had no part in the loss" in twelve
+
+
+def test_weights_are_divided_where_several_ranks_hold_the_same() -> None:
+    def mesh(tp: int, etp: int, *, experts: bool) -> Mesh:
+        parallel = ParallelConfig(tp=tp, sp=tp > 1, etp=etp if experts else None)
+        return mesh_on_paper(model_grid(parallel, BIASED_CHOICE if experts else PLAIN, 2), rank=0)
+
+    assert divides(mesh(1, 1, experts=False)) and not divides(mesh(2, 1, experts=False))
+    assert divides(mesh(2, 1, experts=True)), "experts lie whole on both of the ranks that divide everything else"
+    assert not divides(mesh(2, 2, experts=True))
