@@ -37,6 +37,9 @@ class ExplainCommand:
     world: int | None = None
     """Ranks of the job; default: the fewest that the layout can have."""
 
+    device: str = "h100"
+    """Whose memory is told: a100, h100, h200, b200, cpu (this machine, which the ranks share), or the GiB of one."""
+
     json: bool = False
     """Print one JSON document."""
 
@@ -100,8 +103,11 @@ def explain_layout(argv: list[str]) -> int:
     """Print where the work goes."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(ExplainCommand, rest, prog="megalith plan explain", root=TrainRun)
+    from megalith.observe.limits import available_memory
+
     workload = checked_workload(command.recipe, overrides, command.world)
-    layout, ledger = explain(workload), memory_ledger(workload)
+    device = device_named(command.device, world=workload.world, host_memory=available_memory())
+    layout, ledger = explain(workload), memory_ledger(workload, device)
     place = worst(ledger)
     traffic = step_traffic(workload, place.pp_rank, place.tp_rank)
     if command.json:

@@ -18,12 +18,15 @@ from megalith.plan.shards import Box
 BALANCING_BIAS = ".balancing_bias"
 """How parameters end that steps move by a thousandth: beyond a quarter bf16 has no such steps, so they stay wide."""
 
+BALANCING_OFFSET = ".balancing_offset"
+"""How parameters end that are taken off logits before experts are chosen: narrowed, others would be chosen."""
+
 
 def dtype_to_write(parameter: str, stored: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """What a parameter of ours is written in, in folders of theirs and of ours; `asked` unset: as it is stored."""
     if asked is None:
         return stored
-    return torch.promote_types(asked, stored) if parameter.endswith(BALANCING_BIAS) else asked
+    return torch.promote_types(asked, stored) if parameter.endswith((BALANCING_BIAS, BALANCING_OFFSET)) else asked
 
 
 @dataclass(frozen=True, slots=True)

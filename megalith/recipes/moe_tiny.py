@@ -32,6 +32,7 @@ def moe_tiny() -> TrainRun:
                 top_k=2,
                 ffn_hidden_size=128,
                 shared_ffn_hidden_size=128,
+                shared_gate=True,  # as Qwen2-MoE, which it can be exported as
                 layers=(False, True, True, True),  # as DeepSeek-V3: the first layer's tokens are not told apart yet
                 balance=BalanceConfig(batch=0.01, z=1e-3),
             ),

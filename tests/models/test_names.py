@@ -87,3 +87,4 @@ def test_only_what_small_steps_move_is_not_narrowed() -> None:
     assert dtype_to_write("layers.3.moe.router", wide, narrow) == narrow
     assert dtype_to_write(bias, wide, narrow) == wide and dtype_to_write(bias, wide, torch.float64) == torch.float64
     assert dtype_to_write(bias, narrow, None) == narrow == dtype_to_write(bias, narrow, narrow)
+    assert dtype_to_write("layers.3.moe.balancing_offset", wide, narrow) == wide
