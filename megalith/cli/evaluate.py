@@ -126,7 +126,7 @@ def _evaluate(run: TrainRun, folder: Path, command: EvaluateCommand) -> int:
 
     with joined(run, os.environ) as job:
         found = run_evaluation(
-            run, RunFolder(folder), job.mesh, job.device, split=command.split, samples=command.samples
+            run, RunFolder(folder), job.mesh, job.device, split=command.split, samples=command.samples, show=True
         )
         first = job.first
     if first and command.json:

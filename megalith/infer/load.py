@@ -12,13 +12,14 @@ from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.errors import DataError, raise_all
+from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
+from megalith.plan.grid import divisors
 from megalith.train.rules import model_problems
 
 FURTHER = ("mtp.*",)
@@ -46,10 +47,24 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
     opened = open_pretrained(locate(source), base=base)
     if base is not None:
         require_adapters(opened, base)
-    run, layout = release_run("generate", opened.model, opened.tokenizer, opened.path), writing_layout(opened.model, tp)
-    problems = model_problems(replace(run, parallel=layout)) + writing_problems(opened.model)
-    raise_all(problems or expert_layout_problems(opened.model, layout, tp, trains=False))
+    raise_all(_model_problems(opened, 1) + writing_problems(opened.model))
+    if _model_problems(opened, tp):
+        heads, keys = opened.model.num_heads, opened.model.num_kv_heads
+        counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
+        fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
+        raise ConfigError(
+            f"--nproc={tp}: so many processes cannot share {opened.path} with model.num_heads={heads} and "
+            f"model.num_kv_heads={keys}: each has whole key/value heads, or as many others share each. "
+            f"Set --nproc to one of {fits}."
+        )
     return opened
+
+
+def _model_problems(opened: Pretrained, tp: int) -> list[str]:
+    """What is wrong with a model, or with sharing it among so many ranks."""
+    run, layout = release_run("generate", opened.model, opened.tokenizer, opened.path), writing_layout(opened.model, tp)
+    problems = model_problems(replace(run, parallel=layout))
+    return problems or expert_layout_problems(opened.model, layout, tp, trains=False)
 
 
 def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:

@@ -1,10 +1,12 @@
 """Where a folder of weights is written until it is whole: beside its place, under a name that says by whom."""
 
+import hashlib
 import logging
 import os
 import re
 import secrets
 import socket
+import uuid
 from pathlib import Path
 
 from megalith import storage
@@ -68,8 +70,16 @@ def leftovers(path: Path) -> list[tuple[Path, bool]]:
 
 
 def _machine() -> str:
-    """This machine's name, as a part of a file's."""
-    return re.sub(r"[^\w.]", "_", socket.gethostname()) or "unknown"
+    """This machine, as a part of a file's name: its own, and what differs where two on a shared disk have the same one.
+
+    That is when it was started, and where its processes are counted; elsewhere than on Linux its network card.
+    """
+    try:
+        which = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+    except OSError:
+        which = str(uuid.getnode())
+    name = re.sub(r"[^\w.]", "_", socket.gethostname())[:24] or "unknown"
+    return f"{name}.{hashlib.sha256(which.encode()).hexdigest()[:8]}"
 
 
 def _at_work(process: int) -> bool:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,13 +18,16 @@ LINE_SECONDS = 10.0  # between plain lines, so that a log of a long run stays re
 class StepProgress:
     """Shows one line per step on a terminal, in place; elsewhere a plain line at most every few seconds."""
 
-    def __init__(self, *, total: int, show: bool) -> None:
-        self._total, self._show = total, show
+    def __init__(self, *, total: int, show: bool, noun: str = "step", stream: TextIO | None = None) -> None:
+        """`noun`: what is counted; `stream`: where it is told, unset: on standard output."""
+        self._total, self._show, self._noun = total, show, noun
+        self._stream = sys.stdout if stream is None else stream
         self._last_line = 0.0
         self._bar: Progress | None = None
-        if show and sys.stdout.isatty():
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}"))
-            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console())
+        if show and self._stream.isatty():
+            columns = (TextColumn(noun), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[news]}"))
+            console = Console(file=self._stream)
+            self._bar = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console)
             self._task = self._bar.add_task("train", total=total, news="")
 
     def __enter__(self) -> "StepProgress":
@@ -49,7 +53,7 @@ class StepProgress:
             self._bar.update(self._task, completed=step, news=text)
         elif self._show and (step == self._total or time.monotonic() - self._last_line > LINE_SECONDS):
             self._last_line = time.monotonic()
-            self._line(f"step {step}/{self._total} · {text}")
+            self._line(f"{self._noun} {step}/{self._total}{f' · {text}' if text else ''}")
 
     def say(self, text: str) -> None:
         """Print a line above the bar, and note it in the log."""
@@ -60,5 +64,5 @@ class StepProgress:
             self._line(text)
 
     def _line(self, text: str) -> None:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
+        self._stream.write(f"{text}\n")
+        self._stream.flush()

@@ -1,7 +1,8 @@
 """Evaluation: the mean loss over held-out samples, and what it means per byte of text."""
 
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -18,6 +19,7 @@ from megalith.errors import ConfigError
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.models.pretrained import load_pretrained
 from megalith.nn.mtp import complete
+from megalith.observe.progress import StepProgress
 from megalith.parallel.context import my_slicing
 from megalith.parallel.engine import divides
 from megalith.parallel.group import all_reduce_
@@ -82,16 +84,21 @@ AT_ONCE = 8
 """Microbatches per pipeline rank that go through the pipeline together: the bubble is then an eighth at most."""
 
 
+def nothing(rows: int) -> None:
+    """Tell nobody how many rows were read."""
+
+
 def evaluate(
     staged: Staged, dataset: Dataset, masks: Masks, *, samples: int, rows: int, tokenizer: Tokenizer,
-    slicing: Slicing = WHOLE,
+    slicing: Slicing = WHOLE, tell: Callable[[int], None] = nothing,
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
     Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run as many batches;
-    context-parallel ranks share theirs as `slicing` says. What is counted comes from the last stage.
+    context-parallel ranks share theirs as `slicing` says. What is counted comes from the last stage. `tell` hears how
+    many rows all ranks have read, as far as this one knows.
     """
-    mesh, device, depths = staged.mesh, staged.device, staged.run.model.mtp.depths
+    mesh, device, depths, read = staged.mesh, staged.device, staged.run.model.mtp.depths, 0
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
     counts = torch.zeros(3 + depths, dtype=torch.float64)
     tells = staged.has_loss and mesh.tp.rank == 0
@@ -101,6 +108,8 @@ def evaluate(
         if tells:
             sums += found
             counts += sum(_counts(batch, tokenizer) for batch in some)
+        read += len(some) * rows * mesh.dp.size
+        tell(min(read, samples))
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 
@@ -124,9 +133,12 @@ def _summary(sums: Sequence[float], counts: Sequence[float], depths: int) -> Eva
 
 
 def run_evaluation(
-    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, split: str, samples: int | None
-) -> Evaluation:
+    run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, split: str, samples: int | None,
+    show: bool = False,
+) -> Evaluation:  # fmt: skip
     """Evaluate a run's newest checkpoint on one of its splits; `samples` unset: all of it, once.
+
+    With `show` the first rank tells on standard error how far it is, so that results stand alone on standard output.
 
     Raises:
         CheckpointError: the run has no checkpoint yet, or it is of another model.
@@ -152,10 +164,13 @@ def run_evaluation(
     load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
-    return evaluate(
-        staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
-        slicing=my_slicing(run.parallel, mesh),
-    )  # fmt: skip
+    speaks = show and mesh.world.rank == 0
+    with StepProgress(total=count, show=speaks, noun="row", stream=sys.stderr) as progress:
+        progress.say(f"reading {count:,} rows of {split}")
+        return evaluate(
+            staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
+            slicing=my_slicing(run.parallel, mesh), tell=lambda read: progress.step(read, {}),
+        )  # fmt: skip
 
 
 def held_weights(staged: Staged) -> list[tuple[Shard, Tensor]]:

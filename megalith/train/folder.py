@@ -1,5 +1,7 @@
 """The folder of a run: what it was started with, and what a later start may change."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,11 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved settings; as a recipe they run it again."""
         return self.path / "config.yaml"
+
+    @property
+    def log(self) -> Path:
+        """What was said, with times."""
+        return self.path / "log.txt"
 
     @property
     def metrics(self) -> Path:
@@ -71,6 +78,21 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
             f"{listed}\nUse the settings it was started with, or choose another folder with --run NAME."
         )
     return list(lines.values())
+
+
+@contextlib.contextmanager
+def left_as_found(folder: RunFolder) -> Iterator[None]:
+    """Take back what a start made that is refused before the run has settings: no later command meets half a run."""
+    made = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
+    try:
+        yield
+    except BaseException:
+        if made and not folder.config.exists():
+            with contextlib.suppress(OSError):  # what others put there in the meantime stays
+                folder.log.unlink(missing_ok=True)
+                for path in made:
+                    path.rmdir()
+        raise
 
 
 def write_config(folder: RunFolder, run: TrainRun) -> None:

@@ -52,7 +52,7 @@ from megalith.train.build import (
 )
 from megalith.train.evaluate import evaluate
 from megalith.train.experts import row_of_use, use_of_experts
-from megalith.train.folder import RunFolder, changed_settings, set_aside_metrics, write_config
+from megalith.train.folder import RunFolder, changed_settings, left_as_found, set_aside_metrics, write_config
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
@@ -84,8 +84,9 @@ def run_training(run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.dev
     """
     first = mesh.world.rank == 0
     with (
+        left_as_found(folder) if first else nullcontext(),
         lock_run(folder.path) if first else nullcontext() as lock,
-        log_to(folder.path / "log.txt") if first else nullcontext(),
+        log_to(folder.log) if first else nullcontext(),
         StepProgress(total=run.train.steps, show=show and first) as progress,
     ):
         if first:

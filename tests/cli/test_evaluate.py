@@ -56,9 +56,10 @@ def test_it_is_computed_as_asked(
 
 def test_the_line_names_run_split_and_figures(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(run), "--split", "train", "--samples", "3"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith(f"{run} on train: loss ") and told.endswith(" bits per byte (36 tokens)\n")
-    assert "perplexity" in told
+    told = capsys.readouterr()
+    assert told.out.startswith(f"{run} on train: loss ") and told.out.endswith(" bits per byte (36 tokens)\n")
+    assert "perplexity" in told.out
+    assert told.err.splitlines() == ["reading 3 rows of train", "row 2/3", "row 3/3"]
 
 
 def test_a_name_under_runs_is_enough(

@@ -131,7 +131,7 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(tmp_path: Path, capsys: pytes
         (["RUN", "--max-new-tokens", "0", "--top-k", "0"], "1. --max-new-tokens=0 must be at least 1"),
         (["RUN", "--greedy", "--temperature", "0.5"], "--greedy with --temperature=0.5: use one of them"),
         (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
-        (["RUN", "--nproc", "5"], "parallel.tp=5 does not fit model.num_kv_heads=2"),
+        (["RUN", "--nproc", "5"], "as many others share each. Set --nproc to one of 1, 2, 4, 6."),
         (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),
         (["RUN", "--tempreature", "1"], "--tempreature is not an option of this command. Did you mean --temperature"),
     ],

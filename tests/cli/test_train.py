@@ -119,6 +119,7 @@ def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixt
         (["tiny_cpu", "--data.mock", "false", "--data.path", "gone"], "data: expected a token store at gone"),
         (["tiny_cpu", "--tokenizer.kind", "huggingface", "--tokenizer.path", "gone"], "gone"),
         (["tiny_cpu", "--checkpoint.load", "gone"], "gone"),
+        (["lora_tiny"], "Adapters are trained beside weights: train a run of that name first"),
     ],
 )
 def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
@@ -129,6 +130,7 @@ def test_what_the_user_can_fix_is_one_text_and_exit_code_2(
     error = capsys.readouterr().err
     assert error.startswith("megalith train: ") and said in error, error
     assert "Traceback" not in error
+    assert list(tmp_path.iterdir()) == [], "half a run would be met by later commands"
 
 
 def test_data_that_is_damaged_or_of_another_tokenizer_is_refused(

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,8 @@ def left(path: Path, machine: str, process: int) -> Path:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr("socket.gethostname", lambda: "node-7.rack 3")
-    return "node_7.rack_3"
+    assert re.fullmatch(r"node_7\.rack_3\.[0-9a-f]{8}", staging._machine())
+    return staging._machine()
 
 
 def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
@@ -66,6 +68,23 @@ def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> N
     folder.mkdir()
     (tmp_path / ".x.tmp-notes").mkdir()
     assert leftovers(tmp_path / "x") == [(folder, False)]
+
+
+@pytest.mark.parametrize("linux", [True, False])
+def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
+    linux: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*arguments: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("socket.gethostname", lambda: "n" * 64)
+    monkeypatch.setattr("os.readlink", (lambda path: "pid:[1]") if linux else gone)
+    one = staging._machine()
+    left(tmp_path / "x", one, GONE)
+    assert leftovers(tmp_path / "x")[0][1] and staging._machine() == one and len(one) == 33
+    monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
+    monkeypatch.setattr("uuid.getnode", lambda: 7)
+    assert staging._machine() != one and not leftovers(tmp_path / "x")[0][1]
 
 
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """Without a terminal, progress is plain lines, few of them, the last step always."""
 
+import io
+import re
+import sys
+
 import pytest
 
 from megalith.observe.progress import StepProgress
@@ -18,3 +22,24 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
         progress.step(1, {"loss": "1.0"})
         progress.say("saved")
     assert capsys.readouterr().out == ""
+
+
+def test_what_is_counted_has_a_name_and_results_stay_alone_on_standard_output(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StepProgress(total=9, show=True, noun="row", stream=sys.stderr) as progress:
+        progress.step(4, {})
+        progress.step(9, {})
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["row 4/9", "row 9/9"] and said.out == ""
+
+
+def test_a_terminal_gets_a_bar_with_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    with StepProgress(total=9, show=True, noun="row", stream=screen) as progress:
+        progress.say("reading 9 rows")
+        progress.step(9, {})
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "reading 9 rows\n" in plain and re.search(r"row\s+9/9 \S+", plain)

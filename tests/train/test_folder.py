@@ -1,5 +1,7 @@
 """A run keeps what decides its weights and its data; the rest may change, and is listed."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,14 @@ from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.recipes import resolve
-from megalith.train.folder import RunFolder, changed_settings, run_folder, set_aside_metrics, write_config
+from megalith.train.folder import (
+    RunFolder,
+    changed_settings,
+    left_as_found,
+    run_folder,
+    set_aside_metrics,
+    write_config,
+)
 
 
 def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
@@ -70,3 +79,26 @@ def test_files_may_move(tmp_path: Path) -> None:
     folder, run = started(tmp_path)
     moved = apply_overrides(run, {"data.cache_path": "/elsewhere"})
     assert changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]
+
+
+def fail_after(folder: RunFolder, *steps: Callable[[], object]) -> None:
+    """A start that does some things and is refused."""
+    with pytest.raises(ConfigError, match="refused"), left_as_found(folder):
+        for step in steps:
+            step()
+        raise ConfigError("refused")
+
+
+def test_a_refused_start_leaves_no_folder_and_one_that_began_leaves_it_all(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "runs" / "one")
+    log = partial(folder.log.write_text, "said")
+    make = partial(folder.path.mkdir, parents=True)
+    fail_after(folder, make, log)
+    assert list(tmp_path.iterdir()) == []
+    fail_after(folder, make, log, (folder.path / "of_others").touch)
+    assert [file.name for file in folder.path.iterdir()] == ["of_others"]
+    fail_after(folder, log)
+    assert folder.log.read_text() == "said", "the folder was there before"
+    again = RunFolder(tmp_path / "runs" / "two")
+    fail_after(again, lambda: write_config(again, resolve("tiny_cpu")))
+    assert again.config.exists()
