@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import DTYPES, ignore, print_now
+from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
@@ -70,6 +70,9 @@ class ChatOptions:
     """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
     reference, their plain definitions."""
 
+    mlp_chunks: int = 1
+    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long prompts may need."""
+
     base: str | None = None
     """For a source that holds adapters: the model they belong to; left out: where they say it is."""
 
@@ -111,6 +114,7 @@ def option_problems(options: ChatOptions) -> list[str]:
     problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
     if options.greedy and options.temperature != 1.0:
         problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
+    problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
         problems.append(f"--nproc={options.nproc} must be at least 1. Use the number of processes to start.")
     return problems
@@ -173,7 +177,10 @@ def open_chat(options: ChatOptions, source: "Pretrained", worker: "Worker") -> "
     template = template_of(source, build_tokenizer(source.tokenizer), options.template)
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
-    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels)
+    writer = load_writer(
+        source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels,
+        mlp_chunks=options.mlp_chunks,
+    )  # fmt: skip
     return Chat(writer, template, settings(options), options.system)
 
 

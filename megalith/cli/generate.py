@@ -73,6 +73,9 @@ class GenerateOptions:
     """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations;
     reference, their plain definitions."""
 
+    mlp_chunks: int = 1
+    """Chunks of tokens in which MLPs read prompts: the same results in less memory, which long prompts may need."""
+
     base: str | None = None
     """For a source that holds adapters: the model they belong to; left out: where they say it is."""
 
@@ -105,9 +108,17 @@ def option_problems(options: GenerateOptions) -> list[str]:
     problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
     if options.greedy and options.temperature != 1.0:
         problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
+    problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:
         problems.append(f"--nproc={options.nproc} must be at least 1. Use the number of processes to start.")
     return problems
+
+
+def chunk_problems(chunks: int) -> list[str]:
+    """What cannot be a number of chunks, as texts."""
+    if chunks >= 1:
+        return []
+    return [f"--mlp-chunks={chunks} must be at least 1. Use 1 to read prompts whole, or 4 for a quarter of the memory."]
 
 
 def worker_words(options: GenerateOptions, source: Path, file: Path) -> list[str]:
@@ -157,7 +168,10 @@ def write_all(
 
     grid = model_grid(writing_layout(source.model, worker.world), source.model, worker.world)
     dtype: torch.dtype = getattr(torch, DTYPES[options.dtype or ("fp32" if worker.device.type == "cpu" else "bf16")])
-    writer = load_writer(source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels)
+    writer = load_writer(
+        source, build_mesh(grid, rank=worker.rank), worker.device, dtype, kernels=options.kernels,
+        mlp_chunks=options.mlp_chunks,
+    )  # fmt: skip
     show = print_now if worker.rank == 0 and not options.json else ignore
     started = time.perf_counter()
     transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)

@@ -17,6 +17,7 @@ from megalith.models.decoder import Decoder, allocate, declared_parameters
 from megalith.models.pretrained import Pretrained, fill_from, locate, open_pretrained, require_adapters
 from megalith.models.release import release_run
 from megalith.nn.kernels import use_kernels
+from megalith.nn.mlp import read_prompts_in_chunks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
@@ -85,12 +86,15 @@ def writing_problems(model: ModelConfig) -> list[str]:
 
 
 def load_writer(
-    source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, kernels: Kernel = "auto"
-) -> Writer:
-    """Build this rank's slice of the model, which computes by `kernels`, and fill it. Collective over the mesh.
+    source: Pretrained, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, kernels: Kernel = "auto",
+    mlp_chunks: int = 1,
+) -> Writer:  # fmt: skip
+    """Build this rank's slice of the model, which computes by `kernels` and reads prompts in `mlp_chunks`, and fill it.
+    Collective over the mesh.
 
     Raises:
         CheckpointError: its weights are damaged.
+        ConfigError: there are chunks, and no MLP that could read them.
         DataError: its tokenizer is gone, or has more tokens than the model.
     """
     tokenizer = build_tokenizer(source.tokenizer)
@@ -98,6 +102,11 @@ def load_writer(
     # Layers that predict further ahead are for training: text is written a token at a time.
     model = Decoder(replace(source.model, mtp=MTPConfig()), mesh, dtype=dtype)
     use_kernels([model], kernels, mesh)
+    if mlp_chunks > 1 and read_prompts_in_chunks(model, mlp_chunks) == 0:
+        raise ConfigError(
+            f"--mlp-chunks={mlp_chunks} divides what MLPs read, and no layer of {source.path} has one that all tokens "
+            f"read. Remove --mlp-chunks, or set it to 1."
+        )
     allocate(model, device)
     entries = [
         Entry(declared.shard, "param", getattr(module, name)) for declared, module, name in declared_parameters(model)

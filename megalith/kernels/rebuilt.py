@@ -82,6 +82,19 @@ def rebuilt(x: Input) -> Rebuilt:
     return x if isinstance(x, Rebuilt) else Rebuilt(x, _itself, (x,))
 
 
+def in_parts(x: Input, count: int) -> Sequence[Input]:
+    """The rows of x [t, ...] in `count` parts, the first of them one row longer where they do not divide.
+
+    A part of what is rebuilt is cut from the whole, which is rebuilt for each.
+    """
+    each, longer = divmod(value_of(x).shape[0], count)
+    sizes = [each + (number < longer) for number in range(count)]
+    if isinstance(x, Tensor):
+        return x.split(sizes)
+    cuts = (partial(torch.narrow, dim=0, start=sum(sizes[:number]), length=sizes[number]) for number in range(count))
+    return [x.then(part, cut) for part, cut in zip(x.value.split(sizes), cuts, strict=True)]
+
+
 def rebuild(again: Callable[..., Tensor], inputs: Sequence[Tensor], *, like: tuple[torch.Size, torch.dtype]) -> Tensor:
     """The value once more, in backward; it must have the shape and dtype it had."""
     with torch.no_grad():

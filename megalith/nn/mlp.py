@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.activation import Gate, activate, gated
-from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt
+from megalith.kernels.rebuilt import Input, Rebuilding, Rebuilt, in_parts, value_of
 from megalith.kernels.swiglu import swiglu
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.mesh import Mesh
@@ -63,6 +63,36 @@ def build_mlp(
     kind = GatedMLP if config.gated else MLP
     inner: Inner = plain if act_again is None else partial(computed_again, act_again, plain)
     return kind(name, config, mesh, region, dtype=dtype, activation=inner)
+
+
+class PromptInChunks(nn.Module):
+    """An MLP that reads a prompt chunk by chunk, so that its inner features [t, f] never exist for all tokens.
+
+    x [t, h] -> [t, h]. Where each text gets one token more there is nothing to divide. For writing, without gradients.
+    """
+
+    def __init__(self, mlp: GatedMLP | MLP, chunks: int) -> None:
+        super().__init__()
+        self.mlp, self.chunks = mlp, chunks
+
+    def forward(self, x: Input, tokens: Tokens) -> Tensor:
+        """x [t, h] -> [t, h]; fewer chunks where there are fewer tokens."""
+        count = min(self.chunks, value_of(x).shape[0]) if tokens.max_q > 1 else 1
+        return torch.cat([self.mlp(part, tokens) for part in in_parts(x, count)])
+
+
+def read_prompts_in_chunks(model: nn.Module, chunks: int) -> int:
+    """Let every MLP of a model that writes, experts for all tokens included, read prompts in so many chunks; returns
+    how many there are."""
+    held = [
+        (module, name, part)
+        for module in model.modules()
+        for name, part in module.named_children()
+        if isinstance(part, GatedMLP | MLP)
+    ]
+    for module, name, part in held:
+        setattr(module, name, PromptInChunks(part, chunks))
+    return len(held)
 
 
 def choose_activation(config: ModelConfig) -> Callable[[Tensor], Tensor]:

@@ -96,6 +96,7 @@ def test_answers_may_be_computed_by_plain_definitions(
 ) -> None:
     words = (tuned, "--max-new-tokens", "6", "--greedy", "--dtype", "fp64")
     fast = chat(monkeypatch, capsys, "abc\n", *words)
+    assert chat(monkeypatch, capsys, "abc\n", *words, "--mlp-chunks", "3") == fast
 
     def forbid(*arguments: object) -> object:
         raise AssertionError("a fast form runs where plain definitions are asked for")
@@ -111,6 +112,7 @@ def test_answers_may_be_computed_by_plain_definitions(
     [
         (("--greedy", "--temperature", "0.5"), "--greedy with --temperature=0.5: use one of them."),
         (("--nproc", "0"), "--nproc=0 must be at least 1. Use the number"),
+        (("--mlp-chunks", "-1"), "--mlp-chunks=-1 must be at least 1. Use 1 to read prompts whole"),
         (("--input", "gone.txt"), "--input=gone.txt: no such file. Pass a file with a turn in every line."),
         (("--template", "chatlm"), "--template=chatlm: No such file or directory."),
         (("--max-new-tokens", "0"), "--max-new-tokens=0"),

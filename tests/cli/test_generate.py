@@ -131,6 +131,7 @@ def test_a_model_without_a_tokenizer_speaks_in_ids(tmp_path: Path, capsys: pytes
         (["RUN", "--max-new-tokens", "0", "--top-k", "0"], "1. --max-new-tokens=0 must be at least 1"),
         (["RUN", "--greedy", "--temperature", "0.5"], "--greedy with --temperature=0.5: use one of them"),
         (["RUN", "--nproc", "0"], "--nproc=0 must be at least 1"),
+        (["RUN", "--mlp-chunks", "0"], "--mlp-chunks=0 must be at least 1. Use 1 to read prompts whole"),
         (["RUN", "--nproc", "5"], "as many others share each. Set --nproc to one of 1, 2, 4, 6."),
         (["RUN", "x" * 64], "prompt 1 has 64 tokens, and the model reads at most 64"),
         (["RUN", "--tempreature", "1"], "--tempreature is not an option of this command. Did you mean --temperature"),
@@ -183,7 +184,7 @@ def test_workers_get_the_same_options_and_every_prompt(
 def test_every_option_reaches_the_workers() -> None:
     values: dict[str, Any] = {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.5, "seed": 6, "greedy": True,
-        "ignore_eod": True, "dtype": "fp64", "json": True, "base": "b", "kernels": "reference",
+        "ignore_eod": True, "dtype": "fp64", "json": True, "base": "b", "kernels": "reference", "mlp_chunks": 2,
     }  # fmt: skip
     options = GenerateOptions(source="x", prompts=("a",), file="f", nproc=4, **values)
     assert {field.name for field in fields(options)} == {*values, "source", "prompts", "file", "nproc"}

@@ -28,6 +28,7 @@ from megalith.models.convert import convert
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import release_run
+from megalith.nn.mlp import MLP, GatedMLP
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one
 
@@ -77,6 +78,36 @@ def test_a_model_may_write_by_plain_definitions(
     assert told("reference") == expected
     with pytest.raises(AssertionError, match="a fast form runs"):
         told("auto")
+
+
+@pytest.mark.parametrize("shared", [None, 7], ids=["dense", "shared experts"])
+def test_prompts_are_read_in_chunks_with_the_same_result(
+    shared: int | None, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    moe = None if shared is None else MoEConfig(experts=3, top_k=2, ffn_hidden_size=5, shared_ffn_hidden_size=shared)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
+    prompts, sample = [[5, 6, 7, 8, 9, 10, 11], [3, 4]], SampleConfig(max_new_tokens=4, temperature=0.0)
+
+    def told(chunks: int) -> tuple[list[int], list[int]]:
+        source = open_source(str(path), 1)
+        writer = load_writer(source, mesh_of_one(), CPU, torch.float64, mlp_chunks=chunks)
+        reads: list[int] = []
+        for mlp in (one for one in writer.model.modules() if isinstance(one, GatedMLP | MLP)):
+            mlp.register_forward_pre_hook(lambda module, given: reads.append(len(given[0])))
+        return [w.token for w in generate(writer.model, prompts, sample)], reads
+
+    (whole, once), (divided, reads) = told(1), told(4)
+    assert divided == whole
+    assert max(once) == 9 and reads[:4] == [3, 2, 2, 2] and max(reads) == 3
+    assert reads[-1] == once[-1] == 2, "a token of each text is read at once"
+
+
+def test_chunks_without_an_mlp_are_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    experts = MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=experts)), TokenizerConfig())
+    source = open_source(str(path), 1)
+    with pytest.raises(ConfigError, match=r"--mlp-chunks=2 divides what MLPs read, and no layer of .* Remove --mlp-ch"):
+        load_writer(source, mesh_of_one(), CPU, torch.float32, mlp_chunks=2)
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder"])

@@ -7,7 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.kernels.linear import linear
 from megalith.kernels.norm import rms_norm
-from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, rebuild, rebuilt, value_of
+from megalith.kernels.rebuilt import Rebuilt, checked, fingerprint, in_parts, rebuild, rebuilt, value_of
 from megalith.testing.tolerance import EXACT, assert_equals
 
 
@@ -131,3 +131,14 @@ def test_another_shape_or_dtype_the_second_time_is_refused_with_both() -> None:
         rebuild(torch.t, (x,), like=like)
     with pytest.raises(RuntimeError, match=r"float64 \[4, 3\] again .* must be made to give the same tensor"):
         rebuild(Tensor.double, (x,), like=like)
+
+
+def test_parts_are_rows_of_the_whole_and_rebuilt_like_it() -> None:
+    x = seeded(8, 2)
+    doubled = Rebuilt(2 * x, lambda x: 2 * x, (x,))
+    assert [len(value_of(part)) for part in in_parts(x, 3)] == [3, 3, 2]
+    assert [len(value_of(part)) for part in in_parts(x[:2], 3)] == [1, 1, 0]
+    for part, expected in zip(in_parts(doubled, 3), (2 * x).split([3, 3, 2]), strict=True):
+        assert isinstance(part, Rebuilt) and part.inputs is doubled.inputs
+        assert_equals("value", part.value, expected, EXACT)
+        assert_equals("again", part.again(*part.inputs), expected, EXACT)

@@ -11,9 +11,18 @@ from megalith.config.parallel import ParallelConfig
 from megalith.kernels.activation import Gate, activate, gated, reference_activate, reference_gated
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.swiglu import swiglu
+from megalith.kernels.tokens import tokens_of_queries
 from megalith.models.decoder import declared_parameters
 from megalith.nn.init import fill
-from megalith.nn.mlp import MLP, GatedMLP, build_mlp, choose_activation, computed_again
+from megalith.nn.mlp import (
+    MLP,
+    GatedMLP,
+    PromptInChunks,
+    build_mlp,
+    choose_activation,
+    computed_again,
+    read_prompts_in_chunks,
+)
 from megalith.parallel.autograd import gather
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init, SplitTokens, WholeTokens
@@ -50,6 +59,21 @@ def test_a_gate_may_have_limits_and_up_an_offset(layers: SimpleNamespace) -> Non
     inner = reference_gated(gate_up, Gate("quick_gelu", 0.9, 1.0))
     assert not torch.equal(inner, reference_gated(gate_up, Gate("quick_gelu", None, 1.0))), "limits are reached"
     assert_equals("mlp", layer(x), inner @ w["down"].T + w["down_bias"], FP64)
+
+
+def test_a_prompt_in_chunks_gives_what_it_gives_whole(layers: SimpleNamespace) -> None:
+    layer, x = layers.build(build_mlp, layers.config(mlp_bias=True)), layers.inputs(7)
+    widest: list[int] = []
+    layer.down.register_forward_pre_hook(lambda module, given: widest.append(len(given[0])))
+    holder = nn.Sequential(layer)
+    assert read_prompts_in_chunks(holder, 3) == 1
+    divided = holder[0]
+    assert isinstance(divided, PromptInChunks)
+    assert_equals("whole", divided(x, tokens_of_queries([(7, 9)])), layer(x), FP64)
+    assert widest == [3, 2, 2, 7]
+    divided(x[:2], tokens_of_queries([(2, 2)]))
+    divided(x[:3], tokens_of_queries([(1, 4), (1, 8), (1, 2)]))
+    assert widest[4:] == [1, 1, 3], "no chunk is empty, and texts that grow by a token are read at once"
 
 
 @pytest.mark.parametrize("tp", [2, 3, 4])

@@ -89,7 +89,7 @@ OTHERS = (
             --inference-moe-token-dispatcher-type --inference-repeat-n --inference-shards
             --inference-text-gen-server-logging! --inference-use-synchronous-zmq-collectives!
             --inference-wandb-logging! --mamba-inference-conv-states-dtype --mamba-inference-ssm-states-dtype
-            --max-tokens-to-oom --mlp-chunks-for-prefill --model-provider --moe-routing-trace-max-inference-steps
+            --max-tokens-to-oom --model-provider --moe-routing-trace-max-inference-steps
             --nccl-all-reduce-for-prefill! --no-inference-disable-ep-consensus!
             --no-inference-dynamic-batching-prefix-caching! --no-inference-text-gen-server-logging!
             --no-inference-use-synchronous-zmq-collectives! --no-inference-wandb-logging! --no-record-throughput!
@@ -101,6 +101,11 @@ OTHERS = (
             --top_p --use-flashinfer-fused-rope! --use-legacy-static-engine!
             --use-same-sampling-seed-across-dp-ranks!
         """,
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason="belongs to writing text: use `megalith generate --mlp-chunks`, or `megalith chat --mlp-chunks`",
+        flags="--mlp-chunks-for-prefill",
     ),
     Group(
         verdict="not mapped", effect="model",
