@@ -63,6 +63,9 @@ class ObserveConfig:
     plots: bool = True
     """Draw plots/loss.png when the run ends or is stopped."""
 
+    routing_trace: int = 0
+    """Write which experts every token chose in so many first steps to routing/, a file for each rank; 0: in none."""
+
     peak_tflops: float | None = None
     """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""
 

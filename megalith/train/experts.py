@@ -104,7 +104,7 @@ def use_of_experts(model: nn.Module, mesh: Mesh) -> list[LayerUse]:
         uses = []
     every = gather_objects(uses, mesh.pp)
     joined = [use for part in every if isinstance(part, list) for use in part]
-    return sorted(joined, key=lambda use: _in_order(use.layer))
+    return sorted(joined, key=lambda use: in_order(use.layer))
 
 
 def _rows_of(router: Router) -> Tensor:
@@ -123,7 +123,7 @@ def _use_of(router: Router, row: Sequence[float], mesh: Mesh) -> LayerUse:
     return LayerUse(router.layer, tuple(row[:experts]), row[experts], losses, spread)
 
 
-def _in_order(layer: str) -> tuple[bool, int]:
+def in_order(layer: str) -> tuple[bool, int]:
     """Layers by number, and after them those that predict further ahead."""
     kind, number = layer.split(".")[:2]
     return kind != "layers", int(number)

@@ -42,6 +42,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def routing(self) -> Path:
+        """Which experts tokens chose: rank_00000.jsonl, ..."""
+        return self.path / "routing"
+
+    @property
     def checkpoints(self) -> Path:
         """step_0000100/, ..."""
         return self.path / "checkpoints"

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -23,6 +23,7 @@ from megalith.data.loader import Loader, Masks, StepBatches
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.kernels.engine import kernels_in_use
+from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import compare_models, load_pretrained, open_pretrained
 from megalith.nn.moe.balance import LOSSES
@@ -51,11 +52,12 @@ from megalith.train.build import (
     weight_entries,
 )
 from megalith.train.evaluate import evaluate
-from megalith.train.experts import row_of_use, use_of_experts
+from megalith.train.experts import row_of_use, use_of_experts, with_routing
 from megalith.train.folder import RunFolder, changed_settings, left_as_found, set_aside_metrics, write_config
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
+from megalith.train.trace import RoutingTrace
 
 _log = logging.getLogger(__name__)
 
@@ -125,6 +127,7 @@ class _Loop:
         progress.resume(self.state.step)
         barrier(mesh.world)
         self.metrics: MetricsFile | None = None  # opened by the first step
+        self.trace: RoutingTrace | None = None
         self.lengths = schedule_lengths(
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
@@ -145,6 +148,7 @@ class _Loop:
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
         self.metrics = self._open_metrics() if self.writer else None
+        self.trace = self._open_trace()
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += attention_notes(run.model.attention)
@@ -180,6 +184,9 @@ class _Loop:
         decay = weight_decay(run.schedule, state.scheduled_samples, self.lengths)
         started = time.perf_counter()
         batches = loader.next()
+        routing = None if self.trace is None else self.trace.begin(state.step + 1)
+        if routing is not None:
+            batches = replace(batches, microbatches=with_routing(batches.microbatches, routing))
         result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
@@ -195,6 +202,8 @@ class _Loop:
         state.step += 1
         state.consumed_samples += rows
         state.tokens += batches.num_read
+        if routing is not None:
+            self._write_trace(routing, batches)
         if result.updated:
             state.scheduled_samples += rows
             state.skipped_in_a_row = 0
@@ -277,6 +286,23 @@ class _Loop:
                 self.metrics.write(row)
         except OSError as error:
             self.progress.say(f"step {row['step']}: {self.folder.metrics} cannot be written ({error}); the run goes on")
+
+    def _open_trace(self) -> RoutingTrace | None:
+        """None when no step that is still to come is traced."""
+        steps, done = self.run_config.observe.routing_trace, self.state.step
+        if done >= steps:
+            return None
+        return RoutingTrace(self.folder.routing, self.mesh, steps=steps, resume_at=done)
+
+    def _write_trace(self, routing: Routing, batches: StepBatches) -> None:
+        """Add this rank's lines. A full disk ends no run, but the trace."""
+        assert self.trace is not None
+        try:
+            self.trace.write(self.state.step, routing, batches.microbatches)
+        except OSError as error:
+            text = "step %d: %s cannot be written (%s); the run goes on, and this rank's trace ends"
+            _log.warning(text, self.state.step, self.trace.path, error)
+            self.trace = None
 
     def _close_metrics(self) -> None:
         try:

@@ -27,6 +27,7 @@ class Part(NamedTuple):
     """What one rank knows of one layer and microbatch."""
 
     layer: str
+    microbatch: int
     numbers: Numbers
     """[n]: which tokens of the step, as it was read."""
 
@@ -42,11 +43,11 @@ def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dic
     Raises:
         DataError: some microbatch of the step has not been recorded.
     """
-    mine = list(_parts(routing, batches, mesh))
-    parts = [part for some in gather_objects(mine, mesh.world) if isinstance(some, list) for part in some]
+    mine = list(parts(routing, batches, mesh))
+    every = [part for some in gather_objects(mine, mesh.world) if isinstance(some, list) for part in some]
     size = len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens)
     found: dict[str, NDArray[np.int64]] = {}
-    for layer, numbers, experts in parts:
+    for layer, _, numbers, experts in every:
         found.setdefault(layer, np.full((size, experts.shape[1]), -1))[numbers] = experts
     for layer, choices in found.items():
         missing = int((choices[:, 0] < 0).sum())
@@ -79,11 +80,11 @@ def routing_of(
     return Routing(choices, followed=True)
 
 
-def _parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[Part]:
-    """Without padding."""
+def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[Part]:
+    """What this rank wrote down, by layer and microbatch, without padding."""
     for (layer, number), experts in routing.choices.items():
         numbers = _numbers(number, batches[number].tokens, len(experts), mesh)
-        yield Part(layer, numbers[numbers >= 0], experts.cpu().numpy().astype(np.int32)[numbers >= 0])
+        yield Part(layer, number, numbers[numbers >= 0], experts.cpu().numpy().astype(np.int32)[numbers >= 0])
 
 
 def _numbers(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:

@@ -352,6 +352,16 @@ def samples_can_be_counted(run: TrainRun, world: int) -> str | None:
     )
 
 
+def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
+    """A trace of what routers choose needs routers."""
+    if run.observe.routing_trace <= 0 or run.model.moe is not None:
+        return None
+    return (
+        f"observe.routing_trace={run.observe.routing_trace} with model.moe=null: no token chooses among experts. Set "
+        f"model.moe, or observe.routing_trace=0."
+    )
+
+
 def number_problems(run: TrainRun) -> list[str]:
     """Numbers out of their range, nan and infinity among them: one text each."""
     above = {
@@ -361,6 +371,7 @@ def number_problems(run: TrainRun) -> list[str]:
     least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
         "checkpoint.every": run.checkpoint.every, "seed": run.seed, "train.max_minutes": run.train.max_minutes,
+        "observe.routing_trace": run.observe.routing_trace,
     }  # fmt: skip
     return (
         model_number_problems(run.model)
@@ -386,4 +397,5 @@ RULES: tuple[Rule, ...] = (
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole,
     sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
+    traced_models_have_experts,
 )  # fmt: skip

@@ -154,6 +154,23 @@ def _switches(draft: Draft) -> None:
         draft.put("--disable-bias-linear", setting, linear)
 
 
+def translate_trace(draft: Draft) -> None:
+    """What routers choose, written down in the first steps or, as Megatron does unless told, in all."""
+    path, most = "--moe-routing-trace-path", "--moe-routing-trace-max-training-iters"
+    if not draft.arguments.value("--num-experts") or draft.arguments.value(path) is None:
+        for flag in (path, most):
+            if draft.arguments.given(flag):
+                needed = path if flag == most and draft.arguments.value("--num-experts") else "--num-experts"
+                draft.say("already", flag, f"is read with {needed} only")
+        return
+    steps = "train.steps"
+    if draft.arguments.value(most) is None:
+        draft.put(path, "observe.routing_trace", draft.settings.get(steps), "every step", of=(steps,))
+        return
+    draft.put(path, "observe.routing_trace", draft.arguments.value(most), "to routing/ of the run's folder")
+    draft.put(most, "observe.routing_trace", draft.arguments.value(most))
+
+
 def _words(value: object) -> list[str]:
     if value is None:
         return []

@@ -483,6 +483,14 @@ EXPERTS = (
         name="--overlap-moe-expert-parallel-comm", takes="nothing", fields=("parallel.overlap_experts",),
         how="with any schedule that runs forwards and backwards by turns, 1f1b included",
     ),
+    Row(
+        name="--moe-routing-trace-path", takes="place", fields=("observe.routing_trace",),
+        how="written to routing/ of the run's folder",
+    ),
+    Row(
+        name="--moe-routing-trace-max-training-iters", takes="int", fields=("observe.routing_trace",),
+        how="read with --moe-routing-trace-path; left out: every step",
+    ),
     Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
     Row(
         name="--moe-shared-expert-intermediate-size", takes="int", fields=("model.moe.shared_ffn_hidden_size",),

@@ -7,6 +7,7 @@ from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments, read_arguments
 from megalith.config.megatron.data import tokenizer_settings, translate_data
 from megalith.config.megatron.draft import Draft, Entry, judge_unmapped, mention_the_rest
+from megalith.config.megatron.experts import translate_trace
 from megalith.config.megatron.layout import data_parallel_ranks, ranks_of, translate_layout
 from megalith.config.megatron.memory import translate_memory
 from megalith.config.megatron.model import translate_model
@@ -56,6 +57,7 @@ def translate(
     translate_model(draft)
     translate_data(draft, tokenizer_vocab)
     translate_steps(draft, dp)
+    translate_trace(draft)
     translate_schedule(draft)
     translate_optimizer(draft)
     translate_layout(draft)

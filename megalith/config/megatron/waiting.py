@@ -365,9 +365,14 @@ MODEL = (
         flags="""
             --expert-tensor-parallel-num-weight-shards --moe-layer-recompute!
             --moe-router-padding-for-fp8! --moe-router-padding-for-quantization!
-            --moe-routing-trace-capture-hidden-states!
-            --moe-routing-trace-capture-logits! --moe-routing-trace-dump-weights!
-            --moe-routing-trace-max-training-iters --moe-routing-trace-path
+        """,
+    ),
+    Group(
+        verdict="not mapped", effect="none", switch="--moe-routing-trace-path",
+        reason="a trace has the experts that tokens chose, and nothing that routers read or weigh",
+        flags="""
+            --moe-routing-trace-capture-hidden-states! --moe-routing-trace-capture-logits!
+            --moe-routing-trace-dump-weights!
         """,
     ),
     Group(

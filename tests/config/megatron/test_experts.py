@@ -3,7 +3,7 @@
 import pytest
 
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
-from megalith.train.rules import model_problems
+from megalith.train.rules import model_problems, run_problems
 from tests.config.megatron.conftest import Translate
 
 PLAIN = "--disable-bias-linear --swiglu --normalization RMSNorm"
@@ -110,8 +110,33 @@ def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None
     flag = "--moe-router-load-balancing-type balanced_by_hand"
     found = tiny(f"--num-experts 4 {flag}").refusals(strict=False)
     assert any("balanced_by_hand is not built" in text for text in found)
-    assert tiny("--moe-routing-trace-path x").refusals(strict=True) == []
-    assert tiny("--num-experts 4 --moe-routing-trace-path x").refusals(strict=False)
+    assert tiny("--moe-router-padding-for-fp8").refusals(strict=True) == []
+    assert tiny("--num-experts 4 --moe-router-padding-for-fp8").refusals(strict=False)
+
+
+@pytest.mark.parametrize(
+    ("added", "steps"),
+    [
+        ("--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 3),
+        ("--num-experts 4 --moe-routing-trace-path $UNSET/x", None),
+        ("--num-experts 4 --moe-routing-trace-max-training-iters 3", 0),
+        ("--moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 0),
+    ],
+)
+def test_traces_are_of_so_many_steps_or_of_all(tiny: Translate, added: str, steps: int | None) -> None:
+    found = tiny(f"{PLAIN} {added}")
+    assert found.run is not None and found.refusals(strict=True) == []
+    assert found.run.observe.routing_trace == (found.run.train.steps if steps is None else steps)
+    assert run_problems(found.run, 1) == []
+    flags = [word for word in added.split() if word.startswith("--moe-routing")]
+    said = " ".join(entry.flag for entry in found.entries)
+    assert all(flag in said for flag in flags)
+
+
+def test_a_trace_has_no_more_than_choices(tiny: Translate) -> None:
+    found = tiny(f"{PLAIN} --num-experts 4 --moe-routing-trace-path x --moe-routing-trace-capture-logits")
+    (text,) = (entry.text for entry in found.entries if entry.flag == "--moe-routing-trace-capture-logits")
+    assert text.startswith("a trace has the experts that tokens chose") and found.refusals(strict=True) == []
 
 
 def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word(tiny: Translate) -> None:

@@ -1,0 +1,202 @@
+"""The routing trace: what every token chose, once each under every layout, in the first steps and no others."""
+
+import json
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig
+from megalith.config.train import TrainRun
+from megalith.kernels.replay import Routing
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.train import trace
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+from megalith.train.rules import run_problems
+from megalith.train.trace import RoutingTrace
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "experts.md"
+MOE = MoEConfig(experts=4, top_k=2, ffn_hidden_size=6, balance=BalanceConfig(batch=0.1))
+SETTINGS = {
+    "observe.routing_trace": "2", "precision.params": "fp64", "train.steps": "3", "train.eval_steps": "0",
+    "train.eval_every": "none", "checkpoint.every": "0", "schedule.decay_steps": "3", "train.global_batch_size": "8",
+}  # fmt: skip
+
+
+def mixture(moe: MoEConfig = MOE, /, **settings: str) -> TrainRun:
+    """The tiny run with experts in two layers and in one that predicts further ahead; with settings (__ for dots)."""
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    run = tiny_run(SETTINGS | {"model.mtp.depths": "1"} | given)
+    return replace(run, model=replace(run.model, moe=moe))
+
+
+def train(rank: int, world: int, run: TrainRun, path: Path) -> None:
+    """One rank of a run."""
+    mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+    run_training(run, RunFolder(path), mesh, torch.device("cpu"), show=False)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    """All lines of all ranks."""
+    files = sorted((path / "routing").glob("rank_*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def choices(found: list[dict[str, Any]]) -> Counter[tuple[int, str, tuple[int, ...]]]:
+    """How often tokens of a step and layer chose what, whichever rank they were on."""
+    return Counter((row["step"], row["layer"], tuple(experts)) for row in found for experts in row["experts"])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run on one rank."""
+    folder = tmp_path_factory.mktemp("trace") / "runs" / "moe_tiny"
+    train(0, 1, mixture(), folder)
+    return folder
+
+
+def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path) -> None:
+    found = rows(whole)
+    layers = ["layers.0", "layers.1", "mtp.0.layer"]
+    assert [(row["step"], row["layer"], row["microbatch"]) for row in found] == [
+        (step, layer, microbatch) for step in (1, 2) for layer in layers for microbatch in range(4)
+    ]
+    for row in found:
+        assert (row["stage"], row["rank"], row["top_k"]) == (0, 0, 2) and row["num_tokens"] == 2 * 12
+        assert [len(experts) for experts in row["experts"]] == [2] * 24
+        assert all(len({*experts}) == 2 and {*experts} <= {0, 1, 2, 3} for experts in row["experts"])
+    logged = read_metrics(whole / "metrics.jsonl")[0]
+    second = [row["experts"] for row in found if (row["step"], row["layer"]) == (1, "layers.1")]
+    counts = Counter(expert for microbatch in second for experts in microbatch for expert in experts)
+    assert logged["moe_layers_1_load"] == pytest.approx(max(counts.values()) * 4 / counts.total(), abs=1e-4)
+    assert f"moe_{layers[2].replace('.', '_')}_load" in logged
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, {"parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2", "parallel__etp": "1"}),
+        (4, {"parallel__pp": "2", "parallel__dp": "2", "parallel__ep": "2"}),
+        pytest.param(2, {"parallel__cp": "2", "recompute__granularity": "full"}, marks=pytest.mark.slow),
+    ],
+    ids=["tp2 sp ep2", "pp2 dp2 ep2", "cp2, computed again"],
+)
+def test_every_token_is_told_once_under_every_layout(
+    world: int, layout: dict[str, str], whole: Path, tmp_path: Path
+) -> None:
+    run = mixture(train__steps="2", **layout)
+    assert run_problems(run, world) == []
+    run_ranks(train, world, run, tmp_path)
+    found = rows(tmp_path)
+    assert choices(found) == choices(rows(whole))
+    assert {row["rank"] for row in found} == set(range(world))
+    stages = {(row["layer"], row["stage"]) for row in found}
+    assert len(stages) == 3 and {stage for _, stage in stages} == set(range(run.parallel.pp))
+
+
+def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
+    capacity = replace(MOE, capacity=CapacityConfig(factor=0.5))
+    train(0, 1, mixture(capacity, train__steps="1"), tmp_path)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["moe_refused"] != 0
+    assert all(0 <= expert < 4 for row in rows(tmp_path) for experts in row["experts"] for expert in experts)
+
+
+def test_without_it_nothing_is_written_or_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*arguments: object) -> None:
+        raise AssertionError("choices are written down")
+
+    monkeypatch.setattr("megalith.kernels.replay.Route.note", forbid)
+    train(0, 1, mixture(observe__routing_trace="0", train__steps="1"), tmp_path)
+    assert not (tmp_path / "routing").exists()
+    with pytest.raises(AssertionError, match="written down"):
+        train(0, 1, mixture(), tmp_path / "traced")
+
+
+def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> None:
+    train(0, 1, mixture(train__steps="1"), tmp_path)
+    file = tmp_path / "routing" / "rank_00000.jsonl"
+    first = file.read_text()
+    with file.open("a") as killed:
+        killed.write(first.replace('"step":1', '"step":2') + '{"step":2,"sta')
+    gone = file.with_name("rank_00007.jsonl")
+    gone.write_text(first.replace('"step":1', '"step":2'))
+    train(0, 1, mixture(), tmp_path)
+    assert gone.read_text() == "", "no such rank is there any more"
+    assert rows(tmp_path) == rows(whole)
+    train(0, 1, mixture(train__steps="4"), tmp_path)
+    assert rows(tmp_path) == rows(whole), "later steps leave it as it is"
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RoutingTrace, "write", full)
+    train(0, 1, mixture(), tmp_path)
+    told = capsys.readouterr().err
+    assert told.count("the run goes on, and this rank's trace ends") == 1 and "No space left" in told
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
+
+
+def test_a_step_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, resume_at=0)
+    monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
+    written.write(1, Routing(), [])
+    whole = written.path.read_text()
+
+    def half(step: int, *rest: object) -> list[dict[str, object]]:
+        with written.path.open("a") as file:
+            file.write('{"step":2}\n{"st')
+        return [{"step": step}]
+
+    monkeypatch.setattr(trace, "rows_of", half)
+    monkeypatch.setattr(Path, "open", _refusing(Path.open))
+    with pytest.raises(OSError, match="No space left"):
+        written.write(2, Routing(), [])
+    monkeypatch.undo()
+    assert written.path.read_text() == whole
+    assert written.begin(4) is None and written.begin(3) is not None
+
+
+def _refusing(opened: Any) -> Any:  # of files, as they are opened
+    """Opens files, but none as a trace opens its own."""
+
+    def fail(path: Path, mode: str = "r", **options: Any) -> Any:
+        if (mode, options) == ("a", {"encoding": "utf-8"}):
+            raise OSError(28, "No space left on device")
+        return opened(path, mode, **options)
+
+    return fail
+
+
+def test_wrong_values_are_refused_with_what_to_do() -> None:
+    (problem,) = run_problems(mixture(observe__routing_trace="-1"), 1)
+    assert problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
+    (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
+    assert problem.startswith("observe.routing_trace=3 with model.moe=null: no token chooses among experts. Set model")
+
+
+def test_the_code_of_the_page_reads_it(
+    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    monkeypatch.chdir(whole.parents[1])
+    exec(compile(code, str(PAGE), "exec"), {})  # lint: allow eval-exec: our own page
+    counts: Counter[int] = Counter()
+    for row in rows(whole):
+        if row["layer"] == "mtp.0.layer":
+            counts.update(expert for experts in row["experts"] for expert in experts)
+    (first, many), (second, fewer) = counts.most_common(2)
+    last = capsys.readouterr().out.splitlines()[-1]
+    share, another = many / counts.total(), fewer / counts.total()
+    assert last == f"mtp.0.layer: expert {first} {share:.0%}, expert {second} {another:.0%}"
