@@ -26,6 +26,10 @@ FRAMES_SHOWN = 4
 RANKS_SHOWN = 16
 """Lines of a report that one rank each has; the files beside it have them all."""
 
+BACKWARD_LANE = "backward-lane"
+"""Name of the thread that works while the main thread has given its turn away."""
+
+_TURNS = "megalith.parallel.turns"
 _PLUMBING = ("megalith.parallel.group", "megalith.parallel.autograd", "megalith.observe.flight", "torch", "threading")
 
 
@@ -155,7 +159,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one rank is: how often it entered each lane, its last operations, and what its main thread does."""
+    """Where one rank is: how often it entered each lane, its last operations, and what it computes."""
 
     rank: int
     counts: Mapping[str, int]
@@ -284,7 +288,7 @@ def call_site() -> tuple[str, int]:
 
 
 def doing() -> list[str]:
-    """What the main thread is at: its innermost frames of ours or of the user's, innermost first."""
+    """What this rank is at: the innermost frames of ours or of the user's, innermost first."""
     return [
         f"{short_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
         for frame in islice(_frames(), FRAMES_SHOWN)
@@ -294,12 +298,19 @@ def doing() -> list[str]:
 def inside_torch() -> bool:
     """Whether the main thread is in a function of torch.distributed right now."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch.distributed")
+    return frame is not None and _module(frame).startswith("torch.distributed")
 
 
 def _frames() -> Iterator[FrameType]:
-    """Frames of the main thread that are ours or the user's, innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Frames of the main thread, or of the other lane where it waits for its turn, that are ours or the user's."""
+    lanes = [thread for thread in threading.enumerate() if thread.name == BACKWARD_LANE]
+    found = [list(_frames_of(thread)) for thread in (threading.main_thread(), *lanes)]
+    return iter(next((frames for frames in found if frames and _module(frames[0]) != _TURNS), found[0]))
+
+
+def _frames_of(thread: threading.Thread) -> Iterator[FrameType]:
+    """Innermost first."""
+    frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if not _is_plumbing(frame):
             yield frame
@@ -307,7 +318,11 @@ def _frames() -> Iterator[FrameType]:
 
 
 def _is_plumbing(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(_PLUMBING)
+    return _module(frame).startswith(_PLUMBING)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 def short_path(path: str) -> str:

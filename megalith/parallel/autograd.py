@@ -18,7 +18,7 @@ import torch.distributed._functional_collectives  # gives the operations below t
 from torch import Tensor
 
 from megalith.observe.flight import Entry
-from megalith.parallel.group import Group, all_gathered, finished, my_range, note
+from megalith.parallel.group import Group, all_gathered, finished, my_range, note, stands_still_for
 from megalith.plan.shards import split_evenly
 
 _ops = torch.ops._c10d_functional
@@ -214,11 +214,13 @@ class Crossing:
         send, receive = (self.receive, self.send) if back else (self.send, self.receive)
         self.entry = note(self.group, "all_to_all", x, rows=(send, receive))
         started: Tensor = _ops.all_to_all_single(x.contiguous(), list(receive), list(send), self.group.name)
+        finished(self.entry)  # as far as this rank is held up by it, until it waits
         return started
 
     def wait(self, started: Tensor) -> Tensor:
         """The same tensor, once it is there."""
         self.meanwhile()
+        stands_still_for(self.entry)
         return _wait(started, self.entry)
 
 

@@ -1,5 +1,6 @@
 """A `Group`: the ranks one collective runs over; and the in-place collectives that no gradient flows through."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import ref
@@ -80,6 +81,15 @@ def finished(entry: Entry | None) -> None:
     """Note that an operation of `note` is over."""
     if entry is not None:
         entry.done = True
+
+
+def stands_still_for(entry: Entry | None) -> None:
+    """Note that this rank now waits for an operation of `note` that it called finished when it left it to itself.
+
+    Who computes meanwhile is in no collective: if it never comes back, that is what a report of a hang has to say.
+    """
+    if entry is not None:
+        entry.started, entry.done = time.monotonic(), False
 
 
 def on_its_way(entry: Entry | None, work: dist.Work | None) -> dist.Work:

@@ -16,6 +16,8 @@ from weakref import finalize
 
 import torch
 
+from megalith.observe.flight import BACKWARD_LANE
+
 Lane = Literal["forward", "backward"]
 OTHER: dict[Lane, Lane] = {"forward": "backward", "backward": "forward"}
 PATIENCE_SECONDS = 5.0
@@ -69,7 +71,7 @@ class Turns:
         if self._work is None:
             self._work = SimpleQueue()
             finalize(self, self._work.put, None)
-            threading.Thread(target=_obey, args=(self._work,), name="backward-lane", daemon=True).start()
+            threading.Thread(target=_obey, args=(self._work,), name=BACKWARD_LANE, daemon=True).start()
         return self._work
 
 

@@ -19,6 +19,7 @@ from megalith.observe.flight import (
     message_lane,
     missing_from,
 )
+from megalith.parallel.turns import Turns
 
 
 def enter(flight: Flight, op: str = "all_reduce", lane: str = "1", ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -98,6 +99,21 @@ def test_a_place_survives_the_journey_as_json_with_old_waits_and_the_newest_entr
     assert place.waiting is not None
     assert (place.waiting.name, place.waiting.ranks) == ("barrier 0 over pp", (0, 2))
     assert any("test_flight.py" in line for line in place.doing)
+
+
+def test_where_a_rank_is_tells_of_the_lane_that_works() -> None:
+    turns, found = Turns(), list[str]()
+
+    def look() -> None:
+        found.extend(Flight().place(0).doing)
+
+    turns.both(lambda: None, look)  # the forward lane is over, and the main thread waits
+    assert " in look" in found[0] and "test_flight.py" in found[0]
+    found.clear()
+    turns.both(look, lambda: None)
+    assert " in look" in found[0]
+    look()
+    assert " in look" in found[0]
 
 
 def test_the_rank_that_never_came_is_named_even_if_others_wait_for_those_who_wait_for_it() -> None:

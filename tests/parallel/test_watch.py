@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store,
 from megalith.observe import flight as flight_module
 from megalith.observe.flight import Flight, Place
 from megalith.parallel import watch as watch_module
-from megalith.parallel.autograd import leave
+from megalith.parallel.autograd import Crossing, leave
 from megalith.parallel.failure import Failure
 from megalith.parallel.group import Group, all_reduce_, start_all_reduce_
 from megalith.parallel.mesh import build_mesh
@@ -47,8 +47,13 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
     x, began = torch.ones(3), time.monotonic()
     all_reduce_(x, group)  # ranks of a busy machine come late to their first one
     with watching(watch):
+        if how == "exchange":
+            crossing = Crossing(group, [1] * 3, [1] * 3)
+            started = crossing.start(x, back=False)
         if rank == 1:
             assert ended.wait(60), "the watch of a rank outside any collective hears of the alarm, too"
+        if how == "exchange":
+            crossing.wait(started)
         if how == "handle":
             work = start_all_reduce_(x, group)
             assert work is not None
@@ -65,12 +70,12 @@ def _hangs(rank: int, world: int, folder: Path, how: str) -> tuple[float, Failur
     return seconds, failures[0]
 
 
-def check_report(tmp_path: Path, how: str) -> None:
+def check_report(tmp_path: Path, how: str, *, number: int = 1) -> None:
     (first, report), (_, other), _ = run_ranks(_hangs, 3, tmp_path, how)
     if not report.is_report:  # rank 2 was first to raise the alarm
         report = run_report(tmp_path)
     assert TIMEOUT < first < 60
-    assert report.text.startswith("rank 1 (dp=1) did not arrive at all_reduce 1 over dp of float32 [3], at ")
+    assert report.text.startswith(f"rank 1 (dp=1) did not arrive at all_reduce {number} over dp of float32 [3], at ")
     assert "test_watch.py:" in report.text
     assert "_hangs\n" in report.text or "in _hangs" in report.text
     assert f"parallel.timeout_seconds={TIMEOUT:g}" in report.text
@@ -99,6 +104,10 @@ def test_a_handle_that_never_completes_is_noticed(tmp_path: Path) -> None:
 
 def test_a_differentiable_collective_is_noticed(tmp_path: Path) -> None:
     check_report(tmp_path, "functional")
+
+
+def test_a_rank_that_hangs_while_its_exchange_travels_is_not_taken_for_one_that_waits(tmp_path: Path) -> None:
+    check_report(tmp_path, "exchange", number=2)
 
 
 def test_a_collective_that_torch_starts_by_itself_is_noticed_where_everyone_stands(tmp_path: Path) -> None:
