@@ -80,14 +80,17 @@ def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path
     assert f"moe_{layers[2].replace('.', '_')}_load" in logged
 
 
+WHOLE = {"parallel__etp": "1"}
+
+
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {"parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2", "parallel__etp": "1"}),
-        (4, {"parallel__pp": "2", "parallel__dp": "2", "parallel__ep": "2"}),
+        (4, {"parallel__pp": "2", "parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2"} | WHOLE),
+        pytest.param(2, {"parallel__dp": "2", "parallel__ep": "2"}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel__cp": "2", "recompute__granularity": "full"}, marks=pytest.mark.slow),
     ],
-    ids=["tp2 sp ep2", "pp2 dp2 ep2", "cp2, computed again"],
+    ids=["pp2 tp2 sp ep2", "dp2 ep2", "cp2, computed again"],
 )
 def test_every_token_is_told_once_under_every_layout(
     world: int, layout: dict[str, str], whole: Path, tmp_path: Path
