@@ -28,6 +28,10 @@ class RecomputeConfig:
     modules: tuple[RecomputedModule, ...] = ("core_attention",)
     """selective: which modules."""
 
+    mlp_chunks: int = 1
+    """selective, with mlp among modules: chunks of a microbatch's tokens on a rank that go through an MLP one after the
+    other, forward and backward, so that its inner features exist for one at a time. A mixture of experts is whole."""
+
     shard_inputs: bool = False
     """full: keep 1/tp of each saved input on each tensor-parallel rank; needs tp > 1 without sp."""
 

@@ -24,7 +24,7 @@ from megalith.nn.norm import Norm, build_norm
 from megalith.nn.square import Square
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.recompute import Recomputed, recompute
+from megalith.parallel.recompute import Recomputed, RecomputedInChunks, recompute
 from megalith.parallel.tensor import Region
 from megalith.plan.recompute import modules_again
 
@@ -89,8 +89,15 @@ class Layer(nn.Module):
                 )  # fmt: skip
             else:
                 mlp = _mlp(f"{name}.mlp", config, mesh, region, dtype=dtype, index=index, act_again=act)
-            self.mlp = Recomputed(mlp, check=check) if "mlp" in again else mlp
+            self.mlp = _again(mlp, recompute) if "mlp" in again else mlp
             self.mlp_out = branch("mlp")
+
+
+def _again(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
+    """What stands for the MLP of a layer and runs again in backward; experts that tokens choose see all of them."""
+    if recompute.mlp_chunks > 1 and isinstance(mlp, GatedMLP | MLP):
+        return RecomputedInChunks(mlp, recompute.mlp_chunks, check=recompute.check)
+    return Recomputed(mlp, check=recompute.check)
 
 
 def _attention(

@@ -33,6 +33,7 @@ from megalith.parallel.engine import (
 from megalith.parallel.group import Group, alone, start_all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.publish import Publication
+from megalith.parallel.recompute import passes_of
 from megalith.parallel.slices import SliceSum, start_sum
 from megalith.parallel.tensor import TensorParallel
 from megalith.plan.buckets import BucketPlan, Part, owned_parts, plan_buckets, slice_of
@@ -470,12 +471,12 @@ class DataParallel:
         self, layers: dict[TensorParallel, list[Stack | Frozen]], chunks: Sequence[nn.Module], sinks: bool
     ) -> list[int]:
         """Let gradients come here; returns how often each parameter contributes in one microbatch."""
-        uses = [0] * len(self.shards)
+        uses, passes = [0] * len(self.shards), {k: v for chunk in chunks for k, v in passes_of(chunk).items()}
         for layer, parts in layers.items():
             if sinks:
                 layer.sink = FlatSink(parts, self)
                 for number in (number for stack in layer.sink.stacks for number in stack.numbers):
-                    uses[number] += 1
+                    uses[number] += passes.get(layer, 1)
         held = [{id(parameter) for parameter in chunk.parameters()} for chunk in chunks]
         for number, parameter in enumerate(self.parameters):
             if uses[number] == 0:

@@ -5,7 +5,7 @@ more cheaply: by a `Rebuilt` input, see kernels/rebuilt.py.
 Source: Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:2205.05198, section 5.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.kernels.rebuilt import Comparison, Input, Rebuilt, fingerprint, rebuild, value_of
+from megalith.kernels.rebuilt import Comparison, Input, Rebuilt, fingerprint, in_parts, rebuild, value_of
 from megalith.kernels.replay import Decided
 from megalith.kernels.tokens import Tokens
 from megalith.parallel.autograd import gathered_again
@@ -91,6 +91,29 @@ class Recomputed(nn.Module):
 
 def _call(function: Function, last: Sequence[Tokens], *first: Tensor) -> Tensor:
     return function(*first, *last)
+
+
+class RecomputedInChunks(Recomputed):
+    """The same of an MLP or another function of each token alone, for one chunk of this rank's tokens after another.
+
+    Under sp each chunk is gathered and scattered by itself; every rank has as many. There are always `chunks`, some of
+    them without a token where there are fewer tokens: engines expect as many gradients of each weight, see `passes_of`.
+    """
+
+    def __init__(self, function: Function, chunks: int, *, check: bool = False) -> None:
+        super().__init__(function, check=check)
+        self.chunks = chunks
+
+    def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
+        """x [t, h] -> [t, h]; the function is given all tokens that others tell of beside each chunk."""
+        parts = in_parts(x, self.chunks)
+        return torch.cat([Recomputed.forward(self, part, *others) for part in parts])
+
+
+def passes_of(model: nn.Module) -> Mapping[nn.Module, int]:
+    """How often each module inside regions of chunks runs in one forward of the model; all others run once."""
+    regions = [module for module in model.modules() if isinstance(module, RecomputedInChunks)]
+    return {inner: region.chunks for region in regions for inner in region.modules() if inner is not region}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.mixtures import Mixture, mixture_tensors
 from megalith.plan.parameters import ExpertPart, TensorPart, tensor_part
-from megalith.plan.recompute import Span, layer_spans, modules_again
+from megalith.plan.recompute import Span, layer_spans, mlp_in_chunks, modules_again
 
 ELEMENT = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
 """Bytes of a weight or activation."""
@@ -184,7 +184,7 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
     each = [tuple(layer_rows(setting, again, first + layer)) for layer in range(num_layers)]
     layers: list[tuple[Row, ...]] = []
     host: list[tuple[Row, ...]] = []
-    transient = max((total(whole_layer(setting, first + n)) - total(rows) for n, rows in enumerate(each)), default=0)
+    transient = max((_back_in_layer(setting, first + n, rows) for n, rows in enumerate(each)), default=0)
     for span in _spans(setting, num_layers):
         inside = each[span.start : span.stop]
         rows = (span_input(setting),) if span.recomputed else inside[0]
@@ -198,6 +198,16 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
     )
     ends = (*_ends(setting, num_layers, embedding, loss), *_shared(setting, num_layers, embedding, loss))
     return StageKept(tuple(layers), tuple(host), ends, transient)
+
+
+def _back_in_layer(setting: Setting, layer: int, rows: Sequence[Row]) -> int:
+    """Bytes that backward computes again in a layer that keeps `rows`; where MLPs run in chunks, those of one chunk."""
+    back = total(whole_layer(setting, layer)) - total(rows)
+    if not mlp_in_chunks(setting.recompute, setting.model, layer):
+        return back
+    model, own = setting.model.at(layer), setting.own_tokens
+    inner = total(_mlp_rows(replace(setting, model=model), False))
+    return back - inner + inner * -(-own // setting.recompute.mlp_chunks) // own
 
 
 def _spans(setting: Setting, num_layers: int) -> list[Span]:

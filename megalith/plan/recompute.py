@@ -23,6 +23,12 @@ def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
     return recompute.modules if recompute.granularity == "selective" else ()
 
 
+def mlp_in_chunks(recompute: RecomputeConfig, model: ModelConfig, layer: int) -> bool:
+    """Whether a layer's MLP runs chunk by chunk."""
+    dense = model.mlp_part(layer) == "full" and not model.has_experts(layer)
+    return dense and recompute.mlp_chunks > 1 and "mlp" in modules_again(recompute)
+
+
 class Span(NamedTuple):
     """Layers `start` to `stop` of a stage, which are kept or computed again together."""
 
@@ -81,6 +87,47 @@ def shared_experts_problems(recompute: RecomputeConfig, model: ModelConfig) -> l
         f"recompute.modules={list(recompute.modules)} names shared_experts, of which the model has none. Remove "
         f"shared_experts, or set model.moe.shared_ffn_hidden_size."
     ]
+
+
+def mlp_chunks_problems(
+    recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig, *, tokens: int, adapters_drop: bool
+) -> list[str]:
+    """What keeps MLPs from running in chunks of a rank's `tokens` of a microbatch; `adapters_drop`: of their inputs."""
+    chunks = recompute.mlp_chunks
+    if chunks == 1:
+        return []
+    given = f"recompute.mlp_chunks={chunks}"
+    if chunks < 1:
+        return [f"{given} must be at least 1. Set recompute.mlp_chunks to 1 to compute MLPs whole."]
+    problems = []
+    if recompute.granularity != "selective" or "mlp" not in recompute.modules:
+        problems.append(
+            f"{given} divides MLPs that are computed again by themselves, but recompute.granularity="
+            f"{recompute.granularity} and recompute.modules={list(recompute.modules)}. Set recompute.granularity to "
+            f"selective and recompute.modules to [mlp], or recompute.mlp_chunks to 1."
+        )
+    layers = range(model.num_layers)
+    if not any(model.mlp_part(layer) == "full" and not model.has_experts(layer) for layer in layers):
+        problems.append(
+            f"{given}, but no layer has an MLP that all tokens go through: chunks of a mixture would balance and "
+            f"refuse otherwise. Set recompute.mlp_chunks to 1."
+        )
+    if chunks > tokens:
+        problems.append(
+            f"{given} is more than the {tokens} tokens of a microbatch that a rank has between the regions that tensor "
+            f"parallelism divides. Set recompute.mlp_chunks to {tokens} or less."
+        )
+    if offload.layers:
+        problems.append(
+            f"{given} with offload.layers={offload.layers}: parts of one tensor would wait in host memory each by "
+            f"itself. Set one of them off."
+        )
+    if adapters_drop:
+        problems.append(
+            f"{given} with lora.dropout above 0: masks are made for all tokens at once. Set recompute.mlp_chunks to 1, "
+            f"or lora.dropout to 0."
+        )
+    return problems
 
 
 def _setting_problems(recompute: RecomputeConfig, *, compiled: bool) -> list[str]:

@@ -33,7 +33,7 @@ from megalith.plan.memory import (
     kept_rows,
 )
 from megalith.plan.parameters import tensor_part
-from megalith.plan.recompute import layer_spans, modules_again
+from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
 from megalith.plan.stages import Stage
 from megalith.plan.transfers import SENDS
 from megalith.plan.workload import Workload
@@ -97,6 +97,10 @@ def _row(axis: str, what: str, kind: Collective, *, ranks: int, calls: int, nbyt
 # --- tp
 
 
+GATHERED = "tokens, gathered"
+"""Also by what runs again."""
+
+
 def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     """t · h in and out of every attention and every MLP, forward and backward; and the head's few numbers per token.
 
@@ -129,7 +133,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         inside = sum(_mlp_again(run.model, layer, alone) for stage in stages for layer in stage.layers)
         read = [x for stage in stages for layer in stage.layers for x in entered_features(run.model, layer, read=True)]
         rows: list[tuple[str, Collective, list[int], str]] = [
-            ("tokens, gathered", "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
+            (GATHERED, "all_gather", [*entered, *more, *[h] * (inside + losses)], ring),
             ("gradients, gathered", "all_gather", [h] * (parts + inputs), ring),
             ("tokens, gathered again", "all_gather", read, behind),
             ("sums, scattered", "reduce_scatter", [h] * (parts + left + inputs), ring),
@@ -140,9 +144,11 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
             ("sums of activations", "all_reduce", [h] * (parts + left + inputs), ""),
             ("sums of gradients", "all_reduce", [*entered, *[h] * losses], behind),
         ]
+    divided = sum(mlp_in_chunks(run.recompute, run.model, layer) for stage in stages for layer in stage.layers)
+    further = divided * (run.recompute.mlp_chunks - 1)
     for what, kind, features, hidden in rows:
-        nbytes = sum(features) * many * t * width.value
-        yield _row("tp", what, kind, ranks=tp, calls=len(features) * many, nbytes=nbytes, behind=hidden)
+        nbytes, calls = sum(features) * many * t * width.value, len(features) + further * (1 + (what == GATHERED))
+        yield _row("tp", what, kind, ranks=tp, calls=calls * many, nbytes=nbytes, behind=hidden)
     chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
     yield _row(
         "tp", "statistics of logits", "all_reduce",

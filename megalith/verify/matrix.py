@@ -368,7 +368,17 @@ def _memory() -> Iterator[Layout]:
         "selective, offloaded, dp2 zero 2": (ParallelConfig(dp=2, zero=2), PARTS, AWAY),
         "block, offloaded, pp2 dp2, zero 2": (staged(2, dp=2, zero=2), BLOCK, AWAY),
     }  # fmt: skip
+    chunks = replace(mlp, modules=("norm", "mlp"), mlp_chunks=3)
+    layouts |= {
+        "mlp in chunks, tp2 sp": (ParallelConfig(tp=2, sp=True), chunks, stay),
+        "mlp in chunks, rings, tp2 dp2 sp": (ParallelConfig(tp=2, dp=2, sp=True, rings=True), chunks, stay),
+        "mlp in chunks, tp2 pp2, weights last": (staged(2, tp=2, schedule="zb-h1"), chunks, stay),
+        "mlp in chunks, pp2 dp2, zero 1": (staged(2, dp=2, zero=1), chunks, stay),
+        "mlp in chunks, cp2 dp2, zero 2": (ParallelConfig(cp=2, dp=2, zero=2), replace(chunks, mlp_chunks=5), stay),
+        "mlp in chunks, dp2 zero 3": (ParallelConfig(dp=2, zero=3), chunks, stay),
+    }  # fmt: skip
     sample = {"full, tp2 sp", "selective, tp2 sp, offloaded", "selective, offloaded, pp2, weights last"}
+    sample |= {"mlp in chunks, tp2 sp"}
     for name, (parallel, recompute, offload) in layouts.items():
         model = replace(BIASED, num_layers=4 if parallel.pp > 1 else 2)
         yield Layout(
@@ -544,6 +554,7 @@ def _adapters() -> Iterator[Layout]:
         "dropping, tp3": (uneven, ParallelConfig(tp=3), dropping, again),
         "dropping, tp2 pp2 sp, mlp again": (FOUR, staged(2, tp=2, sp=True), dropping, mlp_again),
         "dropping, cp2": (FOUR, ParallelConfig(cp=2), dropping, RecomputeConfig()),
+        "tp2 pp2 sp, mlp again in chunks": (FOUR, staged(2, tp=2, sp=True), every, replace(mlp_again, mlp_chunks=2)),
         "latent, tp2 sp": (LATENT, ParallelConfig(tp=2, sp=True), dropping, RecomputeConfig()),
         "latent, tp2 pp2 dp2": (LATENT, staged(2, tp=2, dp=2), every, again),
         "last layer, pp2": (FOUR, staged(2), last, RecomputeConfig()),

@@ -347,7 +347,8 @@ def _shrink_recompute(run: TrainRun, tp: int) -> RecomputeConfig:
     recompute = run.recompute
     some = recompute.method == "block" and recompute.num_layers < smallest_stage(run)
     count = 1 if some else min(recompute.num_layers, 2)
-    return replace(recompute, num_layers=count, shard_inputs=recompute.shard_inputs and tp > 1)
+    chunks = min(recompute.mlp_chunks, 3)
+    return replace(recompute, num_layers=count, mlp_chunks=chunks, shard_inputs=recompute.shard_inputs and tp > 1)
 
 
 # --- stages

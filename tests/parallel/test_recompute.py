@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.train import TrainRun
@@ -24,6 +25,7 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.recompute import Recomputed, sharded
 from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64, assert_equals
 from megalith.train.build import Trainer, build_trainer
 
 RUN = tiny_run({"model.num_layers": "4"})
@@ -36,6 +38,7 @@ SELECTIVE = [
     for count in range(1, 5)
     for chosen in combinations(MODULES, count)
 ]
+CHUNKS = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=3)
 
 
 def name(one: RecomputeConfig) -> str:
@@ -245,6 +248,53 @@ def test_a_norm_rebuilt_from_the_wrong_input_is_seen_in_the_gradients(monkeypatc
     monkeypatch.setattr(Rebuilt, "__init__", wrong)
     assert not same(step(built(SELECTIVE[3])), reference("fp32"))
     assert SELECTIVE[3].modules == ("mlp_act",)
+
+
+@pytest.mark.parametrize("chunks", [2, 5])
+@pytest.mark.parametrize("modules", [("mlp",), MODULES], ids="+".join)
+@pytest.mark.parametrize("check", [False, True])
+def test_an_mlp_in_chunks_of_uneven_size_gives_the_same_gradients(
+    chunks: int, modules: tuple[RecomputedModule, ...], check: bool
+) -> None:
+    one = replace(CHUNKS, modules=modules, mlp_chunks=chunks, check=check)
+    names = ["loss", "loss", *(owned.shard.name for owned in built(one, "fp64").data.finish())]
+    for name, mine, theirs in zip(names, step(built(one, "fp64")), reference("fp64"), strict=True):
+        assert_equals(name, mine, theirs, FP64)
+
+
+def test_of_an_mlp_in_chunks_the_inner_features_of_one_exist_at_a_time() -> None:
+    run = tiny_run({"model.num_layers": "1", "model.ffn_hidden_size": "1024"})
+    peaks = []
+    for chunks in (1, 2, 4, 8):
+        trainer, ids = built(replace(CHUNKS, mlp_chunks=chunks), run=run), torch.arange(72)
+        with profile(profile_memory=True) as profiler:
+            trainer.model.loss(ids, ids, tokens_of_lengths([72])).backward()
+        changes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks.append(max(accumulate(changes)))
+    features = 72 * 1024 * 4  # bytes of one inner tensor [t, f] of all tokens
+    assert peaks[0] > 3 * features and peaks[1] < peaks[0] - features, peaks
+    assert peaks[2] < peaks[1] - features and peaks[3] < peaks[2] - features / 2, peaks
+
+
+def test_each_chunk_of_a_microbatch_gives_each_sink_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[int, int]] = []
+    product = data.FlatSink.product
+
+    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+        given.append((x.shape[1], len(x)))
+        product(self, x, dy)
+
+    monkeypatch.setattr(data.FlatSink, "product", noted)
+    step(built(replace(CHUNKS, mlp_chunks=5)))
+    down = [tokens for features, tokens in given if features == RUN.model.ffn_hidden_size]
+    assert sorted(set(down)) == [14, 15] and sum(down) == 2 * 4 * 72 and len(down) == 2 * 4 * 5
+
+
+def test_a_sink_that_waits_for_one_chunk_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the engine did not know of chunks, and sent buckets on their way after the first."""
+    monkeypatch.setattr(data, "passes_of", lambda chunk: {})
+    with pytest.raises(AssertionError, match=r"more gradients than backward passes: .*mlp"):
+        step(built(CHUNKS))
 
 
 def test_a_sink_that_is_given_products_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

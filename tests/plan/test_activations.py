@@ -55,6 +55,7 @@ SELECTIVE = [
     for count in range(1, 5)
     for chosen in combinations(MODULES, count)
 ]
+SELECTIVE += [RecomputeConfig(granularity="selective", modules=("norm", "mlp"), mlp_chunks=5)]
 FULL = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
 BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)]
 SHARED = RecomputeConfig(granularity="selective", modules=("shared_experts",))
@@ -427,6 +428,9 @@ def test_what_runs_again_appears_for_a_while() -> None:
         replace(setting, recompute=RecomputeConfig(granularity="selective", modules=("mlp_act",))), num_layers=3
     )
     assert act.transient == 24 * 20 * 4 and stage_kept(setting, num_layers=3).transient == 0
+    for chunks, tokens in ((1, 24), (5, 5), (24, 1)):
+        mlp = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks)
+        assert stage_kept(replace(setting, recompute=mlp), num_layers=3).transient == tokens * 3 * 20 * 4
 
 
 def test_the_kernels_constants_are_the_ledgers() -> None:

@@ -1,6 +1,7 @@
 """Which layers run again and which wait in host memory; and every combination that is refused, with its text."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -9,6 +10,8 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.plan.recompute import (
     Span,
     layer_spans,
+    mlp_chunks_problems,
+    mlp_in_chunks,
     modules_again,
     recompute_notes,
     recompute_problems,
@@ -17,6 +20,7 @@ from megalith.plan.recompute import (
 from megalith.testing.tiny import tiny_run
 
 HERE = OffloadConfig()
+MODEL = tiny_run().model
 
 
 def full(num_layers: int, method: str = "uniform") -> RecomputeConfig:
@@ -114,6 +118,36 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
     some = MoEConfig(experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
     assert shared_experts_problems(again, replace(model, moe=some)) == []
     assert shared_experts_problems(RecomputeConfig(), model) == []
+
+
+def chunked(chunks: int = 3, offload: OffloadConfig = HERE, *, drop: bool = False, **changes: Any) -> list[str]:
+    one = replace(RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=chunks), **changes)
+    return mlp_chunks_problems(one, offload, MODEL, tokens=7, adapters_drop=drop)
+
+
+def test_mlps_run_in_chunks_only_where_they_run_again_by_themselves() -> None:
+    assert chunked() == chunked(7) == chunked(1, granularity="none", drop=True) == []
+    refused = {
+        "recompute.mlp_chunks=0 must be at least 1. Set recompute.mlp_chunks to 1": chunked(0),
+        "but recompute.granularity=full and recompute.modules=['mlp']. Set recompute.granularity to selective": chunked(
+            granularity="full"
+        ),
+        "recompute.modules=['norm']. Set recompute.granularity to selective and recompute.modules to [mlp]": chunked(
+            modules=("norm",)
+        ),
+        "recompute.mlp_chunks=8 is more than the 7 tokens": chunked(8),
+        "Set recompute.mlp_chunks to 7 or less": chunked(8),
+        "recompute.mlp_chunks=3 with offload.layers=1: parts": chunked(offload=OffloadConfig(layers=1)),
+        "recompute.mlp_chunks=3 with lora.dropout above 0": chunked(drop=True),
+    }
+    for text, (problem,) in refused.items():
+        assert text in problem, problem
+    mixed = replace(MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=8))
+    one = RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=2)
+    (text,) = mlp_chunks_problems(one, HERE, mixed, tokens=7, adapters_drop=False)
+    assert "no layer has an MLP that all tokens go through" in text and "Set recompute.mlp_chunks to 1." in text
+    assert mlp_in_chunks(one, MODEL, 0) and not mlp_in_chunks(one, mixed, 0)
+    assert not mlp_in_chunks(replace(one, modules=("norm",)), MODEL, 0)
 
 
 def test_all_conflicts_come_together() -> None:

@@ -282,6 +282,7 @@ def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dic
         {"recompute.granularity": "full", "recompute.num_layers": "2"},
         {"recompute.granularity": "full", "recompute.method": "block"},
         {"recompute.granularity": "selective", "recompute.modules": "[mlp]"},
+        {"recompute.granularity": "selective", "recompute.modules": "[mlp]", "recompute.mlp_chunks": "3"},
         {"recompute.granularity": "selective", "recompute.modules": "[norm, core_attention, mlp_act]"},
     ],
 )

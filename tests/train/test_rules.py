@@ -152,6 +152,10 @@ CASES = [
         "recompute.modules=['norm', 'mlp', 'norm'] names norm more than once", "Set recompute.modules to [norm, mlp].",
     ),
     (
+        {"recompute__granularity": "selective", "recompute__modules": "[mlp]", "recompute__mlp_chunks": "999999"}, 1,
+        "recompute.mlp_chunks=999999 is more than the", "Set recompute.mlp_chunks to ",
+    ),
+    (
         {"recompute__granularity": "selective", "recompute__modules": "[]"}, 1,
         "recompute.modules=[] names nothing to compute again", "Set recompute.modules to [core_attention]",
     ),

@@ -71,7 +71,7 @@ ALREADY = (
             --attention-backend --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
             --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
             --flash-attention-version --fused-residual-rmsnorm! --kitchen-attention-backend
-            --mlp-chunks-for-training --no-bias-dropout-fusion! --no-bias-swiglu-fusion!
+            --no-bias-dropout-fusion! --no-bias-swiglu-fusion!
             --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
             --no-rope-fusion! --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
             --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!

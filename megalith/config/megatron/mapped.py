@@ -547,6 +547,10 @@ MEMORY = (
         how="core_attn: core_attention; layernorm: norm; mlp, moe: mlp; shared_experts; those of other models are left "
         "out",
     ),
+    Row(
+        name="--mlp-chunks-for-training", takes="int", fields=("recompute.mlp_chunks",),
+        how="with mlp among --recompute-modules; elsewhere left out, since results are the same",
+    ),
     Row(name="--distribute-saved-activations", takes="nothing", fields=("recompute.shard_inputs",)),
     Row(name="--cpu-offloading-num-layers", takes="int", fields=("offload.layers",), default=0),
 )  # fmt: skip

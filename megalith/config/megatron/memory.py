@@ -1,10 +1,13 @@
 """Megatron's recomputation and offloading of activations as our `recompute` and `offload` settings."""
 
+from collections.abc import Sequence
+
 from megalith.config.megatron.draft import Draft
 
 _GRANULARITY, _SHORT = "--recompute-granularity", "--recompute-activations"
 _METHOD, _LAYERS, _MODULES = "--recompute-method", "--recompute-num-layers", "--recompute-modules"
 _SHARED = "--moe-shared-expert-intermediate-size"
+_CHUNKS = "--mlp-chunks-for-training"
 _SHARD, _OFFLOAD = "--distribute-saved-activations", "--cpu-offloading-num-layers"
 
 _NAMES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp"}
@@ -28,8 +31,10 @@ def translate_memory(draft: Draft) -> None:
         for name in (_METHOD, _LAYERS, _MODULES, _SHARD):
             if draft.arguments.given(name):
                 draft.say("already", name, f"is read with {_GRANULARITY} only")
+        _translate_chunks(draft, [])
         return
     modules = _modules(draft) if granularity == "selective" else []
+    _translate_chunks(draft, modules)
     if granularity == "selective" and not modules:
         draft.say("already", flag, "computes nothing again: this model has none of the modules")
         return
@@ -41,6 +46,20 @@ def translate_memory(draft: Draft) -> None:
         draft.copy(name)
     if draft.arguments.value(_SHARD):
         draft.put(_SHARD, "recompute.shard_inputs", True)
+
+
+def _translate_chunks(draft: Draft, modules: Sequence[str]) -> None:
+    """MLPs in chunks of tokens: here those that are computed again by themselves and keep nothing in host memory."""
+    chunks = draft.arguments.value(_CHUNKS)
+    if chunks is None or chunks == 1:
+        return
+    if "mlp" in modules and not draft.arguments.value(_OFFLOAD) and draft.arguments.value("--num-experts") is None:
+        draft.put(_CHUNKS, "recompute.mlp_chunks", chunks)
+    else:
+        draft.say(
+            "already", _CHUNKS,
+            "changes no result; chunks here are of dense MLPs that are computed again: use --recompute-modules mlp",
+        )  # fmt: skip
 
 
 def _check_range(draft: Draft, flag: str, *, least: int, most: int) -> None:

@@ -20,6 +20,10 @@ from tests.config.megatron.conftest import Translate
         ("--recompute-activations", RecomputeConfig(granularity="selective")),
         ("--recompute-granularity selective --recompute-modules layernorm core_attn mlp",
          RecomputeConfig(granularity="selective", modules=("norm", "core_attention", "mlp"))),
+        ("--recompute-activations --recompute-modules mlp --mlp-chunks-for-training 4",
+         RecomputeConfig(granularity="selective", modules=("mlp",), mlp_chunks=4)),
+        ("--recompute-activations --mlp-chunks-for-training 4", RecomputeConfig(granularity="selective")),
+        ("--mlp-chunks-for-training 4", RecomputeConfig()),
         ("--recompute-activations --recompute-granularity full", RecomputeConfig(granularity="full")),
         ("--recompute-granularity selective --recompute-modules core_attn moe_act",
          RecomputeConfig(granularity="selective")),
@@ -39,6 +43,8 @@ def test_what_is_passed_over_is_said(tiny: Translate) -> None:
     assert "is read with --recompute-granularity only" in texts
     texts = [entry.text for entry in tiny("--recompute-activations --recompute-modules moe mlp").entries]
     assert "this model has no moe" in texts
+    texts = [entry.text for entry in tiny("--mlp-chunks-for-training 2").entries]
+    assert any("changes no result; chunks here are of dense MLPs" in text for text in texts)
 
 
 def test_parts_of_mixtures_are_ours_where_there_are_some(tiny: Translate) -> None:
