@@ -1,6 +1,6 @@
 """Transformer layers: attention and an MLP, each normed somewhere and added to the residual stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import Attention, LayerCache
 from megalith.nn.cross_attention import LookingBack
 from megalith.nn.dropout import Step, dropping, with_dropped_weights
-from megalith.nn.mla import LatentAttention
+from megalith.nn.mla import Find, LatentAttention, kept
 from megalith.nn.mlp import MLP, GatedMLP, build_mlp
 from megalith.nn.moe.layer import MoE, itself
 from megalith.nn.norm import Norm, build_norm
@@ -51,9 +51,9 @@ class Layer(nn.Module):
         rebuilding: Rebuilding = checked if check else Rebuilt
         act = rebuilding if "mlp_act" in again else None
 
-        def attend(place: str) -> Attend:
+        def attend(place: str, *, inside: bool = False) -> Attend:
             dropped = with_dropped_weights(core, config, number, mesh, place=place)
-            return RecomputedCore(dropped, check) if "core_attention" in again else dropped
+            return RecomputedCore(dropped, check) if "core_attention" in again and not inside else dropped
 
         def norm(word: str, *, again: Rebuilding | None = rebuilding if "norm" in again else None) -> Norm:
             size, invariant = config.hidden_size, region.invariant
@@ -66,9 +66,11 @@ class Layer(nn.Module):
         before, after = config.norm_placement != "after", config.norm_placement != "before"
         if config.attention_part(index) != "none":
             self.attention_norm = norm("attention_norm") if before else Unnormed(dtype)
+            up = "mla_up_proj" in again
             self.attention = _attention(
-                f"{name}.attention", config, mesh, region, dtype=dtype, index=index, core=attend("weights")
-            )
+                f"{name}.attention", config, mesh, region, dtype=dtype, index=index,
+                core=attend("weights", inside=up), around=partial(Recomputed, check=check, turns=True) if up else kept,
+            )  # fmt: skip
             self.attention_out = branch("attention")
         if config.looks(index):
             self.cross_norm = norm("cross_norm") if before else Unnormed(dtype)
@@ -101,13 +103,15 @@ def _again(mlp: nn.Module, recompute: RecomputeConfig) -> nn.Module:
 
 
 def _attention(
-    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int, core: Attend
-) -> Attention | LatentAttention | Square:
+    name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int, core: Attend,
+    around: Callable[[Find], Find],
+) -> Attention | LatentAttention | Square:  # fmt: skip
     """What a layer that is not without it has for attention."""
     if config.attention_part(index) == "linear":
         return Square(name, config, region, bias=config.output_bias, dtype=dtype)
-    kind = Attention if config.mla is None else LatentAttention
-    return kind(name, config, mesh, region, dtype=dtype, index=index, core=core)
+    if config.mla is None:
+        return Attention(name, config, mesh, region, dtype=dtype, index=index, core=core)
+    return LatentAttention(name, config, mesh, region, dtype=dtype, index=index, core=core, around=around)
 
 
 def _mlp(

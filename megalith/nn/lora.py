@@ -24,6 +24,7 @@ from megalith.kernels.linear import Context, linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import key_of
+from megalith.nn.mla import Find, LatentAttention
 from megalith.parallel.autograd import partial
 from megalith.parallel.recompute import LayerRunner, Recomputed, Remember
 from megalith.parallel.tensor import (
@@ -296,11 +297,25 @@ def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConf
         drops = [module for module in told.modules() if isinstance(module, InputDropout) and module.p > 0]
         if drops:
             told.register_forward_pre_hook(with_arguments(_tell, drops))
+        if drops and isinstance(told, LatentAttention):  # of which backward may call a part again
+            told.around = with_arguments(_around_telling, told.around, drops)
 
 
 def _tell(drops: Sequence[InputDropout], part: nn.Module, arguments: tuple[Any, ...]) -> None:
     for drop in drops:
         drop.tokens = arguments[1]
+
+
+def _around_telling(around: Callable[[Find], Find], drops: Sequence[InputDropout], find: Find) -> Find:
+    return around(with_arguments(_tell_and_find, drops, find))
+
+
+def _tell_and_find(
+    drops: Sequence[InputDropout], find: Find, short: Input, latent: Tensor, k_turned: Tensor, tokens: Tokens
+) -> Tensor:
+    for drop in drops:
+        drop.tokens = tokens
+    return find(short, latent, k_turned, tokens)
 
 
 def _adapted(module: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> nn.Module | None:

@@ -86,6 +86,15 @@ Reading = Callable[[MLAConfig, Sequence[tuple[int, int]]], Form]
 """Chooses the form for documents of which (queries, keys) are read and seen."""
 
 
+Find = Callable[..., Tensor]
+"""(short vectors of queries, those of keys and values, the shared key, tokens) -> what heads find [t, n, value_dim]."""
+
+
+def kept(find: Find) -> Find:
+    """The function itself, whose inner tensors are kept for backward."""
+    return find
+
+
 class LatentAttention(nn.Module):
     """Each token looks at the earlier tokens of its document: x [t, h] -> [t, h].
 
@@ -95,13 +104,14 @@ class LatentAttention(nn.Module):
 
     def __init__(
         self, name: str, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, index: int = 0,
-        core: Attend = attention, reading: Reading = cheaper_form,
+        core: Attend = attention, reading: Reading = cheaper_form, around: Callable[[Find], Find] = kept,
     ) -> None:  # fmt: skip
-        """`index`: its number over all stages; `reading`: how it goes on from what a cache has."""
+        """`index`: its number over all stages; `reading`: how it goes on from what a cache has; `around`: what becomes
+        of everything between the short vectors and what heads find."""
         super().__init__()
         assert config.mla is not None
         self.core, self.region, self.turn, self.sizes = core, region, turn_of_layer(config, index), config.mla
-        self.scores, self.reading = latent_scores(config, index), reading
+        self.scores, self.reading, self.around = latent_scores(config, index), reading, around
         h, n, sizes = config.hidden_size, config.num_heads, config.mla
         heads = split_evenly(n, mesh.tp.size)
         self.num_heads = heads[mesh.tp.rank]
@@ -119,7 +129,7 @@ class LatentAttention(nn.Module):
             return WholeLinear(Declared(shard, start), dtype=dtype), norm
 
         if sizes.q_rank is None:
-            self.queries: nn.Module = of_heads("q", sizes.nope_dim + sizes.rope_dim, h)
+            self.queries = nn.Sequential(of_heads("q", sizes.nope_dim + sizes.rope_dim, h))
         else:
             down, norm = short("q_down", sizes.q_rank)
             self.queries = nn.Sequential(down, norm, of_heads("q_up", sizes.nope_dim + sizes.rope_dim, sizes.q_rank))
@@ -129,18 +139,28 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Input, tokens: Tokens, cache: LayerCache | None = None) -> Tensor:
         """x [t, h] -> [t, h]."""
-        sizes = self.sizes
+        short: Input = x
+        for step in list(self.queries)[:-1]:  # down to short vectors, where queries have some
+            short = step(short)
+        latent, k_turned = self.kv_down(x).split([self.sizes.kv_rank, self.sizes.rope_dim], dim=-1)
+        latent = value_of(self.kv_norm(latent.contiguous()))
+        if cache is None:
+            return self.out(self.around(self.find)(short, latent, k_turned, tokens).flatten(1))
+        return self.out(self.find(short, latent, k_turned, tokens, cache).flatten(1))
+
+    def find(
+        self, short: Input, latent: Tensor, k_turned: Tensor, tokens: Tokens, cache: LayerCache | None = None
+    ) -> Tensor:
+        """What heads find: short vectors of queries, or x, [t, rq], those of keys and values [t, r] and the shared key
+        [t, rope_dim], all as the region has tokens -> [t, n, value_dim] of all tokens."""
         form: Form = expanded
-        q = self.queries(x).unflatten(-1, (self.num_heads, -1))
-        q_plain, q_turned = q.split([sizes.nope_dim, sizes.rope_dim], dim=-1)
-        latent, k_turned = self.kv_down(x).split([sizes.kv_rank, sizes.rope_dim], dim=-1)
-        k_turned = value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1)
-        k_turned, latent = self.turn(k_turned, tokens), value_of(self.kv_norm(latent.contiguous()))
+        q = self.queries[-1](short).unflatten(-1, (self.num_heads, -1))
+        q_plain, q_turned = q.split([self.sizes.nope_dim, self.sizes.rope_dim], dim=-1)
+        k_turned = self.turn(value_of(self.region.enter(k_turned.contiguous())).unsqueeze(1), tokens)
         if cache is not None:
-            k_turned, kept = cache.extend(k_turned, latent.unsqueeze(1), tokens)
-            latent, form = kept.squeeze(1), self.reading(sizes, tokens.lengths)
-        found = form(self, Parts(q_plain, self.turn(q_turned, tokens), latent, k_turned), tokens)
-        return self.out(found.flatten(1))
+            k_turned, cached = cache.extend(k_turned, latent.unsqueeze(1), tokens)
+            latent, form = cached.squeeze(1), self.reading(self.sizes, tokens.lengths)
+        return form(self, Parts(q_plain, self.turn(q_turned, tokens), latent, k_turned), tokens)
 
 
 def latent_scores(config: ModelConfig, index: int) -> Scores:

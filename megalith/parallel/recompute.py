@@ -77,19 +77,26 @@ class _Again:
 class Recomputed(nn.Module):
     """A module or function of x, other tensors and the tokens, whose inner tensors are not kept for backward."""
 
-    def __init__(self, function: Function, *, check: bool = False) -> None:
+    def __init__(self, function: Function, *, check: bool = False, turns: bool = False) -> None:
+        """`turns`: it reads the tables that positions turn by, which are kept as other tensors are."""
         super().__init__()
-        self.function, self.check = function, check
+        self.function, self.check, self.turns = function, check, turns
 
     def forward(self, x: Input, *others: Tensor | Tokens) -> Tensor:
         """The same result; `others` may end with the tokens."""
         # Made contiguous: a part of a larger tensor would keep all of it (values, of queries, keys and values).
         tensors = [other.contiguous() for other in others if isinstance(other, Tensor)]
         last = [replace(other, decided=Decided()) for other in others if isinstance(other, Tokens)]
-        return recompute(partial(_call, self.function, last), x, *tensors, check=self.check)
+        tables = [table for tokens in last for table in tokens.rotary] if self.turns else []
+        run = partial(_call, self.function, last, len(tables))
+        return recompute(run, x, *tensors, *tables, check=self.check)
 
 
-def _call(function: Function, last: Sequence[Tokens], *first: Tensor) -> Tensor:
+def _call(function: Function, last: Sequence[Tokens], num_tables: int, *first: Tensor) -> Tensor:
+    """The function of some tensors, of which the last so many are tables that the tokens come with."""
+    if num_tables:
+        first, tables = first[:-num_tables], first[-num_tables:]
+        last = [replace(tokens, rotary=tables) for tokens in last]
     return function(*first, *last)
 
 

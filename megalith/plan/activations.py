@@ -254,7 +254,7 @@ def _attention_branch(setting: Setting, layer: int, again: Sequence[str]) -> lis
     if kept:
         rows.append(Row(_first_reader(model, layer), "input", width, width * setting.element))
     if model.attention_part(layer) == "full":
-        rows += _attention_rows(setting, layer, "core_attention" in again)
+        rows += _attention_rows(setting, layer, again)
     return rows + (_norm_rows(setting, "attention_out.norm") if after else [])
 
 
@@ -268,7 +268,7 @@ def _cross_branch(setting: Setting, layer: int, again: Sequence[str]) -> list[Ro
         rows.append(Row("cross.queries", "input", width, width * setting.element))
     plain = AttentionConfig(scale=kind.scale, softcap=kind.softcap, causal=kind.causal)
     looking = replace(setting, model=replace(model, attention=plain, positions="rope", rope=RopeConfig()))
-    for row in _attention_rows(looking, layer, "core_attention" in again):
+    for row in _attention_rows(looking, layer, again):
         rows.append(row._replace(region=row.region.replace("attention", "cross")))
     return rows + (_norm_rows(setting, "cross_out.norm") if after else [])
 
@@ -348,7 +348,7 @@ def _first_reader(model: ModelConfig, layer: int) -> str:
         return "attention.linear"
     if model.mla is None:
         return "attention.qkv"
-    return "attention.queries" if model.mla.q_rank is None else "attention.queries.0"
+    return "attention.kv_down" if model.mla.q_rank is None else "attention.queries.0"
 
 
 def _stream_norm_rows(setting: Setting, region: str) -> list[Row]:
@@ -491,7 +491,8 @@ def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:
     own = model.rope.local_theta is not None
     kinds = {own and model.has_window(layer) for layer in layers if model.turns(layer)}
     spans = layer_spans(setting.recompute, OffloadConfig(), len(layers))
-    if model.positions == "rope" and any(span.recomputed for span in spans):
+    parts = [layer for layer in layers if runs_up_again(setting, layer, modules_again(setting.recompute))]
+    if model.positions == "rope" and (parts or any(span.recomputed for span in spans)):
         kinds = {False, own}
     return kinds
 
@@ -499,12 +500,20 @@ def _tables(setting: Setting, layers: Sequence[int]) -> set[bool]:
 # --- attention
 
 
-def _attention_rows(setting: Setting, layer: int, again: bool) -> list[Row]:
-    """Attention without its input; `again`: what lies between the projections is computed again."""
+def runs_up_again(setting: Setting, layer: int, again: Sequence[str]) -> bool:
+    """Whether a layer's latent attention runs again from its short vectors on."""
+    model = setting.model
+    return "mla_up_proj" in again and model.mla is not None and model.attention_part(layer) == "full"
+
+
+def _attention_rows(setting: Setting, layer: int, again: Sequence[str]) -> list[Row]:
+    """Attention without its input, with core_attention computed again, or with all behind the short vectors."""
     model, e, w, part = setting.model, setting.element, setting.wide, setting.part
-    rows = _latent_rows(setting) if model.mla is not None else _qk_norm_rows(setting)
-    core = _core_rows(setting, layer, again)
     inner = part.heads * model.value_size() * setting.tokens
+    if runs_up_again(setting, layer, again):
+        return [*_latent_rows(setting, again=True), Row("attention.out", "input", inner, inner * e)]
+    rows = _latent_rows(setting) if model.mla is not None else _qk_norm_rows(setting)
+    core = _core_rows(setting, layer, "core_attention" in again)
     found = any(row.what == "output" and row.numel == inner for row in core)
     rows += core
     if model.sharpens(layer):
@@ -523,8 +532,8 @@ def _projected(setting: Setting) -> int:
     return (part.heads + 2 * part.kv_heads + gates) * setting.model.head_size() * setting.tokens
 
 
-def _latent_rows(setting: Setting) -> list[Row]:
-    """Latent attention: its short vectors before and after their norms."""
+def _latent_rows(setting: Setting, *, again: bool = False) -> list[Row]:
+    """Latent attention: its short vectors before and after their norms; what runs `again` reads the key, too."""
     sizes, e, own = setting.model.mla, setting.element, setting.own_tokens
     assert sizes is not None
     rows: list[Row] = []
@@ -535,8 +544,9 @@ def _latent_rows(setting: Setting) -> list[Row]:
     ):
         if rank is not None:
             rows += _norm_rows(setting, norm, features=rank)
-            rows.append(Row(up, "input", own * rank, own * rank * e))
-    return rows
+            rows.append(Row("attention" if again else up, "input", own * rank, own * rank * e))
+    shared = own * sizes.rope_dim
+    return [*rows, Row("attention", "shared key", shared, shared * e)] if again else rows
 
 
 def _qk_norm_rows(setting: Setting) -> list[Row]:

@@ -107,6 +107,16 @@ def attention_flops(
     return _core_flops(config, layer, _Seen(tokens, squared_lengths, windowed))
 
 
+def latent_flops(
+    config: ModelConfig, layer: int, *, tokens: int, squared_lengths: int, windowed: int | None = None
+) -> int:
+    """The same of a latent attention from its short vectors up to what heads find."""
+    pairs = attention_flops(config, layer, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
+    queries = "q" if config.mla is None or config.mla.q_rank is None else "q_up"
+    up = sum(_matrices(config, layer, f"attention.{word}") for word in (queries, "kv_up"))
+    return 6 * tokens * up + pairs
+
+
 def mlp_flops(config: ModelConfig, layer: int, tokens: int) -> int:
     """The same of one layer's MLP, or of its router, the experts that a token goes to, and those for all tokens."""
     return 6 * tokens * (_matrices(config, layer, "mlp.") + _matrices(config, layer, "moe."))

@@ -89,6 +89,16 @@ def shared_experts_problems(recompute: RecomputeConfig, model: ModelConfig) -> l
     ]
 
 
+def up_projection_problems(recompute: RecomputeConfig, model: ModelConfig) -> list[str]:
+    """Projections up from short vectors cannot run again where there are none."""
+    if model.mla is not None or "mla_up_proj" not in recompute.modules:
+        return []
+    return [
+        f"recompute.modules={list(recompute.modules)} names mla_up_proj, but model.mla={model.mla}: only latent "
+        f"attention projects up from short vectors. Replace mla_up_proj by core_attention, or set model.mla."
+    ]
+
+
 def mlp_chunks_problems(
     recompute: RecomputeConfig, offload: OffloadConfig, model: ModelConfig, *, tokens: int, adapters_drop: bool
 ) -> list[str]:

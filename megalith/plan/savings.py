@@ -7,7 +7,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.activations import Setting, layer_rows, stage_kept, total, whole_layer
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import attention_flops, layer_flops, mlp_flops, shared_flops, step_flops
+from megalith.plan.costs import attention_flops, latent_flops, layer_flops, mlp_flops, shared_flops, step_flops
 from megalith.plan.memory import setting_of
 from megalith.plan.recompute import layer_spans, modules_again, recompute_notes
 from megalith.plan.workload import plan_workload
@@ -38,7 +38,8 @@ def savings(setting: Setting, *, num_layers: int) -> list[Saving]:
             for layer in range(setting.first_layer, setting.first_layer + num_layers)
         )
         # A part of a layer that is named after the whole of it has nothing left to compute again.
-        extra = 0.0 if module == "mlp_act" else _share(setting, module)
+        inside = module == "core_attention" and "mla_up_proj" in setting.recompute.modules
+        extra = 0.0 if module == "mlp_act" or inside else _share(setting, module)
         found.append(Saving(module, freed, extra))
         before = after
     return [*found, *_offloaded(setting, num_layers)]
@@ -52,7 +53,7 @@ def saving_lines(setting: Setting, *, num_layers: int) -> list[str]:
         lines.append(
             f"{saving.region}: {less} for each microbatch on this rank, {100 * saving.extra:.1f} % more operations"
         )
-        if saving.region == "core_attention" and saving.nbytes <= 0:
+        if saving.region == "core_attention" and saving.nbytes <= 0 and saving.extra > 0:
             lines.append(
                 f"recompute.modules has core_attention, which frees {max(saving.nbytes, 0)} bytes here: attention "
                 f"keeps no probabilities that it could drop. Remove it to save its operations."
@@ -98,7 +99,7 @@ def _offloaded(setting: Setting, num_layers: int) -> Sequence[Saving]:
 def _share(setting: Setting, module: str) -> float:
     """A second forward pass of this part, in every layer of the model, as a part of a step's useful operations."""
     c, tokens, squares = setting.model, sum(setting.lengths), sum(length**2 for length in setting.lengths)
-    again = {"core_attention": attention_flops, "layer": layer_flops}.get(module)
+    again = {"core_attention": attention_flops, "mla_up_proj": latent_flops, "layer": layer_flops}.get(module)
     matmuls = {"mlp": mlp_flops, "shared_experts": shared_flops}.get(module)
     once = 0
     for layer in range(c.num_layers):

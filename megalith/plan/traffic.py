@@ -121,6 +121,8 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         left += divided_parts(run.model, repeated) - _sums_at_ends(run.model, stage, counts)
         gates = sum(_gates(run.model, layer) for layer in stage.layers)
         left += gates if {"mlp", "shared_experts"} & {*alone} else 0
+        if "mla_up_proj" in alone:
+            more += [x for layer in stage.layers for x in attention_features(run.model, layer)]
     if run.recompute.shard_inputs:
         inputs_again = spans * many
         yield _row(
@@ -167,10 +169,16 @@ def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
 def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
     """Features of everything that goes from whole to divided work in a layer: h for each part; into latent attention
     short vectors, and the key that all heads share, which no weight reads (`read`: without it)."""
+    h = model.hidden_size
+    looking = [h, h] * model.looks(layer)  # what looks, and the memory
+    return attention_features(model, layer, read=read) + looking + [h] * divides_mlp(model, layer)
+
+
+def attention_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
+    """The same of a layer's attention alone."""
     mla, h = model.mla, model.hidden_size
     attention = [h] if mla is None else [mla.q_rank or h, mla.kv_rank, *([] if read else [mla.rope_dim])]
-    looking = [h, h] * model.looks(layer)  # what looks, and the memory
-    return attention * (model.attention_part(layer) == "full") + looking + [h] * divides_mlp(model, layer)
+    return attention * (model.attention_part(layer) == "full")
 
 
 def divides_mlp(model: ModelConfig, layer: int) -> bool:
@@ -247,7 +255,7 @@ def _context_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator
             sort = kind_of_layer(run.parallel.context, layer), heads
             layers[sort] += attentions
             again[sort] += attentions * (layer in repeated)
-    if "core_attention" in modules_again(run.recompute):
+    if {"core_attention", "mla_up_proj"} & {*modules_again(run.recompute)}:
         again = layers
     for kind, heads in sorted(layers):
         many, once_more = layers[kind, heads], again[kind, heads]

@@ -23,7 +23,12 @@ from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.network import count_problems, relation_problems
 from megalith.plan.network import number_problems as model_number_problems
 from megalith.plan.pairs import pairing_problems
-from megalith.plan.recompute import mlp_chunks_problems, recompute_problems, shared_experts_problems
+from megalith.plan.recompute import (
+    mlp_chunks_problems,
+    recompute_problems,
+    shared_experts_problems,
+    up_projection_problems,
+)
 from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
 from megalith.plan.stages import plan_stages, stages_problems
@@ -82,6 +87,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
             run.recompute, run.offload, tp=p.tp, sp=p.sp, compiled=t.compile, stage_layers=smallest_stage(run)
         )
         problems += shared_experts_problems(run.recompute, run.model)
+        problems += up_projection_problems(run.recompute, run.model)
         problems += mlp_chunks_problems(
             run.recompute, run.offload, run.model,
             tokens=t.micro_batch_size * t.seq_len // p.cp // (p.tp if p.sp else 1),

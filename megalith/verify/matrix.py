@@ -385,6 +385,18 @@ def _memory() -> Iterator[Layout]:
             area="memory", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
             sample=name in sample,
         )  # fmt: skip
+    up = RecomputeConfig(granularity="selective", modules=("mla_up_proj", "norm"))
+    layouts = {
+        "projections of latent attention, tp2 cp2 sp": (ParallelConfig(tp=2, cp=2, sp=True), up, stay),
+        "projections of latent attention, cp2 pp2 dp2, a2a, zero 1": (
+            replace(staged(2, cp=2, dp=2, zero=1), context=_exchange("a2a")), up, AWAY,
+        ),
+    }  # fmt: skip
+    for name, (parallel, recompute, offload) in layouts.items():
+        yield Layout(
+            area="memory", name=name, model=LATENT, parallel=parallel, recompute=recompute, offload=offload,
+            documents=True, seq_len=16, sample=parallel.pp == 1,
+        )  # fmt: skip
 
 
 def _all_axes() -> Iterator[Layout]:

@@ -5,6 +5,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from megalith.config.layers import LayersConfig, Part
+from megalith.config.mla import MLAConfig
 from megalith.config.recompute import RecomputeConfig, RecomputedModule
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.kernels.tokens import tokens_of_lengths
@@ -12,6 +13,7 @@ from megalith.models.decoder import declared_parameters
 from megalith.nn.attention import Attention
 from megalith.nn.block import Block, RecomputedCore, block_of_layer
 from megalith.nn.init import fill
+from megalith.nn.mla import LatentAttention, kept
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.rope import Rotations
 from megalith.parallel.mesh import mesh_of_one
@@ -52,6 +54,19 @@ def test_recomputed_parts_are_the_parts_that_were_named(layers: SimpleNamespace)
     assert all_of_it.attention_norm.again is all_of_it.mlp_norm.again is Rebuilt
     names = [[declared.shard.name for declared, _, _ in declared_parameters(block)] for block in (plain, all_of_it)]
     assert names[0] == names[1]
+
+
+SHORT = MLAConfig(kv_rank=7, q_rank=8, nope_dim=5, rope_dim=4, value_dim=3)
+
+
+def test_what_runs_again_in_latent_attention_has_no_region_within(layers: SimpleNamespace) -> None:
+    config, mesh = layers.config(num_heads=4, num_kv_heads=4, mla=SHORT), mesh_of_one()
+    for modules in (("core_attention",), ("core_attention", "mla_up_proj")):
+        again = RecomputeConfig(granularity="selective", modules=modules)
+        layer = Block("layers.0", config, mesh, WholeTokens(mesh.tp), dtype=torch.float32, recompute=again).attention
+        assert isinstance(layer, LatentAttention)
+        assert isinstance(layer.core, RecomputedCore) == ("mla_up_proj" not in modules)
+        assert (layer.around is kept) == ("mla_up_proj" not in modules)
 
 
 def test_a_layer_may_have_a_matrix_in_place_of_a_part_or_nothing(layers: SimpleNamespace) -> None:

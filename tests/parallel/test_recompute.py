@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 from torch.profiler import profile
 
+from megalith.config.dropout import DropoutConfig
+from megalith.config.lora import LoraConfig
+from megalith.config.mla import MLAConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.kernels import norm, swiglu, tiled_attention
 from megalith.kernels.linear import LinearFunction
 from megalith.kernels.rebuilt import Rebuilt
-from megalith.kernels.tokens import tokens_of_lengths
+from megalith.kernels.tokens import DropoutKey, tokens_of_lengths
 from megalith.models.decoder import declared_parameters
 from megalith.observe.meter import metered
 from megalith.parallel import data, recompute
@@ -121,6 +124,58 @@ def test_evaluation_keeps_and_recomputes_nothing(one: RecomputeConfig, monkeypat
     with torch.no_grad(), metered(trainer.model) as meter:
         losses = step(trainer, backward=False)[:2]
     assert meter.peak == 0 and same(losses, reference("fp32")[:2])
+
+
+UP = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
+LATENT = replace(
+    RUN, model=replace(RUN.model, num_layers=2, num_kv_heads=4, head_dim=None, mla=MLAConfig(
+        kv_rank=7, q_rank=9, nope_dim=5, rope_dim=4, value_dim=3,
+    )),
+)  # fmt: skip
+DROPPED = replace(LATENT, model=replace(LATENT.model, dropout=DropoutConfig(attention=0.2)))
+ADAPTED = replace(LATENT, lora=LoraConfig(rank=3, targets=("q_up", "kv_up", "kv_down", "o"), dropout=0.3))
+FROM_X = replace(LATENT, model=replace(LATENT.model, mla=MLAConfig(kv_rank=7, nope_dim=5, rope_dim=4, value_dim=5)))
+
+
+def interleaved_step(trainer: Trainer) -> list[Tensor]:
+    """Losses and gradients of two microbatches with dropout, of which both run forward before one runs backward."""
+    draw = torch.Generator().manual_seed(3)
+    for declared, module, attribute in declared_parameters(trainer.model):
+        if declared.shard.name.endswith("lora_b"):
+            weight = getattr(module, attribute).data
+            weight.copy_(torch.randn(weight.shape, generator=draw) / 5)
+    trainer.data.begin_step(2)
+    losses = []
+    for shift in (3, 5):
+        ids = torch.arange(72) * shift % 257
+        tokens = replace(tokens_of_lengths([40, 32]), dropout=DropoutKey(7, torch.arange(72) + 100 * shift))
+        losses.append(trainer.model.loss(ids, ids.flip(0), tokens))
+    for loss in losses:
+        loss.backward()
+    return [loss.detach() for loss in losses] + [owned.gradient.clone() for owned in trainer.data.finish()]
+
+
+@pytest.mark.parametrize("run", [LATENT, DROPPED, ADAPTED, FROM_X], ids=["plain", "dropped", "adapted", "from x"])
+def test_latent_attention_has_the_same_bits_when_it_runs_again_from_its_short_vectors(run: TrainRun) -> None:
+    theirs = interleaved_step(built(KEEP, run=run))
+    assert all(bool(tensor.any()) for tensor in theirs)
+    for one in (UP, replace(UP, modules=("norm", "core_attention", "mla_up_proj"), check=True)):
+        assert same(interleaved_step(built(one, run=run)), tuple(theirs))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_sinks_of_latent_attention_are_given_each_product_once(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[data.FlatSink] = []
+    product = data.FlatSink.product
+
+    def noted(self: data.FlatSink, x: Tensor, dy: Tensor) -> None:
+        given.append(self)
+        product(self, x, dy)
+
+    theirs = step(built(KEEP, dtype, LATENT))
+    monkeypatch.setattr(data.FlatSink, "product", noted)
+    assert same(step(built(UP, dtype, LATENT)), tuple(theirs))
+    assert len(given) == 2 * 2 * 7 and all(given.count(sink) == 2 for sink in given)
 
 
 @pytest.mark.slow

@@ -59,6 +59,8 @@ SELECTIVE += [RecomputeConfig(granularity="selective", modules=("norm", "mlp"), 
 FULL = [RecomputeConfig(granularity="full", num_layers=count) for count in (1, 2, 3, 9)]
 BLOCK = [RecomputeConfig(granularity="full", method="block", num_layers=count) for count in (1, 2, 4)]
 SHARED = RecomputeConfig(granularity="selective", modules=("shared_experts",))
+UP = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
+UP_AND_NORMS = replace(UP, modules=("norm", "core_attention", "mla_up_proj"))
 CHEAP = RecomputeConfig(granularity="selective", modules=("norm", "mlp_act"))
 DOCUMENTS = {
     "rows": (12, 12), "tiled rows": (70, 70), "packed": (33, 20, 17), "short, packed": (5, 3, 2), "one": (130,),
@@ -360,6 +362,29 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: 
     plain = Setting(model=MODEL, dtype="fp32", lengths=(length,) * 2, cp=cp, context=kind, a2a=2)
     for recompute in (RecomputeConfig(), FULL[1], SELECTIVE[-1]):
         run_ranks(on_a_cp_rank, cp, replace(plain, recompute=recompute))
+
+
+@pytest.mark.parametrize("recompute", [UP, UP_AND_NORMS], ids=str)
+@pytest.mark.parametrize("name", ["latent", "mla, values as keys", "mla, LayerNorm"])
+def test_latent_attention_that_runs_again_keeps_its_short_vectors(name: str, recompute: RecomputeConfig) -> None:
+    setting = Setting(model=replace(KINDS[name], max_seq_len=96), dtype="bf16", lengths=(33, 20), recompute=recompute)
+    agrees(setting)
+    agrees(replace(setting, dtype="fp32", lengths=(12, 12)))
+    assert total(layer_rows(setting, recompute.modules)) < total(layer_rows(setting, ("core_attention",)))
+
+
+@pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "sp"])
+def test_ranks_keep_their_shares_of_short_vectors(sp: bool) -> None:
+    plain = Setting(model=KINDS["latent"], dtype="fp32", lengths=(12, 12), recompute=UP)
+    run_ranks(on_a_rank, 2, replace(plain, tp=2, sp=sp))
+    run_ranks(on_a_cp_rank, 2, replace(plain, cp=2, context="a2a" if sp else "ring"))
+
+
+def test_layers_that_turn_by_two_tables_keep_both_where_they_run_again() -> None:
+    windows = AttentionConfig(window=5, window_layers=(True, False))
+    model = replace(KINDS["mla, values as keys"], attention=windows, rope=RopeConfig(local_theta=100.0))
+    for changed in (model, replace(model, attention=replace(windows, window_layers=(True,)))):
+        agrees(Setting(model=changed, dtype="fp32", lengths=(12, 12), recompute=UP))
 
 
 @pytest.mark.slow

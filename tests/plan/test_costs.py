@@ -22,6 +22,7 @@ from megalith.plan.costs import (
     attention_flops,
     flops_per_token,
     head_flops,
+    latent_flops,
     layer_flops,
     loss_chunk,
     mlp_flops,
@@ -288,6 +289,18 @@ def test_the_parts_make_up_the_whole() -> None:
 
 
 MLA = replace(SMALL, num_kv_heads=8, mla=MLAConfig(kv_rank=10, q_rank=14, nope_dim=6, rope_dim=4, value_dim=5))
+
+
+def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> None:
+    between = attention_flops(MLA, 0, tokens=20, squared_lengths=400)
+    queries, keys_and_values = 8 * (6 + 4), 8 * (6 + 5)
+    short = latent_flops(MLA, 0, tokens=20, squared_lengths=400) - between
+    assert short == 6 * 20 * (queries * 14 + keys_and_values * 10)
+    mla = replace(MLA, mla=MLAConfig(kv_rank=10, nope_dim=6, rope_dim=4, value_dim=5))
+    whole = latent_flops(mla, 0, tokens=20, squared_lengths=400) - between
+    assert whole == 6 * 20 * (queries * mla.hidden_size + keys_and_values * 10)
+
+
 COUNTED = [
     *VARIANTS,
     replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megalith.config.mla import MLAConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.plan.recompute import (
@@ -16,6 +17,7 @@ from megalith.plan.recompute import (
     recompute_notes,
     recompute_problems,
     shared_experts_problems,
+    up_projection_problems,
 )
 from megalith.testing.tiny import tiny_run
 
@@ -118,6 +120,16 @@ def test_experts_for_all_tokens_run_again_where_there_are_some() -> None:
     some = MoEConfig(experts=2, ffn_hidden_size=3, shared_ffn_hidden_size=4)
     assert shared_experts_problems(again, replace(model, moe=some)) == []
     assert shared_experts_problems(RecomputeConfig(), model) == []
+
+
+def test_projections_from_short_vectors_run_again_where_there_are_some() -> None:
+    again, model = RecomputeConfig(granularity="selective", modules=("norm", "mla_up_proj")), tiny_run({}).model
+    assert up_projection_problems(again, model) == [
+        "recompute.modules=['norm', 'mla_up_proj'] names mla_up_proj, but model.mla=None: only latent attention "
+        "projects up from short vectors. Replace mla_up_proj by core_attention, or set model.mla."
+    ]
+    assert up_projection_problems(again, replace(model, mla=MLAConfig(kv_rank=7))) == []
+    assert up_projection_problems(RecomputeConfig(), model) == []
 
 
 def chunked(chunks: int = 3, offload: OffloadConfig = HERE, *, drop: bool = False, **changes: Any) -> list[str]:

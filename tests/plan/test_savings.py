@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.plan.activations import Setting, stage_kept, total, whole_layer
@@ -34,6 +35,21 @@ def test_whole_layers_cost_one_forward_pass_of_them_and_parts_only_their_own() -
     assert half == full / 2 and 0.3 < full < 1 / 3  # the head's part of a step is not computed again
     extra = {saving.region: saving.extra for saving in savings(replace(PLAIN, recompute=PARTS), num_layers=4)}
     assert 0 < extra["core_attention"] < extra["mlp"] < full and extra["norm"] == extra["mlp_act"] == 0
+
+
+def test_projections_of_latent_attention_save_and_cost_more_than_what_lies_between_them() -> None:
+    model = replace(MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=24, q_rank=32, nope_dim=16, rope_dim=8, value_dim=16))
+    found = {}
+    for modules in (("core_attention",), ("mla_up_proj",), ("core_attention", "mla_up_proj")):
+        again = RecomputeConfig(granularity="selective", modules=modules)
+        setting = replace(PLAIN, model=model, recompute=again)
+        every = savings(setting, num_layers=4)
+        found[modules] = sum(one.nbytes for one in every), sum(one.extra for one in every)
+        kept = stage_kept(setting, num_layers=4).nbytes
+        assert abs(stage_kept(replace(setting, recompute=RecomputeConfig()), num_layers=4).nbytes - kept) > 0
+    core, up, both = found.values()
+    assert both == up and up[0] > core[0] and up[1] > core[1] > 0
+    assert "Remove it" not in "\n".join(saving_lines(setting, num_layers=4))
 
 
 def test_offloading_moves_bytes_and_costs_no_operations() -> None:

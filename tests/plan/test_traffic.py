@@ -226,10 +226,15 @@ SHORT = {
     "model.mla.kv_rank": "7", "model.mla.nope_dim": "5", "model.mla.rope_dim": "4", "model.mla.value_dim": "3",
     "model.num_kv_heads": "8", "model.head_dim": "null", "parallel.tp": "2",
 }  # fmt: skip
+UP = {"recompute.granularity": "selective", "recompute.modules": "[mla_up_proj]"}
 LATENT = [
     (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9", "model.mtp.depths": "1"}),
     (2, SHORT | {"model.mla.q_rank": "9"}),
     (2, SHORT | {"parallel.sp": "true", "recompute.granularity": "full"}),
+    (2, SHORT | {"parallel.sp": "true", "model.mla.q_rank": "9"} | UP),
+    (2, SHORT | {"model.mla.q_rank": "9"} | UP),
+    (2, SHORT | {"parallel.tp": "1", "parallel.cp": "2"} | UP),
+    (2, SHORT | {"parallel.tp": "1", "parallel.cp": "2", "parallel.context.kind": "a2a"} | UP),
 ]
 DEPTHS = {"model.mtp.depths": "2"}
 FURTHER = [
@@ -262,7 +267,7 @@ LOOKING = [
 
 @pytest.mark.parametrize(
     "world, settings",
-    [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0], LOOKING[0]],
+    [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0], LATENT[3], LOOKING[0]],
 )
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)

@@ -476,6 +476,18 @@ AGAIN = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("parallel", [
+    ParallelConfig(tp=2, cp=2, sp=True), ParallelConfig(tp=2, pp=2),
+    ParallelConfig(cp=5, tp=2, context=ContextConfig(kind="a2a")),
+])  # fmt: skip
+def test_latent_attention_has_its_types_when_it_runs_again(parallel: ParallelConfig) -> None:
+    again = RecomputeConfig(granularity="selective", modules=("mla_up_proj",))
+    model = VARIANTS["latent"]
+    report = type_check(model, parallel, world=20, ranks=(19,), recompute=again)
+    assert report.ok and report.unseen == ()
+    assert report.collectives == type_check(model, parallel, world=20, ranks=(19,)).collectives
+
+
 @pytest.mark.parametrize(("recompute", "parallel", "world", "unseen"), AGAIN)
 def test_what_is_computed_again_has_the_types_of_the_first_time(
     recompute: RecomputeConfig, parallel: ParallelConfig, world: int, unseen: tuple[str, ...]

@@ -544,8 +544,8 @@ MEMORY = (
     Row(name="--recompute-num-layers", takes="int", fields=("recompute.num_layers",), how="left out: 1"),
     Row(
         name="--recompute-modules", takes="words", fields=("recompute.modules",),
-        how="core_attn: core_attention; layernorm: norm; mlp, moe: mlp; shared_experts; those of other models are left "
-        "out",
+        how="core_attn: core_attention; layernorm: norm; mlp, moe: mlp; shared_experts; mla_up_proj, with core_attn; "
+        "those of other models are left out",
     ),
     Row(
         name="--mlp-chunks-for-training", takes="int", fields=("recompute.mlp_chunks",),

@@ -11,7 +11,10 @@ _CHUNKS = "--mlp-chunks-for-training"
 _SHARD, _OFFLOAD = "--distribute-saved-activations", "--cpu-offloading-num-layers"
 
 _NAMES = {"core_attn": "core_attention", "layernorm": "norm", "mlp": "mlp"}
-_OF_EXPERTS = {"moe": ("--num-experts", "mlp"), "shared_experts": (_SHARED, "shared_experts")}
+_OF_SOME_MODELS = {
+    "moe": ("--num-experts", "mlp"), "shared_experts": (_SHARED, "shared_experts"),
+    "mla_up_proj": ("--multi-latent-attention", "mla_up_proj"),
+}  # fmt: skip
 """Where the model has them, by which flag; `moe_act` is not kept in any case."""
 
 _OF_OTHER_MODELS = (
@@ -73,7 +76,7 @@ def _check_range(draft: Draft, flag: str, *, least: int, most: int) -> None:
 
 def _modules(draft: Draft) -> list[str]:
     """Our names of the modules that are recomputed, each once."""
-    there = {word: name for word, (flag, name) in _OF_EXPERTS.items() if draft.arguments.value(flag) is not None}
+    there = {word: name for word, (flag, name) in _OF_SOME_MODELS.items() if draft.arguments.value(flag)}
     names, found, others = _NAMES | there, [], []
     for word in draft.arguments.value(_MODULES) or ["core_attn"]:
         if word in names:

@@ -58,6 +58,16 @@ def test_parts_of_mixtures_are_ours_where_there_are_some(tiny: Translate) -> Non
     assert "this model has no shared_experts" in [entry.text for entry in done.entries]
 
 
+def test_projections_of_latent_attention_are_ours_where_there_are_some(tiny: Translate) -> None:
+    again = "--recompute-activations --recompute-modules mla_up_proj layernorm"
+    latent = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --qk-layernorm"
+    done = tiny(f"{latent} {again}")
+    assert done.run is not None and done.run.recompute.modules == ("mla_up_proj", "norm")
+    done = tiny(again)
+    assert done.run is not None and done.run.recompute.modules == ("norm",)
+    assert "this model has no mla_up_proj" in [entry.text for entry in done.entries]
+
+
 def test_an_unknown_module_is_refused(tiny: Translate) -> None:
     (problem,) = tiny("--recompute-activations --recompute-modules attention").problems
     assert problem.startswith("--recompute-modules attention: Megatron has no such choice. Use one of core_attn, ")
