@@ -310,9 +310,10 @@ def held_parameters(
     """
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
+    places = HeldParameter("positions.weight", model.max_seq_len, h, cut=False)
     held = [table] if embedding else []
-    if (embedding and model.positions == "learned") or (loss and model.shares_places()):
-        held.append(HeldParameter("positions.weight", model.max_seq_len, h, cut=False))
+    if embedding and model.positions == "learned":
+        held.append(places)
     if model.needs_biases(layers=len(layers), loss=loss):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
@@ -325,6 +326,8 @@ def held_parameters(
             held.append(HeldParameter("head.weight", part.vocab, h, cut=True))
         if model.shares_table() and not embedding:
             held.append(table)
+        if model.shares_places() and not embedding:
+            held.append(places)
         for depth in range(model.mtp.depths):
             held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
     return held

@@ -1,7 +1,7 @@
 """What faults in mixtures of experts put in place of the right functions; `verify/faults.py` names and plants them."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -49,8 +49,7 @@ def without_replicas_of_rows() -> AbstractContextManager[None]:
     return replaced(fsdp, "start_all_reduce_", lambda x, group: None)
 
 
-@contextmanager
-def whole_experts_overwritten() -> Iterator[None]:
+def whole_experts_overwritten() -> AbstractContextManager[None]:
     """Of experts that nobody else holds under zero 3, a microbatch's gradient replaces those before it."""
     from megalith.parallel import fsdp
 
@@ -62,8 +61,7 @@ def whole_experts_overwritten() -> Iterator[None]:
         put(self, name, gradient)
         self._rounds[name] = rounds + 1
 
-    with replaced(fsdp.Unit, "_put", overwrite):
-        yield
+    return replaced(fsdp.Unit, "_put", overwrite)
 
 
 # --- on the way to experts and back

@@ -349,9 +349,7 @@ def _one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers,
     return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
 
 
-def _no_window(
-    self: tokens.Context, near: int, *, window: int | None = None, causal: bool = True, chunked: bool = False
-) -> tuple[Spans, ...]:
+def _no_window(self: tokens.Context, near: int, *, causal: bool = True, **windows: Any) -> tuple[Spans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
 
 

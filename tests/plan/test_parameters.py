@@ -160,9 +160,12 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         total = sum(one.numel for one in first + last)
         relative = config.positions == "relative"
         biases = config.relative.buckets * config.num_heads
-        assert total == num_parameters(config) + config.shares_table() * table + relative * biases
+        places = config.max_seq_len * config.hidden_size
+        again = config.shares_table() * table + config.shares_places() * places + relative * biases
+        assert total == num_parameters(config) + again
         shared = {one.name for one in first} & {one.name for one in last}
-        twice = {"embed.weight": config.shares_table(), "relative.weight": relative}
+        ends = {"embed.weight": config.shares_table(), "positions.weight": config.shares_places()}
+        twice = ends | {"relative.weight": relative}
         assert shared == {name for name, is_shared in twice.items() if is_shared}
         stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True))
         assert [one.name for one in last] == [one.shard.name for one, _, _ in declared_parameters(stage)]

@@ -269,7 +269,7 @@ def test_a_base_that_is_named_elsewhere_is_that_of_the_run(
 
 
 FUSED = {
-    "Phi3Config": ("qkv_proj", LLAMA), "GPTNeoXConfig": ("query_key_value", SIZES),
+    "Phi3Config": ("qkv_proj", LLAMA), "GPTNeoXConfig": ("query_key_value", SIZES | {"rotary_pct": 1.0}),
     "GPT2Config": ("c_attn", GPT2 | {name: SIZES[name] for name in ("vocab_size", "bos_token_id", "eos_token_id")}),
 }  # fmt: skip
 
