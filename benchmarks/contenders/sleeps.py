@@ -94,7 +94,7 @@ def run_rank(
         SleepingStage(schedule.stage_of(rank, chunk), schedule.num_stages, naps) for chunk in range(schedule.num_chunks)
     ]
     pipeline = Pipeline(
-        rank, handles_of(group, tags=True), torch.device("cpu"), lambda _: (Spec((WIDTH,), torch.float32),),
+        rank, handles_of(group, tags=True), torch.device("cpu"), lambda *_: (Spec((WIDTH,), torch.float32),),
         weights=[Postponed([stage]) for stage in stages],
     )  # fmt: skip
     times = []
