@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import re
+import signal
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -32,6 +33,14 @@ def is_local(address: Any) -> bool:  # whatever a socket takes: (host, port, ...
         return ipaddress.ip_address(host.split("%")[0]).is_loopback
     except ValueError:
         return False
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A process that was started in the background of a shell ignores SIGINT; here it does not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -3,7 +3,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +246,6 @@ def test_a_head_that_is_untied_in_words_and_missing_is_named(theirs: Path, capsy
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     assert main(["convert", str(theirs), str(theirs.parent / "x")]) == 2
     assert "lm_head.weight is missing (set tie_word_embeddings to true if" in capsys.readouterr().err
-
-
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """A process that was started in the background of a shell ignores SIGINT; here it does not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("interruptible")

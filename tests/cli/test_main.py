@@ -162,6 +162,7 @@ sys.exit(command.main())
 """
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_second_ctrl_c_ends_at_once_and_without_a_traceback() -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", IMPATIENT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -89,6 +89,7 @@ def test_an_error_in_a_lane_ends_both_and_is_raised_with_its_own_traceback(which
     assert log[-2:] == ["f0", "b0"], "the next pair runs as ever"
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_ends_both_lanes_whichever_runs() -> None:
     turns, log = Turns(), list[str]()
     main = threading.main_thread().ident
