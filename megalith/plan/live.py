@@ -16,8 +16,9 @@ def peak_live(schedule: Schedule) -> tuple[tuple[int, ...], ...]:
     for actions in schedule.ranks:
         live, peak = [0] * schedule.num_chunks, [0] * schedule.num_chunks
         for kind, chunk, _, _ in actions:
-            live[chunk] += CHANGES.get(kind, 0)
-            peak[chunk] = max(peak[chunk], live[chunk])
+            if kind in CHANGES:
+                live[chunk] += CHANGES[kind]
+                peak[chunk] = max(peak[chunk], live[chunk])
         peaks.append(tuple(peak))
     return tuple(peaks)
 

@@ -5,7 +5,7 @@ as those to experts are. In a pair, `parallel/turns` decides who computes when; 
 Source: DeepSeek-AI 2024, arXiv:2412.19437, section 3.2.1.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -49,7 +49,7 @@ def _pairs_of_chunks(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
     )
 
 
-def together(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
+def together(schedule: Schedule, rank: int) -> Iterator[tuple[Action, ...]]:
     """What a rank does, in order: single actions, and pairs of a forward and the backward that comes next.
 
     They do not need each other if their microbatches differ: a backward needs all forwards of its own, and a forward no
@@ -60,15 +60,20 @@ def together(schedule: Schedule, rank: int) -> list[tuple[Action, ...]]:
     >>> ["+".join(f"{action.kind}{action.microbatch}" for action in each) for each in together(schedule, 0)]
     ['F0', 'F1+B0', 'F2+B1', 'B2']
     """
-    found: list[tuple[Action, ...]] = []
-    pairs, last = schedule.pairs[rank] if schedule.pairs else frozenset(), None
-    for action in schedule.ranks[rank]:
-        if last is not None and last.kind == "F" and (last.chunk, last.microbatch) in pairs:
-            found[-1] += (action,)
+    actions = schedule.ranks[rank]
+    return _joined(actions, schedule.pairs[rank]) if schedule.pairs else zip(actions, strict=True)
+
+
+def _joined(actions: Sequence[Action], pairs: frozenset[tuple[int, int]]) -> Iterator[tuple[Action, ...]]:
+    forward: tuple[Action, ...] = ()
+    for action in actions:
+        if action.kind == "F" and (action.chunk, action.microbatch) in pairs:
+            forward = (action,)
         else:
-            found.append((action,))
-        last = action
-    return found
+            yield (*forward, action)
+            forward = ()
+    if forward:
+        yield forward
 
 
 def pairing_problems(model: ModelConfig, parallel: ParallelConfig) -> list[str]:

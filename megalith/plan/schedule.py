@@ -8,6 +8,7 @@ the messages between ranks, `plan/simulate` runs the result on paper, `parallel/
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from megalith.config.pipeline import PipelineConfig, ScheduleName
@@ -139,7 +140,7 @@ def gpipe(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     Source: Huang et al. 2018, arXiv:1811.06965, section 2.3.
     """
     del rank, num_ranks  # the same on every rank
-    return _row("F", num_microbatches) + _row("B", num_microbatches)
+    return [*_row("F", num_microbatches), *_row("B", num_microbatches)]
 
 
 def one_f_one_b(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -183,13 +184,13 @@ def zb_h1(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
     """
     warmup = min(num_ranks - 1 - rank, num_microbatches)
     forwards, weights = _row("F", num_microbatches), _row("W", num_microbatches)
-    actions = forwards[:warmup]
+    actions = [*forwards[:warmup]]
     for microbatch, towards_input in enumerate(_row("I", num_microbatches)):
         actions += forwards[warmup + microbatch : warmup + microbatch + 1]
         actions.append(towards_input)
         if microbatch >= rank:
             actions.append(weights[microbatch - rank])
-    return actions + weights[max(num_microbatches - rank, 0) :]
+    return [*actions, *weights[max(num_microbatches - rank, 0) :]]
 
 
 def zb_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:
@@ -349,8 +350,10 @@ def _forward_v(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]
     return [Action("F", chunk, microbatch) for _, chunk, microbatch in sorted(slots)]
 
 
-def _row(kind: Kind, num_microbatches: int) -> list[Action]:
-    return [Action(kind, 0, microbatch) for microbatch in range(num_microbatches)]
+@lru_cache(maxsize=8)
+def _row(kind: Kind, num_microbatches: int) -> tuple[Action, ...]:
+    """The same objects for every rank: there are as many ranks as stages, and a rank's row is as long as a step."""
+    return tuple(Action(kind, 0, microbatch) for microbatch in range(num_microbatches))
 
 
 def in_turns(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:

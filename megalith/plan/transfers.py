@@ -9,8 +9,9 @@ as with two ranks in all or in a V, may interleave differently on both sides. `p
 Stages that are neighbours on one rank (the turn of a V, or a single rank) pass tensors without a message.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megalith.plan.pairs import together
@@ -64,14 +65,15 @@ def with_transfers(schedule: Schedule, *, overlap: bool = True) -> Schedule:
     Since no transfer waits, two ranks that send to each other at the same time cannot block, two ranks in all included.
     What is computed together counts as one action: its messages come before and after both.
     """
-    receives = _receives(schedule, overlap)
     ranks = []
-    for rank in range(schedule.num_ranks):
+    for rank, (slots, receives) in enumerate(_receives(schedule, overlap)):
         links = _links(schedule, rank)
         listed: list[Action] = []
-        for actions, posted in zip(together(schedule, rank), receives[rank], strict=True):
-            if posted:
-                listed += posted
+        posted = 0
+        for index, actions in enumerate(together(schedule, rank)):
+            while posted < len(slots) and slots[posted] == index:
+                listed.append(receives[posted])
+                posted += 1
             listed += actions
             for kind, chunk, microbatch, _ in actions:
                 link = links.get((kind, chunk))
@@ -101,48 +103,45 @@ def _links(schedule: Schedule, rank: int) -> dict[tuple[Kind, int], _Link]:
     return links
 
 
-def _receives(schedule: Schedule, overlap: bool) -> list[list[list[Action]]]:
-    """By rank and index of what it computes (together): the receives to post before, in the order of their channels."""
-    computed = [together(schedule, rank) for rank in range(schedule.num_ranks)]
-    needed = [_needed_at(schedule, each) for each in computed]
-    posts: list[list[list[Action]]] = [[[] for _ in each] for each in computed]
-    for channel, messages in _messages(schedule).items():
-        kind, rows = RECEIVES[channel.direction], needed[channel.target]
-        first = len(computed[channel.target])
-        slots = []
-        for chunk, microbatch in reversed(messages):
-            first = min(first, rows[channel.direction, chunk][microbatch])
-            slots.append(max(first - 1, 0) if overlap else first)
-        for (chunk, microbatch), slot in zip(messages, reversed(slots), strict=True):
-            posts[channel.target][slot].append(Action(kind, chunk, microbatch, channel.source))
-    return posts
+def _receives(schedule: Schedule, overlap: bool) -> Iterator[tuple[list[int], list[Action]]]:
+    """By rank: indices of what it computes (together), rising, and of each receive the one to post it before.
+
+    Receives of one index are in the order of their channels.
+    """
+    ahead = 1 if overlap else 0
+    by_channel = _messages(schedule)
+    for rank in range(schedule.num_ranks):
+        needed = _needed_at(schedule, rank)
+        slots: list[int] = []
+        receives: list[Action] = []
+        for messages in (messages for channel, messages in by_channel.items() if channel.target == rank):
+            needs = (needed[kind][chunk][microbatch] for kind, chunk, microbatch, _ in reversed(messages))
+            slots += [max(first - ahead, 0) for first in accumulate(needs, min)][::-1]
+            receives += messages
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        yield [slots[at] for at in order], [receives[at] for at in order]
 
 
-def _needed_at(
-    schedule: Schedule, computed: Sequence[tuple[Action, ...]]
-) -> dict[tuple[Direction, int], list[int]]:  # fmt: skip
-    """By (direction, chunk): for each microbatch the index of the computing that takes what comes this way."""
-    chunks = range(schedule.num_chunks)
-    rows = {(direction, chunk): [-1] * schedule.num_microbatches for direction in COMPUTES for chunk in chunks}
-    by_kind = {(kind, key[1]): row for key, row in rows.items() for kind in COMPUTES[key[0]]}
-    for index, actions in enumerate(computed):
+def _needed_at(schedule: Schedule, rank: int) -> dict[Kind, list[list[int]]]:
+    """By kind of receive, chunk and microbatch: the index of the computing (together) that takes what comes."""
+    rows = {kind: [[-1] * schedule.num_microbatches for _ in range(schedule.num_chunks)] for kind in RECEIVES.values()}
+    takes = {kind: rows[RECEIVES[direction]] for direction, kinds in COMPUTES.items() for kind in kinds}
+    for index, actions in enumerate(together(schedule, rank)):
         for kind, chunk, microbatch, _ in actions:
-            row = by_kind.get((kind, chunk))
-            if row is not None:
-                row[microbatch] = index
+            if kind in takes:
+                takes[kind][chunk][microbatch] = index
     return rows
 
 
-def _messages(schedule: Schedule) -> dict[Channel, list[tuple[int, int]]]:
-    """By channel: (chunk of the target, microbatch) of each message in the order in which the source computes them."""
-    messages: dict[Channel, list[tuple[int, int]]] = {channel: [] for channel in channels(schedule)}
+def _messages(schedule: Schedule) -> dict[Channel, list[Action]]:
+    """By channel: the receive of each message, in the order in which the source computes them."""
+    messages: dict[Channel, list[Action]] = {channel: [] for channel in channels(schedule)}
     for rank, actions in enumerate(schedule.ranks):
-        outgoing = {
-            producer: (messages[Channel(rank, link.target, link.direction)], link.chunk)
-            for producer, link in _links(schedule, rank).items()
-        }
+        links = _links(schedule, rank)
+        outgoing = {key: messages[Channel(rank, link.target, link.direction)] for key, link in links.items()}
         for kind, chunk, microbatch, _ in actions:
-            entry = outgoing.get((kind, chunk))
-            if entry is not None:
-                entry[0].append((entry[1], microbatch))
+            link = links.get((kind, chunk))
+            if link is not None:
+                receive = Action(RECEIVES[link.direction], link.chunk, microbatch, rank)
+                outgoing[kind, chunk].append(receive)
     return messages

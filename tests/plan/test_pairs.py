@@ -82,7 +82,7 @@ def test_pairs_are_of_two_microbatches_and_lists_match_and_never_block(name: Sch
             assert find_problems(linked) == [] and queue_problems(linked) == []
             for rank in range(plain.num_ranks):
                 computed = [each for each in together(linked, rank) if each[0].peer < 0]
-                assert computed == together(paired, rank), "no message within a pair"
+                assert computed == list(together(paired, rank)), "no message within a pair"
         found += pairs_of(paired)
     assert found > 200
 

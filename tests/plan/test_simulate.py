@@ -11,7 +11,7 @@ import pytest
 from megalith.config.pipeline import ScheduleName
 from megalith.errors import PlanError
 from megalith.plan.live import peak_live
-from megalith.plan.schedule import Action, Schedule, build_schedule
+from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, find_problems, simulate
 from megalith.plan.transfers import with_transfers
 from megalith.testing.schedules import random_schedule
@@ -191,6 +191,22 @@ def seconds_of_the_largest() -> float:
     return time.process_time() - started
 
 
+def seconds_of_a_yardstick() -> float:
+    """Of computing time, for a fixed piece of work of the same sort: a quarter of a second on an idle core."""
+    started = time.process_time()
+    for _ in range(4):
+        rows = [[Action("F", chunk, microbatch) for microbatch in range(1024)] for chunk in range(64)]
+        last: dict[tuple[Kind, int], int] = {}
+        for row in rows:
+            for kind, chunk, microbatch, _ in row:
+                last[kind, chunk] = max(last.get((kind, chunk), 0), microbatch)
+    return time.process_time() - started
+
+
 def test_64_stages_and_1024_microbatches_of_three_schedules_are_built_and_checked_in_five_seconds() -> None:
-    # Other jobs on the same cores make computing time longer, too: one of three has to do.
-    assert any(seconds_of_the_largest() < 5 for _ in range(3))
+    # Computing takes longer where other jobs share the cores and their caches; a yardstick before and after shows it.
+    def idle_seconds() -> float:
+        before, seconds, after = seconds_of_a_yardstick(), seconds_of_the_largest(), seconds_of_a_yardstick()
+        return 0.25 * seconds / ((before + after) / 2)
+
+    assert any(idle_seconds() < 5 for _ in range(3))
