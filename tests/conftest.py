@@ -5,7 +5,8 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,22 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def install_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, dict[str, str]], Path]:
+    """Installs a package `fast-wires`, which lasts as long as the test: gives its folder."""
+
+    def install(group: str, entry_points: dict[str, str]) -> Path:
+        info = tmp_path / "fast_wires-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-wires\nVersion: 1.0\n")
+        lines = [f"[{group}]", *(f"{name} = {value}" for name, value in entry_points.items())]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+        return tmp_path
+
+    return install
 
 
 @pytest.fixture(autouse=True, scope="session")

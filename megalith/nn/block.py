@@ -22,9 +22,10 @@ from megalith.nn.mlp import MLP, GatedMLP, build_mlp
 from megalith.nn.moe.layer import MoE, itself
 from megalith.nn.norm import Norm, build_norm
 from megalith.nn.square import Square
+from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.recompute import Recomputed, RecomputedInChunks, recompute
+from megalith.parallel.recompute import Recomputed, RecomputedInChunks
 from megalith.parallel.tensor import Region
 from megalith.plan.recompute import modules_again
 
@@ -263,7 +264,7 @@ class RecomputedCore:
     ) -> Tensor:
         """Keeps q, k, v: made contiguous, because values are a part of a larger tensor, which would be kept whole."""
         tensors = [x.contiguous() for x in (k, v, sinks) if x is not None]
-        return recompute(partial(self._attend, tokens, scores), q, *tensors, check=self.check)
+        return recomputation.recompute(partial(self._attend, tokens, scores), q, *tensors, check=self.check)
 
     def _attend(self, tokens: Tokens, scores: Scores, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         return self.core(q, k, v, tokens, scores=scores, sinks=sinks[0] if sinks else None)

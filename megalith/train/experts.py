@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalith.data.loader import Batch
 from megalith.kernels.replay import Route, Routing
-from megalith.nn.moe.balance import LOSSES
+from megalith.nn.moe.balance import LOSSES, Record
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
@@ -21,22 +21,26 @@ def routers_of(model: nn.Module) -> Iterator[Router]:
     return (module for module in model.modules() if isinstance(module, Router))
 
 
+def learning(model: nn.Module) -> Iterator[tuple[Router, Record]]:
+    """Routers that are trained and have counted something, and what."""
+    for router in routers_of(model):
+        record = router.balance.record
+        if record is not None and any(weight.requires_grad for weight in router.gate.sunk()):
+            yield router, record
+
+
 def move_balancing_biases(model: nn.Module, mesh: Mesh) -> None:
     """After a step, make experts that were chosen too seldom more likely to be chosen, and those too often less.
 
     Routers that are not trained keep their biases. Collective over the ranks with the same layers; one message.
     Source: Wang et al. 2024, arXiv:2408.15664, algorithm 1.
     """
-    moving = [
-        (router.moved, router.balance.record, router.moe.router.balancing_rate)
-        for router in routers_of(model)
-        if router.moved is not None and any(weight.requires_grad for weight in router.gate.sunk())
-    ]
-    recorded = [(bias, record, rate) for bias, record, rate in moving if record is not None]
-    if not recorded:
+    counted = [(router, bias, record) for router, record in learning(model) if (bias := router.moved) is not None]
+    if not counted:
         return
-    counts = all_reduce_(torch.stack([record.counts.sum(0) for _, record, _ in recorded]), mesh.over("dp", "cp", "tp"))
-    for (bias, _, rate), count in zip(recorded, counts, strict=True):
+    counts = all_reduce_(torch.stack([record.counts.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp"))
+    for (router, bias, _), count in zip(counted, counts, strict=True):
+        rate = router.moe.router.balancing_rate
         bias.data.add_((count.mean() - count).sign().to(bias.dtype), alpha=rate)
 
 
@@ -46,16 +50,12 @@ def move_balancing_offsets(model: nn.Module, mesh: Mesh) -> None:
     Offsets are those of the microbatches that had tokens; of these before the step `quantile_ema` remains. Their mean
     over the experts, which changes no choice, is 0. Collective over the ranks with the same layers; one message.
     """
-    moving = [
-        (router.offset, router.balance.record, router.moe.balance.quantile_ema)
-        for router in routers_of(model)
-        if router.offset is not None and any(weight.requires_grad for weight in router.gate.sunk())
-    ]
-    recorded = [(offset, record, kept) for offset, record, kept in moving if record is not None]
-    if not recorded:
+    counted = [(router, offset, record) for router, record in learning(model) if (offset := router.offset) is not None]
+    if not counted:
         return
-    sums = torch.stack([record.offsets.sum(0) for _, record, _ in recorded])
-    for (offset, _, kept), row in zip(recorded, all_reduce_(sums, mesh.over("dp", "cp", "tp")), strict=True):
+    sums = all_reduce_(torch.stack([record.offsets.sum(0) for _, _, record in counted]), mesh.over("dp", "cp", "tp"))
+    for (router, offset, _), row in zip(counted, sums, strict=True):
+        kept = router.moe.balance.quantile_ema
         fresh = kept * offset.data.double() + (1 - kept) * row[:-1] / row[-1].clamp(min=1)
         offset.data.copy_(fresh - fresh.mean())
 

@@ -1,6 +1,7 @@
 """The plain transport gives what the others give, and a package's own is called by its name."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,15 +72,11 @@ def test_the_plain_transport_gives_what_an_exchange_and_a_gather_give(ep: int, e
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
     """An installed package with a transport that works, and one whose code lacks something."""
-    info = tmp_path / "fast_wires-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-wires\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\nfast = fast_wires:build\nbroken = no_such_wires:build\n")
-    (tmp_path / "fast_wires.py").write_text(CODE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    folder = install_package(GROUP, {"fast": "fast_wires:build", "broken": "no_such_wires:build"})
+    (folder / "fast_wires.py").write_text(CODE)
+    return folder
 
 
 def test_a_transport_that_a_package_brings_is_built_and_used(package: Path) -> None:

@@ -1,5 +1,6 @@
 """Which ways there are for tokens to reach experts, and what is said of one that is not there."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,14 +9,9 @@ from megalith.plan.transports import BUILT_IN, GROUP, installed_transports, tran
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(install_package: Callable[[str, dict[str, str]], Path]) -> Path:
     """An installed package that brings two ways, one under a name that is taken."""
-    info = tmp_path / "fast_wires-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fast-wires\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[{GROUP}]\nfast = fast_wires:build\nexchange = fast_wires:other\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
+    return install_package(GROUP, {"fast": "fast_wires:build", "exchange": "fast_wires:other"})
 
 
 def test_what_is_here_is_no_problem() -> None:

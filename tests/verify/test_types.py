@@ -22,10 +22,11 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError, PlanError
+from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
 from megalith.models.decoder import Decoder
 from megalith.nn import dropout as dropout_layers
-from megalith.nn.block import Block
+from megalith.nn.block import Block, RecomputedCore
 from megalith.nn.mlp import GatedMLP
 from megalith.nn.norm import RMSNorm
 from megalith.parallel import autograd
@@ -498,6 +499,21 @@ def test_what_is_computed_again_has_the_types_of_the_first_time(
     assert report.problems == ()
     assert report.collectives == type_check(model, parallel, world=world, ranks=ranks).collectives
     assert [text.split(":")[0] for text in report.unseen] == list(unseen)
+
+
+def test_attention_that_runs_again_has_the_types_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, found = RecomputedCore._attend, dict[bool, list[Any]]()
+
+    def attend(self: RecomputedCore, tokens: Tokens, scores: Scores, q: Tensor, *others: Tensor) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        found.setdefault(in_backward, []).append([types_of(x) for x in (q, *others)])
+        return plain(self, tokens, scores, q, *others)
+
+    monkeypatch.setattr(RecomputedCore, "_attend", attend)
+    again = RecomputeConfig(granularity="selective", modules=("core_attention",))
+    assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).ok
+    assert V in found[False][0][0].values() and len(found[False]) == MODEL.num_layers
+    assert found[True] == found[False][::-1]
 
 
 def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
