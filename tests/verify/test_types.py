@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import spmd_types as checker
 import torch
-from spmd_types import I, R, V
+from spmd_types import I, P, R, V
 from spmd_types.checker import typecheck
 from torch import Tensor
 from torch.autograd import Function
@@ -501,19 +501,19 @@ def test_what_is_computed_again_has_the_types_of_the_first_time(
     assert [text.split(":")[0] for text in report.unseen] == list(unseen)
 
 
-def test_attention_that_runs_again_has_the_types_of_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, found = RecomputedCore._attend, dict[bool, list[Any]]()
+def test_attention_that_runs_again_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = RecomputedCore._attend
 
     def attend(self: RecomputedCore, tokens: Tokens, scores: Scores, q: Tensor, *others: Tensor) -> Tensor:
-        in_backward = torch._C._current_graph_task_id() != -1
-        found.setdefault(in_backward, []).append([types_of(x) for x in (q, *others)])
+        if torch._C._current_graph_task_id() != -1:  # in backward
+            q = q + checker.assert_type(torch.ones(()), dict.fromkeys(checker.get_local_type(q), P))  # it is not
         return plain(self, tokens, scores, q, *others)
 
-    monkeypatch.setattr(RecomputedCore, "_attend", attend)
     again = RecomputeConfig(granularity="selective", modules=("core_attention",))
     assert type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).ok
-    assert V in found[False][0][0].values() and len(found[False]) == MODEL.num_layers
-    assert found[True] == found[False][::-1]
+    monkeypatch.setattr(RecomputedCore, "_attend", attend)
+    (problem,) = type_check(MODEL, ParallelConfig(tp=2), world=2, ranks=(0,), recompute=again).problems
+    assert problem.where == "backward" and "expected PerMeshAxisLocalSpmdType.P" in problem.what
 
 
 def test_what_waits_in_host_memory_is_said_to_be_unseen() -> None:
