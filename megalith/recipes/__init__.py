@@ -7,10 +7,11 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.config.tree import load_yaml
 from megalith.errors import ConfigError
-from megalith.recipes.deepseek import deepseek_v3
-from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m
+from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
+from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
 from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.gpt_oss import gpt_oss_20b
+from megalith.recipes.llama2 import llama2_7b, llama2_70b
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 from megalith.recipes.llama4 import llama4_scout
 from megalith.recipes.lora_tiny import lora_tiny
@@ -22,6 +23,7 @@ from megalith.recipes.olmoe import olmoe_7b
 from megalith.recipes.phi3 import phi3_mini
 from megalith.recipes.pythia import pythia_160m
 from megalith.recipes.quickstart import quickstart
+from megalith.recipes.qwen2 import qwen1_5_moe_a2_7b, qwen2_7b
 from megalith.recipes.qwen3 import qwen3_0_6b, qwen3_8b, qwen3_30b_a3b
 from megalith.recipes.sft_tiny import sft_tiny
 from megalith.recipes.small import llama_6m, llama_29m, llama_125m, llama_350m
@@ -47,22 +49,30 @@ _RECIPES = (
     gemma3_1b,
     llama3_1b,
     olmo2_1b,
+    gemma_2b,
     gemma2_2b,
     starcoder2_3b,
     smollm3_3b,
     phi3_mini,
+    llama2_7b,
     olmoe_7b,
     mistral_7b,
     olmo2_7b,
+    qwen2_7b,
     llama3_8b,
     qwen3_8b,
+    gemma_7b,
     gemma2_9b,
     olmo2_13b,
+    qwen1_5_moe_a2_7b,
+    deepseek_v2_lite,
     gpt_oss_20b,
     qwen3_30b_a3b,
     mixtral_8x7b,
+    llama2_70b,
     llama3_70b,
     llama4_scout,
+    deepseek_v2,
     llama3_405b,
     deepseek_v3,
 )  # smallest first

@@ -1,4 +1,7 @@
-"""DeepSeek-V3, in the size that its report gives. Source: DeepSeek-AI 2024, arXiv:2412.19437."""
+"""DeepSeek-V2 and V3, in the sizes that their reports give.
+
+Source: DeepSeek-AI 2024, arXiv:2405.04434 (V2, section 3.1; V2-Lite, appendix B) and arXiv:2412.19437 (V3).
+"""
 
 from dataclasses import replace
 
@@ -12,6 +15,65 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.recipes.published import pretraining, warmed_cosine
+
+
+def deepseek_v2_lite() -> TrainRun:
+    """DeepSeek-V2-Lite over 8 GPUs, 8 of the 64 experts of each layer on each.
+
+    A token meets 2.7 of 15.7 billion parameters. Batch, learning rate and balance are the authors', who lowered the
+    rate in two steps, and read rows of 4096 tokens before positions were stretched.
+    """
+    model = ModelConfig(
+        vocab_size=102_400,
+        hidden_size=2048,
+        num_layers=27,
+        num_heads=16,
+        num_kv_heads=16,
+        ffn_hidden_size=10_944,
+        max_seq_len=4096,
+        norm_eps=1e-6,
+        init_std=0.006,
+        rope=RopeConfig(interleaved=True),
+        mla=MLAConfig(kv_rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+        moe=MoEConfig(
+            experts=64, top_k=6, ffn_hidden_size=1408, layers=(False, *(True,) * 26), shared_ffn_hidden_size=2 * 1408,
+            router=RouterConfig(renormalise=False), balance=BalanceConfig(sequence=1e-3),
+        ),
+    )  # fmt: skip
+    parallel = ParallelConfig(ep=8, zero=1)
+    return pretraining("deepseek_v2_lite", model, warmed_cosine(4.2e-4), global_batch_size=4608, parallel=parallel)
+
+
+def deepseek_v2() -> TrainRun:
+    """DeepSeek-V2 over 128 GPUs or more: 20 of the 160 experts of each layer on each of 8, the layers in 16 stages.
+
+    A token meets 21.4 of 235.7 billion parameters, of experts from 3 of 8 groups. Layout, the largest batch, learning
+    rate and the balance of experts are the authors', who began with a quarter of the batch, lowered the rate in two
+    steps, and also balanced what devices do and send.
+    """
+    model = ModelConfig(
+        vocab_size=102_400,
+        hidden_size=5120,
+        num_layers=60,
+        num_heads=128,
+        num_kv_heads=128,
+        ffn_hidden_size=12_288,
+        max_seq_len=4096,
+        norm_eps=1e-6,
+        init_std=0.006,
+        rope=RopeConfig(interleaved=True),
+        mla=MLAConfig(kv_rank=512, q_rank=1536, nope_dim=128, rope_dim=64, value_dim=128),
+        moe=MoEConfig(
+            experts=160, top_k=6, ffn_hidden_size=1536, layers=(False, *(True,) * 59), shared_ffn_hidden_size=2 * 1536,
+            router=RouterConfig(renormalise=False, scale=16.0, groups=8, top_groups=3, group_score="max"),
+            balance=BalanceConfig(sequence=3e-3),
+        ),
+    )  # fmt: skip
+    # A token costs in the head what it does in one layer and a half.
+    stages = PipelineConfig(layout=f"Ettt|{'tttt|' * 13}ttt|ttL")
+    parallel = ParallelConfig(ep=8, pp=16, pipeline=stages, zero=1)
+    run = pretraining("deepseek_v2", model, warmed_cosine(2.4e-4), global_batch_size=9216, parallel=parallel)
+    return replace(run, recompute=RecomputeConfig(granularity="full"))
 
 
 def deepseek_v3() -> TrainRun:

@@ -1,6 +1,7 @@
-"""Gemma 2 and 3 in some of their published sizes. Source: Gemma Team 2024, arXiv:2408.00118; 2025, arXiv:2503.19786.
+"""Gemma 1, 2 and 3 in some of their published sizes.
 
-The published ones up to 9B were distilled, so learning rates are ours.
+Source: Gemma Team 2024, arXiv:2403.08295; 2024, arXiv:2408.00118; 2025, arXiv:2503.19786. Learning rates are ours:
+the authors of the first told none, and of the later ones those up to 9B were distilled.
 """
 
 from megalith.config.attention import AttentionConfig
@@ -11,6 +12,19 @@ from megalith.config.train import TrainRun
 from megalith.recipes.published import pretraining, warmed_cosine
 
 _FIVE_OF_SIX = (True, True, True, True, True, False)
+
+
+def gemma_2b() -> TrainRun:
+    """Gemma 2B: all heads share one key and value, and the embedding, a fifth of the weights, serves as head."""
+    model = _gemma(hidden=2048, layers=18, heads=8, kv_heads=1, ffn=16_384)
+    return pretraining("gemma_2b", model, warmed_cosine(4e-4), seq_len=8192)
+
+
+def gemma_7b() -> TrainRun:
+    """Gemma 7B, split over 4 GPUs: 16 heads of 256 features, together wider than the residual stream."""
+    model = _gemma(hidden=3072, layers=28, heads=16, kv_heads=16, ffn=24_576)
+    parallel = ParallelConfig(tp=4, sp=True)
+    return pretraining("gemma_7b", model, warmed_cosine(3e-4), seq_len=8192, parallel=parallel)
 
 
 def gemma2_2b() -> TrainRun:
@@ -32,6 +46,14 @@ def gemma3_270m() -> TrainRun:
 def gemma3_1b() -> TrainRun:
     """Gemma 3 1B."""
     return pretraining("gemma3_1b", _gemma3(hidden=1152, layers=26, ffn=6912), warmed_cosine(6e-4))
+
+
+def _gemma(*, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=256_000, hidden_size=hidden, num_layers=layers, num_heads=heads, num_kv_heads=kv_heads, head_dim=256,
+        ffn_hidden_size=ffn, max_seq_len=8192, norm_eps=1e-6, norm_zero_centred=True, activation="gelu_tanh",
+        embedding_scale=hidden**0.5, tied_embeddings=True,
+    )  # fmt: skip
 
 
 def _gemma2(*, hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> ModelConfig:
