@@ -71,10 +71,10 @@ def _latent(draft: Draft) -> None:
         draft.copy(name)
     draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
     draft.put(flag, "model.rope.interleaved", True, "its positions turn pairs of neighbours")
-    if arguments.value("--qk-layernorm") and arguments.value("--normalization") == "RMSNorm":
-        draft.say("already", "--qk-layernorm", "the two short vectors are normed")
+    if arguments.value("--qk-layernorm"):
+        draft.say("already", "--qk-layernorm", "the two short vectors are normed, in the way of --normalization")
     else:
-        text = "latent attention here norms its short vectors by RMSNorm. Use --qk-layernorm --normalization RMSNorm"
+        text = "latent attention here always norms its short vectors. Use --qk-layernorm"
         draft.say("not mapped", "--qk-layernorm", text, "model")
     for name in ("--group-query-attention", "--qk-l2-norm", "--attention-output-gate"):
         if arguments.value(name):

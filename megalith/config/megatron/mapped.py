@@ -56,7 +56,7 @@ MODEL = (
     Row(name="--apply-layernorm-1p", takes="nothing", fields=("model.norm_zero_centred",)),
     Row(
         name="--qk-layernorm", takes="nothing", fields=("model.attention.qk_norm",),
-        how="head; latent attention has its norms anyway",
+        how="head; the short vectors of latent attention are normed anyway, and must be in Megatron",
     ),
     Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
     Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
@@ -90,11 +90,25 @@ MODEL = (
     Row(name="--rotary-scaling-factor", takes="float", fields=("model.rope.factor",), default=1.0, how="with yarn"),
     Row(
         name="--mscale", takes="float", fields=("model.rope.attention_factor",), default=1.0,
-        how="the ratio of what it gives and what --mscale-all-dim gives",
+        how="with yarn; the ratio of what it gives and what --mscale-all-dim gives",
     ),
     Row(
-        name="--mscale-all-dim", takes="float", fields=("model.mla.yarn_mscale",), default=0.0,
-        how="unset where it is 0",
+        name="--mscale-all-dim", takes="float", fields=("model.rope.attention_factor", "model.mla.yarn_mscale"),
+        default=0.0, how="the latter in latent attention only, and unset where it is 0",
+    ),
+    Row(
+        name="--yarn-original-max-position-embeddings", takes="int", fields=("model.rope.original_max_position",),
+        default=4096, how="read with --position-embedding-type yarn only, as the three below",
+    ),
+    Row(name="--yarn-beta-fast", takes="float", fields=("model.rope.beta_fast",), default=32.0),
+    Row(name="--yarn-beta-slow", takes="float", fields=("model.rope.beta_slow",), default=1.0),
+    Row(
+        name="--no-yarn-correction-range-round-to-int", takes="nothing", fields=("model.rope.whole_pairs",),
+        how="false",
+    ),
+    Row(
+        name="--mrope-section", takes="words", fields=("model.rope.sections",),
+        how="read with --position-embedding-type mrope only",
     ),
     Row(name="--mtp-num-layers", takes="int", fields=("model.mtp.depths",)),
     Row(
@@ -114,9 +128,10 @@ MODEL = (
         name="--norm-epsilon", takes="float", fields=("model.norm_eps",), default=1e-5, aliases=("--layernorm-epsilon",)
     ),
     Row(
-        name="--position-embedding-type", takes="choice", fields=("model.positions",), default="learned_absolute",
+        name="--position-embedding-type", takes="choice", fields=("model.positions", "model.rope.scaling"),
+        default="learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        how="rope; learned_absolute: learned; relative; none; the others are refused",
+        how="rope; learned_absolute: learned; relative; none; yarn: rope, scaled; mrope: rope, in sections",
     ),
     Row(
         name="--relative-attention-num-buckets", takes="int", fields=("model.relative.buckets",), default=32,
@@ -546,6 +561,10 @@ MEMORY = (
         name="--recompute-modules", takes="words", fields=("recompute.modules",),
         how="core_attn: core_attention; layernorm: norm; mlp, moe: mlp; shared_experts; mla_up_proj, with core_attn; "
         "those of other models are left out",
+    ),
+    Row(
+        name="--moe-layer-recompute", takes="nothing", fields=("recompute.granularity", "recompute.modules"),
+        how="selective, with moe among --recompute-modules",
     ),
     Row(
         name="--mlp-chunks-for-training", takes="int", fields=("recompute.mlp_chunks",),

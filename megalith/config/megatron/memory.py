@@ -6,6 +6,7 @@ from megalith.config.megatron.draft import Draft
 
 _GRANULARITY, _SHORT = "--recompute-granularity", "--recompute-activations"
 _METHOD, _LAYERS, _MODULES = "--recompute-method", "--recompute-num-layers", "--recompute-modules"
+_OF_EXPERTS = "--moe-layer-recompute"
 _SHARED = "--moe-shared-expert-intermediate-size"
 _CHUNKS = "--mlp-chunks-for-training"
 _SHARD, _OFFLOAD = "--distribute-saved-activations", "--cpu-offloading-num-layers"
@@ -30,6 +31,11 @@ def translate_memory(draft: Draft) -> None:
     granularity, flag = draft.arguments.value(_GRANULARITY), _GRANULARITY
     if granularity is None and draft.arguments.value(_SHORT):
         granularity, flag = "selective", _SHORT
+    if granularity is None and draft.arguments.value(_OF_EXPERTS):
+        granularity, flag = "selective", _OF_EXPERTS
+    if granularity == "full" and draft.arguments.value(_OF_EXPERTS):
+        typed = draft.arguments.typed(flag)
+        draft.problems.append(f"{_OF_EXPERTS} with {typed}, which has all layers. Use one of the two.")
     if granularity is None:
         for name in (_METHOD, _LAYERS, _MODULES, _SHARD):
             if draft.arguments.given(name):
@@ -78,7 +84,8 @@ def _modules(draft: Draft) -> list[str]:
     """Our names of the modules that are recomputed, each once."""
     there = {word: name for word, (flag, name) in _OF_SOME_MODELS.items() if draft.arguments.value(flag)}
     names, found, others = _NAMES | there, [], []
-    for word in draft.arguments.value(_MODULES) or ["core_attn"]:
+    words = draft.arguments.value(_MODULES) or ["core_attn"]
+    for word in [*words, "moe"] if draft.arguments.value(_OF_EXPERTS) else words:
         if word in names:
             found.append(names[word])
         elif word == "moe_act" and "moe" in there:

@@ -5,38 +5,53 @@ import math
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.patterns import pattern_of
 
-KNOWN = ("rope", "learned_absolute", "relative", "none")
+KINDS = {
+    "rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned", "relative": "relative",
+    "none": "none",
+}  # fmt: skip
+"""Megatron's kinds of positions, and ours."""
+
+_TYPE = "--position-embedding-type"
 
 
 def translate_positions(draft: Draft) -> None:
     """Which kind, and how rotary ones turn."""
-    flag, old = "--position-embedding-type", "--use-rotary-position-embeddings"
-    kind = "rope" if draft.arguments.value(old) else draft.arguments.value(flag)
-    shown = old if draft.arguments.given(old) else flag
-    latent = draft.arguments.value("--multi-latent-attention")
-    if kind not in KNOWN or (latent and kind != "rope"):
-        fits = "rope" if latent else "rope, learned_absolute, relative or none"
-        text = f"positions like these are not known {'in latent attention' if latent else 'here'}. Use {flag} {fits}"
+    old = "--use-rotary-position-embeddings"
+    kind = "rope" if draft.arguments.value(old) else str(draft.arguments.value(_TYPE))
+    shown = old if draft.arguments.given(old) else _TYPE
+    if draft.arguments.value("--multi-latent-attention") and kind != "rope":
+        text = f"positions like these are not known in latent attention. Use {_TYPE} rope"
         draft.say("not mapped", shown, text, "model")
         return
-    draft.put(shown, "model.positions", {"learned_absolute": "learned"}.get(str(kind), kind))
-    if kind == "rope":
-        _rotary(draft)
+    draft.put(shown, "model.positions", KINDS[kind])
+    if KINDS[kind] == "rope":
+        _rotary(draft, kind)
     if kind == "relative":
         draft.copy("--relative-attention-num-buckets")
         draft.copy("--relative-attention-max-distance")
 
 
-def _rotary(draft: Draft) -> None:
+def _rotary(draft: Draft, kind: str) -> None:
     draft.copy("--rotary-base")
     if not draft.arguments.value("--multi-latent-attention"):
-        draft.copy("--rotary-percent")
-        if draft.arguments.value("--rotary-interleaved"):
-            draft.put("--rotary-interleaved", "model.rope.interleaved", True)
-        _scaling(draft)
+        _pairs(draft, kind)
+        {"rope": _scaling, "yarn": _yarn, "mrope": _sections}[kind](draft)
     skipped = pattern_of(draft, "--no-rope-freq")
     if skipped is not None:
         draft.put("--no-rope-freq", "model.rope.skip", skipped)
+
+
+def _pairs(draft: Draft, kind: str) -> None:
+    """Which features turn. Megatron's yarn turns all of them, and only its rope turns neighbours."""
+    percent, neighbours = "--rotary-percent", "--rotary-interleaved"
+    if kind == "yarn" and draft.arguments.value(percent) != 1:
+        draft.say("not mapped", percent, "Megatron's yarn turns all features, whatever this says. Remove it", "model")
+    else:
+        draft.copy(percent)
+    if draft.arguments.value(neighbours) and kind != "rope":
+        draft.say("not mapped", neighbours, f"Megatron fails over it with {_TYPE} {kind}. Remove it", "model")
+    elif draft.arguments.value(neighbours):
+        draft.put(neighbours, "model.rope.interleaved", True)
 
 
 def _scaling(draft: Draft) -> None:
@@ -54,9 +69,44 @@ def _scaling(draft: Draft) -> None:
         return
     if draft.arguments.given("--rope-scaling-factor"):
         draft.say("already", "--rope-scaling-factor", "is read with --use-rope-scaling only")
-    if linear not in (None, 1):
-        draft.put("--rotary-seq-len-interpolation-factor", "model.rope.scaling", "linear")
-        draft.put("--rotary-seq-len-interpolation-factor", "model.rope.factor", linear)
+    _linear(draft)
+
+
+def _linear(draft: Draft) -> None:
+    flag = "--rotary-seq-len-interpolation-factor"
+    factor = draft.arguments.value(flag)
+    if factor not in (None, 1):
+        draft.put(flag, "model.rope.scaling", "linear")
+        draft.put(flag, "model.rope.factor", factor)
+
+
+def _yarn(draft: Draft) -> None:
+    """The yarn of attention with keys of its own; by a factor of 1 it does nothing."""
+    factor = _number(draft, "--rotary-scaling-factor")
+    if factor == 1:
+        draft.say("already", _TYPE, "is rope where --rotary-scaling-factor is 1")
+        return
+    draft.put(_TYPE, "model.rope.scaling", "yarn")
+    draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
+    for flag in ("--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow"):
+        draft.copy(flag)
+    if draft.arguments.value("--no-yarn-correction-range-round-to-int"):
+        draft.put("--no-yarn-correction-range-round-to-int", "model.rope.whole_pairs", False)
+    _sharpening(draft, factor)
+
+
+def _sections(draft: Draft) -> None:
+    """Positions in time, height and width; Megatron reads one scaling of them, the linear one."""
+    flag = "--mrope-section"
+    _linear(draft)
+    if not draft.need(flag, "three counts of pairs, which turn by time, by height and by width"):
+        return
+    typed = draft.arguments.value(flag)
+    words = [str(word) for word in typed] if isinstance(typed, list) else []
+    if not all(word.isdecimal() for word in words):
+        draft.problems.append(f"{flag} {' '.join(words)} must be counts of pairs. Use {flag} 16 24 24.")
+        return
+    draft.put(flag, "model.rope.sections", [int(word) for word in words], "text turns as with rope")
 
 
 def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
@@ -71,17 +121,25 @@ def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
         if arguments.given("--rotary-scaling-factor"):
             draft.say("already", "--rotary-scaling-factor", "is read by yarn above 1 only")
         return
-    part, whole = _number(draft, "--mscale"), _number(draft, "--mscale-all-dim")
     draft.put("--rope-type", "model.rope.scaling", "yarn")
     draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
     draft.put("--rope-type", "model.rope.original_max_position", original)
-    draft.put("--mscale", "model.rope.attention_factor", _sharper(part, factor) / _sharper(whole, factor))
+    _sharpening(draft, factor)
+    whole = _number(draft, "--mscale-all-dim")
     if whole:
         draft.put("--mscale-all-dim", "model.mla.yarn_mscale", whole)
 
 
+def _sharpening(draft: Draft, factor: float) -> None:
+    """What turned queries and keys are multiplied by."""
+    part, whole = (_sharper(_number(draft, flag), factor) for flag in ("--mscale", "--mscale-all-dim"))
+    draft.put("--mscale", "model.rope.attention_factor", part / whole)
+    if draft.arguments.given("--mscale-all-dim"):
+        draft.put("--mscale-all-dim", "model.rope.attention_factor", part / whole)
+
+
 def _sharper(mscale: float, factor: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _number(draft: Draft, flag: str) -> float:

@@ -307,11 +307,8 @@ MODEL = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="belongs to a kind of positions that --position-embedding-type would have to name",
-        flags="""
-            --mrope-section --no-yarn-correction-range-round-to-int! --yarn-beta-fast --yarn-beta-slow
-            --yarn-correction-range-round-to-int! --yarn-original-max-position-embeddings
-        """,
+        reason="the pairs where yarn begins and ends are rounded to whole numbers unless that is turned off",
+        flags="--yarn-correction-range-round-to-int!",
     ),
     Group(
         verdict="not mapped", effect="model",
@@ -363,7 +360,7 @@ MODEL = (
         verdict="not mapped", effect="model", switch="--num-experts",
         reason="not yet. Remove it",
         flags="""
-            --expert-tensor-parallel-num-weight-shards --moe-layer-recompute!
+            --expert-tensor-parallel-num-weight-shards
             --moe-router-padding-for-fp8! --moe-router-padding-for-quantization!
         """,
     ),

@@ -83,12 +83,20 @@ def test_latent_attention_is_plain_where_nothing_scales(tiny: Translate) -> None
         assert not run.model.qkv_bias and run.model.output_bias and model_problems(run) == []
 
 
+def test_latent_attention_norms_its_vectors_as_the_model_norms(tiny: Translate) -> None:
+    done = tiny(f"{LATENT} --normalization LayerNorm", without=("--group-query-attention", "--num-query-groups"))
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    assert done.run.model.norm == "layer" and done.run.model.mla is not None
+    bare = tiny(LATENT.replace("--qk-layernorm ", ""), without=("--group-query-attention",))
+    (said,) = bare.refusals(strict=False)
+    assert "latent attention here always norms its short vectors. Use --qk-layernorm" in said
+
+
 @pytest.mark.parametrize(
     ("added", "refusal"),
     [
         ("--group-query-attention", "--group-query-attention: latent attention has no such thing"),
         ("--attention-output-gate", "--attention-output-gate: latent attention has no such thing. Remove it"),
-        ("--normalization LayerNorm", "Use --qk-layernorm --normalization RMSNorm"),
         ("--position-embedding-type none", "positions like these are not known in latent attention"),
     ],
 )

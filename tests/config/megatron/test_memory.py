@@ -58,6 +58,18 @@ def test_parts_of_mixtures_are_ours_where_there_are_some(tiny: Translate) -> Non
     assert "this model has no shared_experts" in [entry.text for entry in done.entries]
 
 
+def test_the_old_word_for_experts_that_run_again_is_understood(tiny: Translate) -> None:
+    old = "--num-experts 4 --moe-router-topk 2 --moe-layer-recompute"
+    done = tiny(old)
+    assert done.run is not None and done.refusals(strict=True) == [] and run_problems(done.run, done.ranks) == []
+    assert done.run.recompute == RecomputeConfig(granularity="selective", modules=("core_attention", "mlp"))
+    done = tiny(f"{old} --recompute-granularity selective --recompute-modules moe layernorm")
+    assert done.run is not None and done.run.recompute.modules == ("mlp", "norm")
+    (problem,) = tiny(f"{old} --recompute-granularity full").problems
+    text = "--moe-layer-recompute with --recompute-granularity full, which has all layers. Use one of the two."
+    assert problem == text
+
+
 def test_projections_of_latent_attention_are_ours_where_there_are_some(tiny: Translate) -> None:
     again = "--recompute-activations --recompute-modules mla_up_proj layernorm"
     latent = "--multi-latent-attention --kv-lora-rank 16 --qk-head-dim 12 --qk-pos-emb-head-dim 8 --qk-layernorm"

@@ -1,10 +1,15 @@
 """Tests of megalith/config/megatron/positions.py."""
 
+import math
+
 import pytest
 
 from megalith.config.relative import RelativeConfig
 from megalith.train.rules import model_problems
 from tests.config.megatron.conftest import Translate
+
+YARN = "--position-embedding-type yarn --rotary-scaling-factor 40"
+SECTIONS = "--position-embedding-type mrope --mrope-section 4 2 2"
 
 
 def test_rope_scaling_is_llama3s_and_a_factor_of_its_own_is_explained(tiny: Translate) -> None:
@@ -51,17 +56,70 @@ def test_layers_without_positions(tiny: Translate, typed: str, skip: tuple[bool,
 @pytest.mark.parametrize(
     ("added", "refusal"),
     [
-        ("--position-embedding-type yarn", "--position-embedding-type yarn: positions like these are not known here"),
-        ("--position-embedding-type mrope", "Use --position-embedding-type rope, learned_absolute, relative or none"),
+        (f"{YARN} --rotary-percent 0.5", "--rotary-percent 0.5: Megatron's yarn turns all features, whatever this"),
+        (f"{YARN} --rotary-interleaved", "Megatron fails over it with --position-embedding-type yarn. Remove it"),
+        (f"{SECTIONS} --rotary-interleaved", "Megatron fails over it with --position-embedding-type mrope. Remove it"),
+        (f"{SECTIONS} --mrope-interleaved", "--mrope-interleaved: Megatron has no such argument."),
+        ("--position-embedding-type mrope", "--mrope-section is missing: Megatron needs it. Pass --mrope-section"),
+        (
+            "--position-embedding-type mrope --mrope-section 4,2,2",
+            "--mrope-section 4,2,2 must be counts of pairs. Use --mrope-section 16 24 24.",
+        ),
         (
             "--use-rope-scaling --rotary-seq-len-interpolation-factor 2",
             "--rotary-seq-len-interpolation-factor 2: positions are scaled in two ways. Remove one",
         ),
     ],
 )
-def test_positions_that_are_not_known_are_refused(tiny: Translate, added: str, refusal: str) -> None:
+def test_positions_that_cannot_be_had_are_refused(tiny: Translate, added: str, refusal: str) -> None:
     (said,) = tiny(added).refusals(strict=False)
     assert refusal in said
+
+
+def test_yarn_is_megatrons(tiny: Translate) -> None:
+    more = "--yarn-original-max-position-embeddings 16 --yarn-beta-fast 30 --yarn-beta-slow 2 --mscale 0.5"
+    done = tiny(f"{YARN} {more} --mscale-all-dim 0.25 --no-yarn-correction-range-round-to-int --rotary-base 500")
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    rope, sharper = done.run.model.rope, [1 + 0.1 * mscale * math.log(40) for mscale in (0.5, 0.25)]
+    assert done.run.model.positions == "rope" and (rope.scaling, rope.factor, rope.theta) == ("yarn", 40.0, 500.0)
+    assert (rope.original_max_position, rope.beta_fast, rope.beta_slow, rope.whole_pairs) == (16, 30.0, 2.0, False)
+    assert rope.attention_factor == pytest.approx(sharper[0] / sharper[1], rel=1e-15)
+    assert not any("decides nothing" in entry.text for entry in done.entries)
+
+
+def test_yarn_has_megatrons_defaults(tiny: Translate) -> None:
+    done = tiny(YARN)
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    rope = done.run.model.rope
+    assert (rope.original_max_position, rope.beta_fast, rope.beta_slow, rope.whole_pairs) == (4096, 32.0, 1.0, True)
+    # gpt-oss: factor 32 gives 1.3465736
+    c = tiny("--position-embedding-type yarn --rotary-scaling-factor 32").run.model.rope.attention_factor
+    assert c == pytest.approx(1.3465736, abs=1e-7)
+
+
+def test_yarn_by_a_factor_of_one_is_rope_and_reads_no_other_scaling(tiny: Translate) -> None:
+    run = tiny("--position-embedding-type yarn --rotary-base 500").run
+    assert run is not None and run.model.positions == "rope"
+    assert (run.model.rope.scaling, run.model.rope.attention_factor, run.model.rope.theta) == ("none", None, 500.0)
+    done = tiny(f"{YARN} --use-rope-scaling --rotary-seq-len-interpolation-factor 2")
+    assert done.run is not None and (done.run.model.rope.scaling, done.run.model.rope.factor) == ("yarn", 40.0)
+    assert [entry.text for entry in done.entries].count("decides nothing beside the other arguments") == 2
+    run = tiny("--position-embedding-type yarn --rotary-scaling-factor 0.5").run
+    assert run is not None and "model.rope.factor=0.5" in model_problems(run)[0]
+
+
+def test_positions_of_three_kinds_have_their_sections(tiny: Translate) -> None:
+    done = tiny(f"{SECTIONS} --rotary-seq-len-interpolation-factor 2 --no-rope-freq 2")
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    rope = done.run.model.rope
+    assert (done.run.model.positions, rope.sections, rope.scaling, rope.factor) == ("rope", (4, 2, 2), "linear", 2.0)
+    assert rope.skip == (False, True)
+    run = tiny("--position-embedding-type mrope --mrope-section 2 1 1 --rotary-percent 0.5").run
+    assert run is not None and run.model.rope.fraction == 0.5 and model_problems(run) == []
+    run = tiny("--position-embedding-type mrope --mrope-section 2 1 1").run
+    assert run is not None and "must be three counts of pairs, together all 8" in model_problems(run)[0]
+    plain = tiny("--mrope-section 4 2 2 --yarn-beta-fast 3").run
+    assert plain is not None and (plain.model.rope.sections, plain.model.rope.beta_fast) == ((), 32.0)
 
 
 def test_relative_positions_have_their_buckets(tiny: Translate) -> None:
