@@ -125,6 +125,18 @@ def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
     self.sharing = sharing
 
 
+def step_of_own_tokens(
+    self: Balance, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
+) -> Tensor:
+    """The loss over the global batch knows of a rank's own microbatches alone, not of those along dp.
+
+    `verify/faults.py` cannot plant it: its proofs compare with one process that reads as many rows in a microbatch, of
+    which balance over the global batch is another by its definition. tests/equivalence/test_experts.py does.
+    """
+    with replaced(self, "everyone", self.sharing):
+        return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
+
+
 def own_counts_alone(x: Tensor, group: Group) -> Tensor:
     """No sum over other ranks."""
     return x
@@ -140,3 +152,4 @@ def counted_again(self: Balance, choice: Choice, asked: Tensor, logits: Tensor, 
 
 
 ORIGINAL_BALANCE, ORIGINAL_LOSSES, ORIGINAL_OFFSETS = Balance.__call__, Balance.losses, Router.note_offsets
+ORIGINAL_GLOBAL_LOSS = Balance.global_loss

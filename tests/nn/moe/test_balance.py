@@ -1,5 +1,6 @@
 """Losses of balance: their gradients, whoever shares the tokens, and a record that recomputation does not change."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,14 @@ from megalith.kernels.balance import balance_loss, count_choices
 from megalith.kernels.routing import choose_experts, shares_of_one
 from megalith.kernels.tokens import BalanceShare, Tokens, tokens_of_lengths
 from megalith.models.decoder import allocate, initialise
-from megalith.nn.moe.balance import LOSSES
+from megalith.nn.moe.balance import LOSSES, Balance
 from megalith.nn.moe.router import Router
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import SplitTokens, WholeTokens
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
+from megalith.verify.expert_faults import step_of_own_tokens
 
 MOE = MoEConfig(experts=5, top_k=2, ffn_hidden_size=4)
 MODEL = ModelConfig(
@@ -146,3 +149,73 @@ def test_the_loss_of_the_step_counts_all_microbatches_so_far() -> None:
     by_batch, by_step = router.balance.record.losses[:, 1], router.balance.record.losses[:, 2]
     assert by_batch[0] == pytest.approx(float(by_step[0]), rel=1e-12)
     assert by_batch[1] != pytest.approx(float(by_step[1]), rel=1e-6)
+
+
+# --- over the global batch
+
+GLOBAL = replace(MOE, balance=BalanceConfig(global_batch=0.7))
+ROWS = torch.randn(2, 2, 12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+"""Of two ranks along dp, two microbatches each."""
+REAL = (11, 7)
+"""Tokens that are no padding, of each rank's microbatches."""
+OVER_DP = {
+    "dp2": ParallelConfig(dp=2), "dp2 ep2": ParallelConfig(dp=2, ep=2),
+    "dp2 tp2 sp ep2 etp1": ParallelConfig(dp=2, tp=2, sp=True, ep=2, etp=1),
+}  # fmt: skip
+
+
+def step_by_hand(weight: Tensor) -> tuple[Tensor, list[list[float]]]:
+    """Gradient of the gate, and losses by rank and microbatch: E Σ_i f_i P_i, with f_i the share of expert i in all
+    choices of all ranks up to the microbatch, and P_i its mean score in the rank's own microbatch."""
+    gate = weight.clone().requires_grad_()
+    seen, total = [0] * 5, torch.zeros((), dtype=torch.float64)
+    losses: list[list[float]] = [[], []]
+    for number in range(2):
+        shares = [(ROWS[rank, number] @ gate.T).softmax(1)[: REAL[rank]] for rank in range(2)]
+        for row in torch.cat(shares).tolist():
+            for expert in sorted(range(5), key=lambda e: -row[e])[:2]:
+                seen[expert] += 1
+        for rank, mine in enumerate(shares):
+            loss = torch.stack([5 * seen[e] / sum(seen) * mine[:, e].mean() for e in range(5)]).sum()
+            losses[rank].append(loss.item())
+            total = total + 0.7 * 0.25 * loss  # 0.7: its weight in the config; 0.25: of one of two microbatches, dp 2
+    total.backward()
+    assert gate.grad is not None
+    return gate.grad, losses
+
+
+def step_over_dp(rank: int, world: int, parallel: ParallelConfig, fault: bool) -> tuple[int, Tensor, Tensor, Tensor]:
+    """My place along dp; the gate, its gradient over all ranks, and the losses of ranks that share my tokens."""
+    mesh = build_mesh(model_grid(parallel, replace(MODEL, moe=GLOBAL), world), rank=rank)
+    region = SplitTokens(mesh.tp) if parallel.sp else WholeTokens(mesh.tp)
+    router = Router("layers.0.moe", MODEL, GLOBAL, mesh, region, dtype=torch.float64)
+    allocate(router, torch.device("cpu"))
+    initialise(router, seed=3)
+    place = mesh.dp.rank
+    with replaced(Balance, "global_loss", step_of_own_tokens) if fault else nullcontext():
+        for number, x in enumerate(ROWS[place]):
+            tokens = replace(training(number, weight=0.25), valid=torch.arange(12) < REAL[place])
+            (router(region.mine(x), tokens).weights * 0).sum().backward()
+    (weight,), record = router.gate.sunk(), router.balance.record
+    assert weight.grad is not None and record is not None
+    losses = all_reduce_(record.losses[:, 2].clone(), mesh.tp)
+    return place, weight.detach(), all_reduce_(weight.grad.clone(), mesh.over("dp", "cp", "tp")), losses
+
+
+@pytest.mark.parametrize("name", OVER_DP)
+def test_the_loss_over_the_global_batch_counts_all_ranks_and_microbatches_so_far(name: str) -> None:
+    layout = OVER_DP[name]
+    for place, weight, gradient, losses in run_ranks(step_over_dp, layout.tp * 2, layout, False):
+        expected, by_rank = step_by_hand(weight)
+        assert bool(expected.abs().max() > 1e-3)
+        assert torch.allclose(gradient, expected, rtol=1e-11, atol=1e-15)
+        assert losses.tolist() == pytest.approx(by_rank[place], rel=1e-12)
+
+
+@pytest.mark.parametrize("name", OVER_DP)
+def test_a_loss_over_the_global_batch_that_is_not_summed_over_dp_is_another(name: str) -> None:
+    layout = OVER_DP[name]
+    for place, weight, gradient, losses in run_ranks(step_over_dp, layout.tp * 2, layout, True):
+        expected, by_rank = step_by_hand(weight)
+        assert not torch.allclose(gradient, expected, rtol=1e-2, atol=1e-4)
+        assert losses.tolist() != pytest.approx(by_rank[place], rel=1e-3)
