@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
+from contenders.expert_matmuls import Matmuls
 from paired import Spread, Turns, spread, take_turns, times_as_fast
 from torch import Tensor
 from transformers import Qwen3MoeConfig
@@ -133,26 +134,11 @@ class Transformers:
         return self.layer.gradients(y, (self.layer.x, self.layer.weights, *matrices))
 
 
-class Matmuls:
-    """The six matmuls of experts on rows that lie ready, one way."""
-
-    def __init__(self, layer: Layer, products: GroupedProducts) -> None:
-        order = order_choices(layer.chosen, layer.sizes.experts)
-        self.groups, self.products, self.layer = groups_of(order.counts), products, layer
-        with torch.no_grad():
-            self.rows, self.dy = gather_rows(layer.x, order), gather_rows(layer.dy, order)
-            self.wide = products.forward(self.rows, layer.up, self.groups)
-            self.narrow = products.input_grad(self.dy, layer.down, self.groups)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        forward, input_grad, weight_grad = self.products
-        forward(self.rows, self.layer.up, self.groups)
-        forward(self.narrow, self.layer.down, self.groups)
-        input_grad(self.dy, self.layer.down, self.groups)
-        weight_grad(self.dy, self.narrow, self.groups)
-        input_grad(self.wide, self.layer.up, self.groups)
-        weight_grad(self.wide, self.rows, self.groups)
+def matmuls(layer: Layer, products: GroupedProducts) -> Matmuls:
+    """The six matmuls of its experts alone, one way."""
+    return Matmuls(
+        layer.x, layer.dy, layer.chosen, layer.up, layer.down, experts=layer.sizes.experts, products=products
+    )  # fmt: skip
 
 
 def require_equal(steps: dict[str, Callable[[], list[Tensor]]], tolerance: float) -> None:
@@ -170,7 +156,7 @@ def measure(sizes: Sizes, dtype: str, *, peers: Sequence[str], rounds: int) -> R
     steps: dict[str, Callable[[], list[Tensor]]] = {"ours": partial(ours, layer), "kept": partial(ours, layer, None)}
     steps |= {name: Transformers(layer, name).step for name in peers}
     require_equal(steps, TOLERANCE[dtype])
-    limits = {name: Matmuls(layer, products).step for name, products in LIMITS.items()}
+    limits = {name: matmuls(layer, products).step for name, products in LIMITS.items()}
     turns = take_turns({**steps, **limits}, rounds=rounds, warmup=1)
     best, limit = _fastest(turns, peers), _fastest(turns, list(LIMITS))
     wall, computing = _compared(turns.seconds, best, limit), _compared(turns.cpu_seconds, best, limit)

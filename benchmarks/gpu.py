@@ -4,6 +4,7 @@
     python benchmarks/gpu.py --case 125m-bf16 --rounds 21
     python benchmarks/gpu.py --device cpu --case tiny-bf16        a rehearsal without a GPU
     python benchmarks/gpu.py --device cpu --case tiny-layouts     the same of two ranks
+    python benchmarks/gpu.py --device cpu --case tiny-mixture     and of a layer of experts
 
 Prints what the machine has and how fast it is (`megalith doctor`), whether every kernel computes on it what its plain
 reference computes in float64 on the CPU, how long each way of each kernel takes, and then, case by case, tokens/s,
@@ -11,7 +12,10 @@ utilisation of the peak rate and memory of our training step beside transformers
 layers, small models with CUDA graphs, too. Contenders take turns in each round; ratios are by round. Where a device
 cannot hold all of them, eager and compiled ones run one after the other. With two GPUs the case `layouts` compares ways
 to overlap tensor parallelism's messages (plain, behind matmuls, rings of messages, fused products) and a pipeline over
-NCCL. A case is begun only while there is time for it.
+NCCL. The case `mixture` is one layer of experts of Qwen3 30B-A3B on 8192 tokens, forward and backward in bf16, beside
+transformers' block with each way it has for experts (both eager), and the experts' matmuls alone: all of them, and
+those forward, of inputs' and of weights' gradients, each as a fraction of the peak rate. A case is begun only while
+there is time for it.
 
 Written without a GPU at hand: the rehearsal is tested, the rest of it has not run on hardware yet.
 """
@@ -31,6 +35,7 @@ from typing import Literal
 import torch
 from contenders.kernels import LARGE, SMALL, contests
 from contenders.layouts import RANKS, race_layouts
+from contenders.mixture import AS_THEIRS, DTYPE, Layer, Mixture, qwen3_moe, tiny_moe, unlike
 from contenders.one_device import alike, build, extra_memory_gib, groups, until_done
 from contenders.ours import random_step, with_precision
 from contenders.parity import compare_kernels
@@ -54,6 +59,8 @@ GUESSED_SECONDS = 75.0
 
 
 BAR, BAR_CASE = 1.3, "1b-bf16"
+MIXTURE_BAR, MIXTURE_CASE = 2.0, "mixture"
+ALONE = "matmuls alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,11 @@ LAYOUT_CASES: Mapping[str, Callable[[], TrainRun]] = {
     "layouts": in_bf16(resized(llama_350m, rows=16, microbatches=4)),
     "tiny-layouts": in_bf16(resized(tiny, rows=4, microbatches=4)),
 }
-ORDER = ("1b-bf16", "125m-bf16", "layouts", "29m-bf16", "350m-bf16", "29m-fp32", "125m-fp32")
+MIXTURES: Mapping[str, Mixture] = {
+    "mixture": Mixture(qwen3_moe, tokens=8192),
+    "tiny-mixture": Mixture(tiny_moe, tokens=50),
+}
+ORDER = ("1b-bf16", "mixture", "125m-bf16", "layouts", "29m-bf16", "350m-bf16", "29m-fp32", "125m-fp32")
 """The most telling ones first."""
 
 
@@ -153,9 +164,7 @@ def throughput(name: str, device: torch.device, *, rounds: int, compiled: bool) 
         show_ratios(turns.seconds)
         seconds |= turns.seconds
         del contenders, steps, turns  # before the next ones are built
-        gc.collect()
-        if device.type != "cpu":
-            torch.cuda.empty_cache()
+        free(device)
     if name == BAR_CASE:
         print(f"  {verdict(seconds)}")
 
@@ -164,8 +173,20 @@ def rate(run: TrainRun, times: Sequence[float], peak: float | None) -> str:
     """Tokens per second and what that is of the device's peak."""
     tokens = run.train.global_batch_size * run.train.seq_len / statistics.median(times)
     tflops = tokens * flops_per_token(run.model, run.train.seq_len) / 1e12
+    return f"{tokens:12,.0f} tokens/s {of_peak(tflops, peak)}"
+
+
+def of_peak(tflops: float, peak: float | None) -> str:
+    """A rate, and what it is of the device's peak."""
     used = f"{100 * tflops / peak:5.1f} % of {peak:.3g}" if peak else "peak rate unknown"
-    return f"{tokens:12,.0f} tokens/s {tflops:8.1f} TFLOP/s ({used})"
+    return f"{tflops:8.1f} TFLOP/s ({used})"
+
+
+def free(device: torch.device) -> None:
+    """Give back what nothing holds any more."""
+    gc.collect()
+    if device.type != "cpu":
+        torch.cuda.empty_cache()
 
 
 def show_ratios(seconds: Mapping[str, list[float]]) -> None:
@@ -177,7 +198,7 @@ def show_ratios(seconds: Mapping[str, list[float]]) -> None:
         print(f"  {mine} / {other}: {times_as_fast(seconds[mine], seconds[other])}")
 
 
-def verdict(seconds: Mapping[str, Sequence[float]]) -> str:
+def verdict(seconds: Mapping[str, Sequence[float]], bar: float = BAR) -> str:
     """The fastest of ours against the fastest of theirs, by medians: they need not have taken turns."""
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     ours, theirs = (
@@ -185,7 +206,36 @@ def verdict(seconds: Mapping[str, Sequence[float]]) -> str:
         for mine in (True, False)
     )
     times = medians[theirs] / medians[ours]
-    return f"{'holds ' if times >= BAR else 'MISSED'} {ours} / {theirs} >= {BAR}: {times:.3f}"
+    return f"{'holds ' if times >= bar else 'MISSED'} {ours} / {theirs} >= {bar}: {times:.3f}"
+
+
+def mixture(name: str, device: torch.device, *, rounds: int) -> bool:
+    """Print one layer of experts: each contender's time, rate and memory, the ratios, the bar, and its matmuls alone.
+
+    Whether all contenders compute the same.
+    """
+    layer = Layer(MIXTURES[name], device)
+    print(f"{name}: {layer.words()}, {rounds} rounds", flush=True)
+    steps = layer.steps()
+    wrong = unlike(steps)
+    for text in wrong:
+        print(f"  MISSED {text}")
+    extra = {each: f", {extra_memory_gib(step, device):.2f} more GiB in a step" for each, step in steps.items()}
+    matmuls = layer.matmuls()
+    parts = matmuls.parts()
+    racing = {each: until_done(step, device) for each, step in {**steps, ALONE: matmuls.step, **parts}.items()}
+    turns, peak = take_turns(racing, rounds=rounds, warmup=2), device_peak_tflops(device, DTYPE)
+    for each, times in turns.seconds.items():
+        seconds, operations = statistics.median(times), matmuls.operations / (len(parts) if each in parts else 1)
+        used = of_peak(operations / seconds / 1e12, peak)
+        print(f"  {each:24} {1e3 * seconds:9.3f} ms {used}{extra.get(each, '')}")
+    layers = {each: turns.seconds[each] for each in steps}
+    show_ratios(layers)
+    print(f"  ours reaches {times_as_fast(layers['ours'], turns.seconds[ALONE])} of its {ALONE}")
+    if name == MIXTURE_CASE:
+        del layers[AS_THEIRS]  # runs compute it in fp32
+        print(f"  {verdict(layers, MIXTURE_BAR)}")
+    return not wrong
 
 
 def layouts(name: str, device: torch.device, *, rounds: int) -> None:
@@ -206,7 +256,7 @@ def parsed() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    known = [*CASES, *LAYOUT_CASES, *TINY]
+    known = [*CASES, *LAYOUT_CASES, *MIXTURES, *TINY]
     parser.add_argument("--case", action="append", choices=known, help="again for more; all but tiny ones if unset")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--no-compiled", action="store_true", help="leave the compiled contenders out")
@@ -235,6 +285,9 @@ def main() -> int:
             continue
         if name in LAYOUT_CASES:
             layouts(name, device, rounds=options.rounds)
+        elif name in MIXTURES:
+            holds = mixture(name, device, rounds=options.rounds) and holds
+            free(device)
         else:
             throughput(name, device, rounds=options.rounds, compiled=not options.no_compiled)
         longest = max(longest, time.monotonic() - began) if name != BAR_CASE else longest  # no other is as large

@@ -107,7 +107,7 @@ def alike(contenders: Mapping[str, Contender], tolerance: float) -> tuple[dict[s
     return same, wrong
 
 
-def extra_memory_gib(step: Callable[[], float], device: torch.device) -> float:
+def extra_memory_gib(step: Callable[[], object], device: torch.device) -> float:
     """The most that a step holds beyond what contenders keep between steps; 0 on a CPU."""
     if device.type == "cpu":
         return 0.0

@@ -121,17 +121,75 @@ def test_the_verdict_compares_the_fastest_of_both(scripts: tuple[ModuleType, Mod
     seconds = {"ours": [2.0, 2.0], "transformers": [3.0], "ours compiled": [1.0], "transformers compiled": [1.5, 1.7]}
     assert gpu.verdict(seconds) == "holds  ours compiled / transformers compiled >= 1.3: 1.600"
     assert gpu.verdict({"ours": [1.0], "transformers": [1.2]}).startswith("MISSED ours / transformers")
+    assert gpu.verdict({"ours": [1.0], "transformers": [1.9]}, 2.0) == "MISSED ours / transformers >= 2.0: 1.900"
 
 
 def test_every_case_is_in_the_order_and_builds_a_valid_run(scripts: tuple[ModuleType, ModuleType]) -> None:
     _, gpu = scripts
-    assert set(gpu.ORDER) == {*gpu.CASES, "layouts"} and gpu.ORDER[0] == gpu.BAR_CASE
+    assert set(gpu.ORDER) == {*gpu.CASES, "layouts", "mixture"} and gpu.ORDER[:2] == (gpu.BAR_CASE, gpu.MIXTURE_CASE)
     for case in (*gpu.CASES.values(), *gpu.TINY.values()):
         assert run_problems(case.recipe(), 1) == []
     layouts = importlib.import_module("contenders.layouts").LAYOUTS
     for recipe in gpu.LAYOUT_CASES.values():
         for parallel in layouts.values():
             assert run_problems(replace(recipe(), parallel=parallel), 2) == []
+
+
+def test_the_mixture_has_the_sizes_of_qwen3(scripts: tuple[ModuleType, ModuleType]) -> None:
+    _, gpu = scripts
+    case = gpu.MIXTURES[gpu.MIXTURE_CASE]
+    model = case.model()
+    moe = model.moe
+    assert (case.tokens, model.hidden_size, moe.experts, moe.top_k, moe.ffn_hidden_size) == (8192, 2048, 128, 8, 768)
+    assert (moe.router.score, moe.router.renormalise, model.gated, model.activation) == ("softmax", True, True, "silu")
+
+
+def test_contenders_of_a_mixture_are_alike_and_one_that_is_not_is_told(scripts: tuple[ModuleType, ModuleType]) -> None:
+    mixture = importlib.import_module("contenders.mixture")
+    layer = mixture.Layer(mixture.Mixture(mixture.tiny_moe, tokens=50), torch.device("cpu"))
+    chosen = layer.layer.router(layer.x, layer.tokens).experts
+    assert torch.equal(chosen.sort().values, layer.chosen.sort().values)
+    assert layer.matmuls().operations == 6 * 50 * 2 * 3 * 40 * 24
+    steps = layer.steps()
+    assert list(steps) == ["ours", mixture.AS_THEIRS, "transformers grouped_mm", "transformers eager"]
+    assert mixture.unlike(steps) == []
+
+    def wrong() -> list[torch.Tensor]:
+        results = steps["ours"]()
+        return [*results[:3], 1.1 * results[3], torch.full_like(results[4], torch.nan)]
+
+    found = mixture.unlike({"ours": steps["ours"], "wrong": wrong})
+    assert [text.split(" is off by ")[0] for text in found] == ["dup of wrong", "ddown of wrong"]
+
+
+def test_the_rehearsal_of_a_mixture_tells_ratios_the_bar_and_its_matmuls(
+    scripts: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, gpu = scripts
+    monkeypatch.setattr(gpu, "device_peak_tflops", lambda device, dtype: 0.25)
+    monkeypatch.setitem(gpu.MIXTURES, gpu.MIXTURE_CASE, gpu.MIXTURES["tiny-mixture"])
+    assert gpu.mixture(gpu.MIXTURE_CASE, torch.device("cpu"), rounds=1)
+    first, *lines, verdict = capsys.readouterr().out.splitlines()
+    assert first.startswith(
+        "mixture: 50 tokens of h 40, 6 experts of f 24, 2 for each token, the busiest with 2.0 times"
+    )
+    timed = [line.split("  ")[1] for line in lines if "% of 0.25" in line]
+    assert timed[-4:] == ["matmuls alone", "matmuls, forward", "matmuls, of inputs", "matmuls, of weights"]
+    assert any(line.startswith("  ours / transformers grouped_mm: ") for line in lines)
+    assert any(line.startswith("  ours reaches ") for line in lines)
+    assert verdict.split(" / ")[0][2:] in ("holds  ours", "MISSED ours") and " >= 2.0: " in verdict
+    monkeypatch.setattr(gpu, "unlike", lambda steps: ["y of transformers is off"])
+    assert not gpu.mixture("tiny-mixture", torch.device("cpu"), rounds=1)
+    told = capsys.readouterr().out
+    assert "  MISSED y of transformers is off\n" in told and ">= 2.0" not in told
+
+
+@pytest.mark.slow
+def test_the_command_rehearses_a_mixture(run_benchmark: Run) -> None:
+    pytest.importorskip("transformers")
+    done = run_benchmark("gpu.py", "--device", "cpu", "--case", "tiny-mixture", "--rounds", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  ours / transformers grouped_mm: " in done.stdout and "MISSED" not in done.stdout
 
 
 @pytest.mark.slow

@@ -1,0 +1,66 @@
+"""The six matmuls of a layer of experts, on rows that lie ready: what everything around them is measured against."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megalith.kernels.grouped_linear import GroupedProducts, best_products, groups_of
+from megalith.kernels.permute import gather_rows, order_choices
+
+
+class Matmuls:
+    """Each of up [e o, h] and down [e h, f] forward, for the gradient of its input and for its own.
+
+    x and dy [t, h], chosen [t, k]. `products`: one way to compute them; unset: the one that such a layer takes.
+    """
+
+    def __init__(
+        self, x: Tensor, dy: Tensor, chosen: Tensor, up: Tensor, down: Tensor, *, experts: int,
+        products: GroupedProducts | None = None,
+    ) -> None:  # fmt: skip
+        order = order_choices(chosen, experts)
+        self.groups, self.up, self.down = groups_of(order.counts), up, down
+        with torch.no_grad():
+            self.rows, self.dy = gather_rows(x, order), gather_rows(dy, order)
+            self.products = products or best_products(self.rows, up, self.groups)
+            self.wide = self.products.forward(self.rows, up, self.groups)
+            self.narrow = self.products.input_grad(self.dy, down, self.groups)
+
+    @property
+    def operations(self) -> int:
+        """Of all six, a multiplication and an addition being two."""
+        per_row = sum(matrix.numel() // self.groups.experts for matrix in (self.up, self.down))
+        return 3 * 2 * len(self.rows) * per_row
+
+    def step(self) -> None:
+        """All of them."""
+        self.forward()
+        self.input_grads()
+        self.weight_grads()
+
+    def parts(self) -> dict[str, Callable[[], None]]:
+        """The three thirds of them, by what a line calls them."""
+        return {
+            "matmuls, forward": self.forward,
+            "matmuls, of inputs": self.input_grads,
+            "matmuls, of weights": self.weight_grads,
+        }
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        """Both products."""
+        self.products.forward(self.rows, self.up, self.groups)
+        self.products.forward(self.narrow, self.down, self.groups)
+
+    @torch.no_grad()
+    def input_grads(self) -> None:
+        """What goes on to earlier layers."""
+        self.products.input_grad(self.dy, self.down, self.groups)
+        self.products.input_grad(self.wide, self.up, self.groups)
+
+    @torch.no_grad()
+    def weight_grads(self) -> None:
+        """One of each matrix of each expert."""
+        self.products.weight_grad(self.dy, self.narrow, self.groups)
+        self.products.weight_grad(self.wide, self.rows, self.groups)
