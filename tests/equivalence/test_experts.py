@@ -1,6 +1,7 @@
 """Mixtures of experts beyond one layout: checkpoints that move, recomputation to the bit, experts nobody chooses, and
 balance that is learnt. That each layout equals one process is in test_layouts.py."""
 
+import functools
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,8 +24,17 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
 from megalith.kernels import grouped_linear
-from megalith.kernels.grouped_linear import FUSED, HAS_GROUPED_MM, LOOP, GroupedProducts, Groups, best_products
+from megalith.kernels.grouped_linear import (
+    FUSED,
+    HAS_GROUPED_MM,
+    LOOP,
+    GroupedProducts,
+    Groups,
+    best_products,
+    put_grouped_product_,
+)
 from megalith.nn.moe.balance import Balance
+from megalith.parallel import data
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced
@@ -255,7 +265,10 @@ GROUPED_IN_EVERY_RUN = ("dp2 ep2", "dp2 ep2, zero 3")
 def steps_in_fp32(
     rank: int, world: int, case: LayoutCase, folder: str, grouped: bool
 ) -> tuple[list[list[LayerUse]], dict[str, Tensor]]:
-    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a run stores."""
+    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a run stores.
+
+    On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs are grouped, too.
+    """
     ways: list[GroupedProducts] = []
 
     def noted(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
@@ -263,7 +276,8 @@ def steps_in_fp32(
         return ways[-1]
 
     mesh, root, uses = mesh_of(case, rank, world), Path(folder), []
-    with replaced(grouped_linear, "best_products", noted):
+    put = functools.partial(put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP)
+    with replaced(grouped_linear, "best_products", noted), replaced(data, "put_grouped_product_", put):
         trainer = build_trainer(case.run, mesh, CPU)
         loader = _loader(case.run, mesh, consumed=0, steps=3)
         for _ in range(3):
