@@ -42,8 +42,8 @@ class ChatOptions:
     """What the model is told before anything else; left out: nothing."""
 
     template: str | None = None
-    """Chat template: chatml, llama3, identity, or a Jinja file; left out: what the run was tuned with, else the
-    model's own."""
+    """Chat template: a name that data.sft.template knows, or a Jinja file; left out: what the run was tuned with, else
+    the model's own."""
 
     max_new_tokens: int = 512
     """Tokens of an answer at most."""

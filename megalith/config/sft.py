@@ -6,7 +6,7 @@ from typing import Literal
 
 Packing = Literal["best_fit", "greedy", "row"]
 Overlong = Literal["error", "truncate", "drop"]
-BUILT_IN_TEMPLATES = ("chatml", "llama3", "identity")
+BUILT_IN_TEMPLATES = ("chatml", "llama3", "identity", "nemotron-h-aligned", "nemotron-nano-v2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,8 +21,8 @@ class SFTConfig:
     mock_conversations: int | None = None
     """So many made-up conversations about sums instead of files; unset: none."""
     template: str | None = None
-    """Chat template: chatml, llama3, identity (contents alone), or a Jinja file. Unset: the one that came with the
-    tokenizer."""
+    """Chat template: chatml, llama3, identity (contents alone), nemotron-h-aligned, nemotron-nano-v2, or a Jinja file.
+    Unset: the one that came with the tokenizer."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Which tokens are learnt: what the assistant says and the end of its turn, or everything."""
     packing: Packing = "best_fit"

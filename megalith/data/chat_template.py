@@ -47,6 +47,25 @@ BUILT_IN = {
         "{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
         "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     ),
+    # The user's turn ends with what asks for an answer, and nothing but a line's end ends that.
+    "nemotron-h-aligned": (
+        "{% for message in messages %}{% set text = message['content'] | trim %}"
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ text + '\n' }}{% endgeneration %}"
+        "{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\n' + text + '\n<SPECIAL_11>Assistant\n' }}"
+        "{% elif message['role'] == 'system' %}{{ '<SPECIAL_10>System\n' + text + '\n' }}"
+        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% endif %}{% endfor %}"
+    ),
+    # Words that turn thinking on and off are for who renders the prompt, and are left out of it.
+    "nemotron-nano-v2": (
+        "{% for message in messages %}{% set text = message['content'] | trim %}"
+        "{% set told = message['content'] | replace('/think', '') | replace('/no_think', '') | trim %}"
+        "{% if message['role'] == 'assistant' %}{{ '<SPECIAL_11>Assistant\n' }}"
+        "{% generation %}{{ text + '\n<SPECIAL_12>\n' }}{% endgeneration %}"
+        "{% elif message['role'] == 'user' %}{{ '<SPECIAL_11>User\n' + told + '\n' }}"
+        "{% elif message['role'] == 'system' %}{{ '<SPECIAL_10>System\n' + told + '\n' }}"
+        "{% else %}{{ raise_exception('it has no words for the role ' + message['role']) }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<SPECIAL_11>Assistant\n' }}{% endif %}"
+    ),
 }
 assert set(BUILT_IN) == set(BUILT_IN_TEMPLATES)
 
@@ -101,10 +120,10 @@ class ChatTemplate:
         return self._turns(marked, messages, tools)
 
     def turn_end(self) -> str:
-        """What the template puts behind an assistant's turn, up to a line's end; often a special token."""
+        """The first line of what the template puts behind an assistant's turn; often a special token."""
         answer = "\x02"
         text = self.render([{"role": "user", "content": "\x01"}, {"role": "assistant", "content": answer}])
-        return text.rpartition(answer)[2].split("\n")[0].strip()
+        return text.rpartition(answer)[2].strip().split("\n")[0].strip()
 
     def _marked_pieces(self, marked: str, messages: Sequence[Message]) -> list[Piece]:
         parts = [part.partition(_CLOSE) for part in marked.split(_OPEN)]  # each: learnt text, then what follows

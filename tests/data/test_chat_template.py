@@ -55,6 +55,40 @@ def test_generation_blocks_are_what_is_learnt_and_the_pieces_are_the_whole() -> 
     assert ChatTemplate("llama3", BUILT_IN["llama3"]).turn_end() == "<|eot_id|>"
 
 
+SPOKEN: list[dict[str, Any]] = [
+    {"role": "system", "content": " Be brief. /no_think\n"}, {"role": "user", "content": "/think hi\n"},
+    {"role": "assistant", "content": "\n yo /think "}, {"role": "user", "content": "more"},
+    {"role": "assistant", "content": "a\nb"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "answers", "prompt"),
+    [
+        (
+            "nemotron-h-aligned",
+            "<SPECIAL_10>System\nBe brief. /no_think\n<SPECIAL_11>User\n/think hi\n<SPECIAL_11>Assistant\nyo /think\n"
+            "<SPECIAL_11>User\nmore\n<SPECIAL_11>Assistant\na\nb\n",
+            ["yo /think\n", "a\nb\n"], "",
+        ),
+        (
+            "nemotron-nano-v2",
+            "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nhi\n<SPECIAL_11>Assistant\nyo /think\n<SPECIAL_12>\n"
+            "<SPECIAL_11>User\nmore\n<SPECIAL_11>Assistant\na\nb\n<SPECIAL_12>\n",
+            ["yo /think\n<SPECIAL_12>\n", "a\nb\n<SPECIAL_12>\n"], "<SPECIAL_11>Assistant\n",
+        ),
+    ],
+)  # fmt: skip
+def test_nemotrons_formats_are_megatrons(name: str, text: str, answers: list[str], prompt: str) -> None:
+    template = ChatTemplate(name, BUILT_IN[name])
+    assert template.render(SPOKEN) == text and learnt(template, SPOKEN) == answers
+    assert template.render(SPOKEN[:-1], prompt=True) == template.render(SPOKEN[:-1]) + prompt
+    assert template.render(SPOKEN).startswith(template.render(SPOKEN[:-1], prompt=True))
+    assert template.turn_end() == ("<SPECIAL_12>" if prompt else "")
+    with pytest.raises(DataError, match=rf"{name}: .*it has no words for the role tool.*or set another template"):
+        template.render([*SPOKEN[:2], {"role": "tool", "content": "7"}])
+
+
 def test_without_blocks_turns_are_learnt_from_where_they_depart_from_the_prompt() -> None:
     template = ChatTemplate("t", WITHOUT_BLOCKS, {"eos_token": "</s>"})
     assert learnt(template) == ["yo</s>", "no</s>"]

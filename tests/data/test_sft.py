@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 
 from megalith.config.data import DataConfig
 from megalith.config.sft import Packing, SFTConfig
 from megalith.data.build import Splits, build_datasets
+from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
 from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.sft import ConversationDataset, build_conversations
@@ -145,6 +147,31 @@ def test_a_token_across_the_border_of_a_turn_is_learnt_and_the_tokens_are_those_
     assert row.ids[row.lengths[0] : row.num_valid].tolist() == whole[:-1]
     prompt = len(tokenizer.encode("zz")) - 1
     assert row.labels[row.lengths[0] : row.num_valid].tolist() == [-1] * prompt + whole[-2:]
+
+
+@pytest.mark.parametrize(("name", "prefix"), [("nemotron-h-aligned", 0), ("nemotron-nano-v2", 3)])
+def test_of_nemotrons_formats_the_tokens_are_learnt_that_megatron_learns(
+    tmp_path: Path, name: str, prefix: int
+) -> None:
+    """Those of the assistant's turns, each rendered alone, but for the first three where turns have a header."""
+    folder = tmp_path / "tokenizer"
+    train_bpe(["User\nAssistant\nSystem\n"] * 9, vocab_size=290, path=str(folder))
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.add_special_tokens([f"<SPECIAL_{number}>" for number in (10, 11, 12)])
+    inner.save(str(folder / "tokenizer.json"))
+    tokenizer = HuggingFaceTokenizer(str(folder))
+    turns = [("system", "be brief"), ("user", "hi /think"), ("assistant", "a\nb"), ("user", "so"), ("assistant", "no.")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    ids, labels = list[int](), list[int]()
+    for message in messages:
+        turn = tokenizer.encode_marked(ChatTemplate(name, BUILT_IN[name]).render([message]))
+        masked = prefix if message["role"] == "assistant" else len(turn)
+        ids, labels = ids + turn, labels + [-1] * masked + turn[masked:]
+    assert len(tokenizer.encode_marked("<SPECIAL_11>Assistant\n")) == 3
+    path = write(tmp_path / "a.jsonl", {"messages": messages})
+    data = DataConfig(sft=SFTConfig(path=(path,), template=name, packing="row"))
+    row = build(data, seq_len=60, tokenizer=tokenizer).sample(0)
+    assert row.ids[: row.num_valid].tolist() == ids[:-1] and row.labels[: row.num_valid].tolist() == labels[1:]
 
 
 def test_sentencepiece_puts_words_together_over_the_border_and_labels_begin_with_the_answer(tmp_path: Path) -> None:

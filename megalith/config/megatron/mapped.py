@@ -254,7 +254,8 @@ TOKENS = (
     Row(
         name="--sft-tokenizer-prompt-format", takes="text", fields=("data.sft.template", "data.sft.loss_on"),
         default="nemotron-h-aligned",
-        how="identity: identity; default: the tokenizer's own template, and all is learnt; others need a Jinja file",
+        how="nemotron-h-aligned, nemotron-nano-v2; identity, with an end token; default: the tokenizer's own template, "
+        "and all is learnt; others need a Jinja file",
     ),
     Row(name="--split", takes="text", fields=("data.split",), how="left out: 969,30,1, as in Megatron"),
     Row(name="--data-cache-path", takes="text", fields=("data.cache_path",)),

@@ -2,7 +2,10 @@
 
 from megalith.config.megatron.draft import Draft
 
-FORMATS = {"identity": "identity", "default": None}
+FORMATS = {
+    "identity": "identity", "default": None, "nemotron-h-aligned": "nemotron-h-aligned",
+    "nemotron-nano-v2": "nemotron-nano-v2",
+}  # fmt: skip
 """Prompt formats that are known here, and their templates; None: the tokenizer's own."""
 
 _PATHS = {"--data-path": "path", "--train-data-path": "path", "--valid-data-path": "valid_path"}
@@ -47,4 +50,5 @@ def _format(draft: Draft) -> None:
     elif wanted == "default":
         draft.put("--sft-tokenizer-prompt-format", "data.sft.loss_on", "all", "with the tokenizer's own template")
     else:
-        draft.put("--sft-tokenizer-prompt-format", "data.sft.template", FORMATS[wanted])
+        text = "an end token follows each answer, and is learnt" if wanted == "identity" else ""
+        draft.put("--sft-tokenizer-prompt-format", "data.sft.template", FORMATS[wanted], text)

@@ -31,10 +31,18 @@ def test_the_default_format_learns_everything_and_without_a_validation_file_noth
     assert done.run.train.eval_steps == 0 and done.refusals(strict=True) == []
 
 
+def test_fine_tuning_without_another_word_has_megatrons_format(tiny: Translate) -> None:
+    plain = f"{SFT} --data-path a.jsonl"
+    for added, template in (("", "nemotron-h-aligned"), ("--sft-tokenizer-prompt-format nemotron-nano-v2",) * 2):
+        done = tiny(f"{plain} {added}", without=HUB)
+        assert done.run is not None and data_problems(done.run.data) == [] and done.refusals(strict=True) == []
+        assert (done.run.data.sft.template, done.run.data.sft.loss_on) == (template.split()[-1], "assistant")
+
+
 def test_formats_that_are_not_built_in_change_the_numbers(tiny: Translate) -> None:
-    for added in ("", " --sft-tokenizer-prompt-format nemotron-nano-v2"):
-        (text,) = tiny(f"{SFT} --data-path a.jsonl{added}", without=HUB).refusals(strict=True)
-        assert "is not built in. Put it into a Jinja file and set data.sft.template" in text
+    other = f"{SFT} --data-path a.jsonl --sft-tokenizer-prompt-format gemma3"
+    (text,) = tiny(other, without=HUB).refusals(strict=True)
+    assert "the template of gemma3 is not built in. Put it into a Jinja file and set data.sft.template" in text
     (text,) = tiny(
         f"{SFT} --data-path a.jsonl --split 9,1,0 --sft-tokenizer-prompt-format default", without=HUB
     ).refusals(strict=True)
