@@ -1,6 +1,7 @@
 """Tests of megalith/plan/costs.py."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,13 +11,19 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
-from megalith.config.moe import MoEConfig, RouterConfig
+from megalith.config.moe import CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.kernels.cross_entropy import Head
-from megalith.models.decoder import Decoder
+from megalith.kernels.experts import experts
+from megalith.kernels.rebuilt import value_of
+from megalith.kernels.tokens import BalanceShare, tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.nn.kernels import use_kernels
+from megalith.nn.moe.experts import Experts
+from megalith.parallel.expert import Sent
 from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import (
     active_parameters,
     attention_flops,
@@ -35,6 +42,7 @@ from megalith.plan.costs import (
     tflops_per_device,
 )
 from megalith.plan.parameters import layer_parameters
+from megalith.verify.variants import MIXTURES
 from megalith.verify.variants import VARIANTS as KINDS
 
 LLAMA3_8B = ModelConfig(
@@ -78,6 +86,10 @@ GPT2 = replace(
     GPT, hidden_size=768, num_layers=12, num_heads=12, num_kv_heads=12, ffn_hidden_size=3072, vocab_size=50257,
     max_seq_len=1024, tied_embeddings=True,
 )  # fmt: skip
+GPT3 = replace(
+    GPT2, hidden_size=12288, num_layers=96, num_heads=96, num_kv_heads=96, ffn_hidden_size=49152, vocab_size=51200,
+    max_seq_len=2048,
+)  # fmt: skip
 QWEN3_06B = replace(
     llama(1024, 28, 16, 8, 3072, 151936), head_dim=128, tied_embeddings=True, attention=AttentionConfig(qk_norm="head")
 )  # fmt: skip
@@ -100,6 +112,7 @@ DEEPSEEK = replace(
         (GPT, 6240),
         (QWEN3_06B, 596_049_920),
         (replace(llama(2048, 18, 8, 1, 16384, 256000), head_dim=256, tied_embeddings=True), 2_506_172_416),  # Gemma 2B
+        (GPT3, 96 * (12 * 12288**2 + 13 * 12288) + (51200 + 2048 + 2) * 12288),  # Narayanan et al. 2021, eq. 2
     ],
 )
 def test_published_models_have_their_published_number_of_parameters(config: ModelConfig, parameters: int) -> None:
@@ -138,13 +151,54 @@ def test_published_mixtures_have_their_published_numbers(config: ModelConfig, pa
     assert biases == (14_848 if config is DEEPSEEK_V3 else 0), "which are saved, and are no parameters"
 
 
-def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers() -> None:
-    mixtral = ModelConfig(
-        vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48,
-        moe=MoEConfig(experts=4, ffn_hidden_size=48),
-    )  # fmt: skip
-    qwen3 = replace(mixtral, attention=AttentionConfig(qk_norm="head"), moe=MoEConfig(experts=4, ffn_hidden_size=16))
-    assert (num_parameters(mixtral), num_parameters(qwen3)) == (25_824, 13_552)
+TINY_MIXTRAL = ModelConfig(
+    vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, ffn_hidden_size=48,
+    moe=MoEConfig(experts=4, ffn_hidden_size=48),
+)  # fmt: skip
+TINY_QWEN3 = replace(
+    TINY_MIXTRAL, attention=AttentionConfig(qk_norm="head"), moe=MoEConfig(experts=4, ffn_hidden_size=16)
+)
+TINY_DEEPSEEK = replace(
+    TINY_MIXTRAL, num_layers=2, num_kv_heads=4, head_dim=None,
+    mla=MLAConfig(kv_rank=16, q_rank=16, nope_dim=8, rope_dim=8, value_dim=8),
+    moe=MoEConfig(experts=8, ffn_hidden_size=16, shared_ffn_hidden_size=16, layers=(False, True)),
+)  # fmt: skip
+
+
+def test_tiny_mixtures_have_their_known_numbers() -> None:
+    found = [num_parameters(one) for one in (TINY_MIXTRAL, TINY_QWEN3, TINY_DEEPSEEK)]
+    assert found == [25_824, 13_552, 31_712]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "kind", "own"),
+    [
+        (TINY_MIXTRAL, "MixtralConfig", {"num_local_experts": 4}),
+        (TINY_QWEN3, "Qwen3MoeConfig", {"num_experts": 4, "moe_intermediate_size": 16}),
+        (
+            TINY_DEEPSEEK, "DeepseekV3Config",
+            {
+                "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
+                "n_routed_experts": 8, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
+                "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+            },
+        ),
+    ],
+    ids=["Mixtral", "Qwen3", "DeepSeek-V3"],
+)  # fmt: skip
+def test_tiny_mixtures_have_the_numbers_of_the_same_models_in_transformers(
+    config: ModelConfig, kind: str, own: dict[str, int]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": config.num_layers, "num_attention_heads": 4,
+        "num_key_value_heads": config.num_kv_heads, "intermediate_size": 48,
+    }  # fmt: skip
+    heads = {} if config.mla else {"head_dim": 8}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, kind)(**sizes, **heads, **own))
+    assert num_parameters(config) == sum(one.numel() for one in model.parameters())
 
 
 def test_a_mixture_costs_what_a_token_meets() -> None:
@@ -167,6 +221,11 @@ def test_latent_attention_and_further_prediction_have_their_published_numbers_of
     assert sum(one.numel for one in held if ".attention." in one.name) == 187_107_328
     further, h = num_parameters(replace(DEEPSEEK, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK), 7168
     assert further == sum(one.numel for one in held) + 2 * h * h + 3 * h
+    assert num_parameters(replace(DEEPSEEK_V3, mtp=MTPConfig(depths=1))) - num_parameters(DEEPSEEK_V3) == 11_610_067_968
+
+
+def test_gpt3_with_a_vocabulary_that_divides_well_has_174_billion_parameters() -> None:
+    assert round(num_parameters(GPT3) / 1e9, 1) == 174.6
 
 
 @pytest.mark.parametrize(
@@ -301,66 +360,146 @@ def test_latent_attention_costs_its_projections_up_and_what_lies_between() -> No
     assert whole == 6 * 20 * (queries * mla.hidden_size + keys_and_values * 10)
 
 
-COUNTED = [
-    *VARIANTS,
-    replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),
-    MLA,
-    replace(MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(depths=2)),
+# --- what a real model computes, counted by torch
+
+BOTH_WAYS = replace(SMALL, attention=AttentionConfig(causal=False))
+LATENT_EXPERTS = replace(
+    SMALL, gated=False, activation="squared_relu",
+    moe=MoEConfig(
+        experts=6, top_k=2, ffn_hidden_size=20, shared_ffn_hidden_size=13, latent_size=12,
+        router=RouterConfig(score="sigmoid", balancing_bias=True, scale=2.5),
+    ),
+)  # fmt: skip
+"""As Nemotron 3: experts without a gate on a few features, an MLP for all tokens on all."""
+
+SHARED_EXPERTS = replace(
+    SMALL, moe=MoEConfig(experts=6, top_k=3, ffn_hidden_size=20, shared_ffn_hidden_size=13, shared_gate=True)
+)
+MODELS = {
+    "grouped queries": SMALL,
+    "both ways": BOTH_WAYS,
+    "latent attention, whole queries, two further": replace(
+        MLA, mla=MLAConfig(kv_rank=10, rope_dim=4), mtp=MTPConfig(depths=2)
+    ),
+    "latent attention, shared experts, one further": replace(SHARED_EXPERTS, mla=MLA.mla, mtp=MTPConfig(depths=1)),
+    "latent experts": LATENT_EXPERTS,
+    "no gate, gated heads": replace(SMALL, gated=False, attention=AttentionConfig(gated=True)),
+}
+MORE = {
+    "tied": VARIANTS[1],
+    "biases": VARIANTS[2],
+    "a head for each query": VARIANTS[3],
+    "latent attention": MLA,
+    "shared experts": SHARED_EXPERTS,
+    **{f"{name}, of the matrix": kind for name, kind in (KINDS | MIXTURES).items()},
+}
+ALL = [
+    *(pytest.param(kind, id=name) for name, kind in MODELS.items()),
+    *(pytest.param(kind, id=name, marks=pytest.mark.slow) for name, kind in MORE.items()),
 ]
+DOCUMENTS = (13, 24, 5)
 
 
-@pytest.mark.parametrize("config", COUNTED)
-def test_operations_equal_those_counted_in_plain_products(config: ModelConfig) -> None:
-    config = replace(config, vocab_multiple=1)
-    length = 24
-    with FlopCounterMode(display=False) as counter:
-        plain_forward(config, length).sum().backward()
-    heads = config.num_heads * (config.key_size() + config.value_size())
-    # The counter sees what the causal mask hides.
-    uncounted = 3 * length**2 * (config.num_layers + config.mtp.depths) * heads
-    assert counter.get_total_flops() == step_flops(config, tokens=length, squared_lengths=length**2) + uncounted
+class Counted(NamedTuple):
+    """One forward and backward of a model."""
+
+    flops: int
+    expert_rows: list[int]
+    """Rows that the experts of each layer computed."""
+
+    grouped: bool
+    """Whether torch's grouped matmul was called."""
+
+    batched: bool
+    """Whether all experts had equally many rows."""
 
 
-def product(x: torch.Tensor, width: int) -> torch.Tensor:
-    return x @ torch.empty(width, x.shape[-1], device="meta", requires_grad=True).T
+def grouped_mm_flops(a: torch.Size, b: torch.Size, *_: object, **__: object) -> int:
+    """Rows by their experts' matrices, [r, i] by [e, i, o], or their sums of products, [o, r] by [r, i]."""
+    return 2 * a[0] * a[1] * b[-1]
 
 
-def plain_forward(config: ModelConfig, length: int) -> torch.Tensor:
-    """The model's products and nothing else, on meta tensors; biases and norms are not counted anyway."""
-    x = torch.empty(length, config.hidden_size, device="meta", requires_grad=True)
-    for _ in range(config.num_layers):
-        x = plain_layer(config, x)
-    scores = [product(x, config.vocab_size)]
-    for _ in range(config.mtp.depths):
-        x = plain_layer(config, product(torch.cat([x, x], dim=-1), config.hidden_size))
-        scores.append(product(x, config.vocab_size))
-    return torch.cat(scores)
+def count_model(config: ModelConfig, *, products: bool = False, dtype: torch.dtype = torch.float64) -> Counted:
+    """What torch counts in the model of plain definitions; with `products` experts compute as in training."""
+    model, mesh = Decoder(config, mesh_of_one(), dtype=dtype), mesh_of_one()
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    use_kernels([model], "reference", mesh)
+    sent: list[Sent] = []
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.register_forward_pre_hook(lambda _, given: sent.append(given[0]))
+            module.compute = experts if products else module.compute
+    tokens = replace(tokens_of_lengths(list(DOCUMENTS)), balance=BalanceShare(0, 1, 1.0))
+    drawn = torch.randint(0, config.vocab_size, (2, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(2))
+    ids, labels = drawn.unbind()
+    further = ((ids, labels),) * config.mtp.depths
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: grouped_mm_flops}) as counter:
+        torch.stack(model.losses(ids, labels, tokens, further=further)).sum().backward()
+    return Counted(
+        counter.get_total_flops(),
+        [len(value_of(one.rows)) for one in sent],
+        torch.ops.aten._grouped_mm in counter.get_flop_counts()["Global"],
+        bool(sent) and all(one.groups.equal for one in sent),
+    )
 
 
-def plain_layer(config: ModelConfig, x: torch.Tensor) -> torch.Tensor:
-    h, f = config.hidden_size, config.ffn_hidden_size
-    q, k, v = plain_latent(config, x) if config.mla is not None else plain_heads(config, x)
-    k, v = (y.repeat_interleave(len(q) // len(k), dim=0) for y in (k, v))
-    heads = (q @ k.transpose(1, 2) @ v).transpose(0, 1).flatten(1)
-    x = x + product(heads * product(x, heads.shape[1]) if config.attention.gated else heads, h)
-    return x + product(product(x, f) * product(x, f) if config.gated else product(x, f), h)
+def useful_and_hidden(config: ModelConfig) -> int:
+    """The closed form, what masks hide of the scores that the plain definition forms of every pair of a document, and
+    what the head's padding rows cost there."""
+    tokens, kind = sum(DOCUMENTS), config.attention
+    squares, windowed = sum(length**2 for length in DOCUMENTS), sum(pairs_seen(length, kind) for length in DOCUMENTS)
+    size = kind.window if kind.chunked and kind.window else max(DOCUMENTS)
+    runs = [min(size, length - start) for length in DOCUMENTS for start in range(0, length, size)]
+    hidden = 0
+    for layer in [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.depths]:
+        formed, seen = 2 * squares, squares
+        if config.has_window(layer):
+            formed, seen = 2 * sum(run**2 for run in runs), windowed
+        seen = seen if kind.causal else 2 * seen
+        hidden += (formed - seen) * (config.attention_part(layer) == "full") + squares * config.looks(layer)
+    padding = (config.padded_vocab_size() - config.vocab_size) * config.hidden_size * (1 + config.mtp.depths)
+    useful = step_flops(config, tokens=tokens, squared_lengths=squares, windowed=windowed)
+    return useful + 3 * hidden * config.num_heads * (config.key_size() + config.value_size()) + 6 * tokens * padding
 
 
-def plain_heads(config: ModelConfig, x: torch.Tensor) -> list[torch.Tensor]:
-    n, g, d = config.num_heads, config.num_kv_heads, config.head_size()
-    parts = product(x, (n + 2 * g) * d).split([n * d, g * d, g * d], dim=-1)
-    return [heads.unflatten(-1, (-1, d)).transpose(0, 1) for heads in parts]
+def surplus_rows(config: ModelConfig, rows: list[int]) -> int:
+    """What experts computed beyond top_k rows for each token, or less: only where they refuse tokens, or pad."""
+    if config.moe is None:
+        return 0
+    matrices = (3 if config.gated else 2) * config.moe.ffn_hidden_size
+    features = config.moe.latent_size or config.hidden_size
+    return 6 * features * matrices * sum(one - sum(DOCUMENTS) * config.moe.top_k for one in rows)
 
 
-def plain_latent(config: ModelConfig, x: torch.Tensor) -> list[torch.Tensor]:
-    sizes, n = config.mla, config.num_heads
-    assert sizes is not None
-    q = product(x if sizes.q_rank is None else product(x, sizes.q_rank), n * config.key_size())
-    latent, turned = product(x, sizes.kv_rank + sizes.rope_dim).split([sizes.kv_rank, sizes.rope_dim], dim=-1)
-    kv = product(latent, n * (sizes.nope_dim + sizes.value_dim)).unflatten(-1, (n, -1))
-    k, v = kv.split([sizes.nope_dim, sizes.value_dim], dim=-1)
-    k = torch.cat([k, turned.unsqueeze(1).expand(-1, n, -1)], dim=-1)
-    return [heads.transpose(0, 1) for heads in (q.unflatten(-1, (n, -1)), k, v)]
+@pytest.mark.parametrize("config", ALL)
+def test_operations_are_those_that_torch_counts_in_the_model(config: ModelConfig) -> None:
+    """Exactly, and in mixtures of the chosen experts alone: beside the closed form there is what masks hide, half of
+    all pairs where they are causal, what padding of the vocabulary costs, and rows that experts refused or padded."""
+    counted = count_model(config)
+    surplus = surplus_rows(config, counted.expert_rows)
+    assert counted.flops == useful_and_hidden(config) + surplus
+    layers = [*range(config.num_layers), *[config.num_layers - 1] * config.mtp.depths]
+    assert len(counted.expert_rows) == sum(config.has_experts(layer) for layer in layers)
+    assert surplus == 0 or (config.moe is not None and config.moe.capacity.factor is not None)
+
+
+def test_where_all_see_all_nothing_is_left_to_name() -> None:
+    exact = replace(BOTH_WAYS, vocab_multiple=1)
+    squares = sum(length**2 for length in DOCUMENTS)
+    assert count_model(exact).flops == step_flops(exact, tokens=sum(DOCUMENTS), squared_lengths=squares)
+
+
+@pytest.mark.parametrize("products", ["loop", "grouped", "batched"])
+@pytest.mark.parametrize("config", [SHARED_EXPERTS, LATENT_EXPERTS], ids=["shared", "latent"])
+def test_experts_cost_the_same_in_whichever_way_they_are_multiplied(config: ModelConfig, products: str) -> None:
+    assert config.moe is not None
+    capacity = CapacityConfig(factor=1.0, pad=True) if products == "batched" else CapacityConfig()
+    config = replace(config, num_layers=1, moe=replace(config.moe, capacity=capacity))
+    dtype = torch.float32 if products == "grouped" else torch.float64
+    counted = count_model(config, products=True, dtype=dtype)
+    assert (counted.grouped, counted.batched) == (products == "grouped", products == "batched")
+    assert counted.flops == useful_and_hidden(config) + surplus_rows(config, counted.expert_rows)
 
 
 def test_rates() -> None:
