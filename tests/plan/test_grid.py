@@ -47,6 +47,38 @@ def test_16_ranks_ep4_etp1_pp2() -> None:
     assert first(grid, "etp", 2) == [[0], [1]]
 
 
+EXAMPLES = {
+    "ranks of a tensor-parallel pair have different experts": (
+        8, {"tp": 2}, {"ep": 2},
+        {"ep": "01 23 45 67", "edp": "0246 1357", "tp": "01 23 45 67", "dp": "0246 1357"},
+    ),
+    "experts fold over tp, cp and dp": (
+        8, {"tp": 2, "cp": 2}, {"ep": 8}, {"cp": "02 13 46 57", "ep": "01234567", "edp": "0 1 2 3 4 5 6 7"},
+    ),
+    "experts are divided themselves, in two stages": (
+        8, {"tp": 2, "pp": 2}, {"etp": 2, "ep": 2},
+        {"ep": "02 13 46 57", "etp": "01 23 45 67", "etp ep": "0123 4567", "pp": "04 15 26 37"},
+    ),
+    "each expert on two ranks of four": (4, {}, {"ep": 2}, {"ep": "01 23", "edp": "02 13", "dp": "0123"}),
+    "each expert on one rank of four": (4, {"tp": 2}, {"ep": 4}, {"ep": "0123", "edp": "0 1 2 3", "dp": "02 13"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("world", "degrees", "expert_degrees", "expected"), EXAMPLES.values(), ids=EXAMPLES)
+def test_groups_of_experts_are_those_worked_out_by_hand(
+    world: int, degrees: dict[str, Any], expert_degrees: dict[str, Any], expected: dict[str, str]
+) -> None:
+    """Of every axis, on whichever of the two grids has it; pipelines are those of both."""
+    pp = degrees.get("pp", 1)
+    dense, experts = dense_grid(world=world, **degrees), expert_grid(world=world, pp=pp, **expert_degrees)
+    for axes, groups in expected.items():
+        grids = [grid for grid in (dense, experts) if set(axes.split()) <= set(grid.axes)]
+        assert grids
+        for grid in grids:
+            assert " ".join("".join(map(str, group)) for group in grid.groups(axes.split())) == groups, axes
+    assert stage_problems(dense, experts) == []
+
+
 def test_dp_outermost_when_the_order_says_so() -> None:
     grid = dense_grid(world=8, tp=2, pp=2, order="TP-cp-ep-pp-dp")
     assert first(grid, "pp", 9) == [[0, 2], [1, 3], [4, 6], [5, 7]]
