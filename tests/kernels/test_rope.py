@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megalith.config.kernels import Kernel
 from megalith.config.rope import RopeConfig
-from megalith.kernels.rope import apply_rope, attention_factor, reference_rope, rope_frequencies, rope_tables
+from megalith.kernels.rope import (
+    apply_rope,
+    attention_factor,
+    reference_rope,
+    rope_frequencies,
+    rope_tables,
+    yarn_range,
+)
 
 LLAMA31 = RopeConfig(theta=500_000.0, scaling="llama3", factor=8.0)
 
@@ -108,6 +115,28 @@ def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> N
     assert attention_factor(ours) == pytest.approx(factor, rel=1e-12)
     assert (attention_factor(ours) > 1.1) == (ours.factor > 1)
     assert attention_factor(replace(ours, attention_factor=1.3)) == 1.3
+
+
+DEEPSEEK_YARN = RopeConfig(scaling="yarn", factor=40.0, original_max_position=4096)
+GPT_OSS_YARN = RopeConfig(
+    theta=150_000.0, scaling="yarn", factor=32.0, original_max_position=4096, whole_pairs=False
+)  # fmt: skip
+
+
+def test_yarn_begins_and_ends_at_the_pairs_where_published_models_do() -> None:
+    exact = yarn_range(replace(DEEPSEEK_YARN, whole_pairs=False), 64)
+    assert exact == pytest.approx((10.4722, 22.5134), abs=5e-5)
+    assert yarn_range(DEEPSEEK_YARN, 64) == (10, 23)
+    assert yarn_range(GPT_OSS_YARN, 64) == pytest.approx((8.0928, 17.3980), abs=5e-5)
+    plain, scaled = (rope_frequencies(one, 64) for one in (RopeConfig(), DEEPSEEK_YARN))
+    assert torch.equal(scaled[:11], plain[:11]) and bool((scaled[11:] < plain[11:]).all())
+    torch.testing.assert_close(scaled[23:], plain[23:] / 40, rtol=1e-6, atol=0)
+
+
+def test_yarn_sharpens_as_much_as_published_models_do() -> None:
+    assert attention_factor(GPT_OSS_YARN) == pytest.approx(1.3465736, abs=5e-8)
+    assert attention_factor(DEEPSEEK_YARN) == pytest.approx(1.368888, abs=5e-7)
+    assert attention_factor(DEEPSEEK_YARN) ** 2 == pytest.approx(1.873854, abs=5e-7)
 
 
 def test_equals_the_rotation_of_transformers() -> None:
