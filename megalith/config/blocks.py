@@ -18,6 +18,9 @@ FIXED: Mapping[str, object] = {"gated": True, "hidden_act": "silu"}
 WIDTHS = 256
 """Widths that follow from a multiplier are rounded up to a multiple of this."""
 
+MOST = 1_000_000
+"""The largest multiplier. T5 11B, the widest that we know, has 96 (arXiv:1910.10683); this is a guess far above."""
+
 T = TypeVar("T")
 
 
@@ -68,17 +71,18 @@ def read_blocks(entries: object, sizes: Sizes) -> Blocks:
     widths = [half.width(sizes) for half in mlps]
     for n, entry in enumerate(entries):
         _refuse_others(entry, f"block_configs[{n}]", ("attention", "mlp", "ffn"), problems)
-    most, widest = max(filter(None, keys), default=sizes.num_heads), max(filter(None, widths), default=1)
+    most = max((count for count in keys if count is not None), default=sizes.num_kv_heads or sizes.num_heads)
+    widest = max((width for width in widths if width is not None), default=sizes.ffn_hidden_size or 1)
     layers = LayersConfig(
         attention=_pattern([half.part for half in heads], "full"), mlp=_pattern([half.part for half in mlps], "full"),
-        num_kv_heads=_pattern([count or most for count in keys], most),
-        ffn_hidden_size=_pattern([width or widest for width in widths], widest),
+        num_kv_heads=_pattern([most if count is None else count for count in keys], most),
+        ffn_hidden_size=_pattern([widest if width is None else width for width in widths], widest),
     )  # fmt: skip
     return Blocks(layers=layers, num_kv_heads=most, ffn_hidden_size=widest, problems=tuple(problems))
 
 
 def width_of(multiplier: float, hidden_size: int) -> int:
-    """Features inside an MLP of this multiplier.
+    """Features inside an MLP of this multiplier, which is at most `MOST`.
 
     >>> width_of(2.625, 8192), width_of(1.3125, 4096)
     (14336, 3584)
@@ -93,7 +97,7 @@ def multiplier_of(width: int, hidden_size: int) -> float | None:
     (2.625, None)
     """
     found = 3 * width / (2 * hidden_size)
-    return found if width_of(found, hidden_size) == width else None
+    return found if found <= MOST and width_of(found, hidden_size) == width else None
 
 
 class _Half:
@@ -110,10 +114,22 @@ class _Half:
         self.part = self._part()
 
     def _part(self) -> Part:
-        left_out, linear = self.values.get("no_op"), self.values.get("replace_with_linear")
+        left_out, linear = self._yes("no_op"), self._yes("replace_with_linear")
         if left_out and linear:
             self.problems.append(f"{self.where}: no_op and replace_with_linear: it must be one of the two, or neither.")
         return "none" if left_out else "linear" if linear else "full"
+
+    def _yes(self, name: str) -> bool:
+        """A switch; null is off. Words and numbers are refused: the word "false" would be as good as true."""
+        value = self.values.get(name)
+        if value is None or isinstance(value, bool):
+            return bool(value)
+        meant = str(value).lower() in ("true", "1", "1.0")
+        self.problems.append(
+            f"{self.where}.{name}={value!r:.60} must be true, false or null, without quotes. Set it to "
+            f"{'true' if meant else 'false'}."
+        )
+        return meant
 
     def key_value_heads(self, sizes: Sizes) -> int | None:
         """Of a block with attention; None where there is none."""
@@ -123,7 +139,7 @@ class _Half:
             return None
         if type(value) is not int or value < 1 or heads % value:
             self.problems.append(
-                f"{self.where}.{name}={value!r} must be a whole number that divides the {heads} query heads."
+                f"{self.where}.{name}={value!r:.60} must be a whole number that divides the {heads} query heads."
             )
             return 1
         return heads // value if name == ATTENTION_SIZES[0] else value
@@ -133,12 +149,24 @@ class _Half:
         name, value = self._size(MLP_SIZES, sizes.ffn_hidden_size)
         if value is None:
             return None
-        number = type(value) in (int, float) and 0 < value < float("inf")
-        if not number or (name != MLP_SIZES[0] and type(value) is not int):
-            kind = "number" if name == MLP_SIZES[0] else "whole number"
-            self.problems.append(f"{self.where}.{name}={value!r} must be a {kind} above 0.")
+        if name == MLP_SIZES[0]:
+            return self._width_of(name, value, sizes.hidden_size)
+        if type(value) is not int or value < 1:
+            self.problems.append(f"{self.where}.{name}={value!r:.60} must be a whole number above 0.")
             return 1
-        return width_of(value, sizes.hidden_size) if name == MLP_SIZES[0] else int(value)
+        return int(value)
+
+    def _width_of(self, name: str, multiplier: object, hidden_size: int) -> int:
+        """1 where the multiplier is none, too large to compute with, or so small that nothing is left."""
+        shown = f"{self.where}.{name}={multiplier!r:.60}"
+        if not isinstance(multiplier, int | float) or isinstance(multiplier, bool) or not 0 < multiplier <= MOST:
+            self.problems.append(f"{shown} must be a number above 0 and at most {MOST}.")
+            return 1
+        width = width_of(multiplier, hidden_size)
+        if width == 0:
+            least = 2 / hidden_size  # 4/3 of a feature: enough for one, also after rounding
+            self.problems.append(f"{shown} makes an MLP of no features, expected {least:.3g} or more.")
+        return width or 1
 
     def _size(self, names: Sequence[str], otherwise: int | None) -> tuple[str, Any]:
         """The one of several fields that has a value, and it; None in a block without that part."""

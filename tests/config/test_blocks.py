@@ -85,7 +85,7 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
         ({"attention": {"n_heads_in_group": 4, "window_length": 8192}},
          "block_configs[3].attention.window_length=8192 is not known, expected null or false."),
         ({"attention": None}, "block_configs[3]: None: expected an object for attention."),
-        ({"ffn": {"ffn_mult": -1}}, "block_configs[3].ffn.ffn_mult=-1 must be a number above 0."),
+        ({"ffn": {"ffn_mult": -1}}, "block_configs[3].ffn.ffn_mult=-1 must be a number above 0 and at most 1000000."),
         ({"ffn": {"ffn_hidden_size": 20.5}}, "ffn.ffn_hidden_size=20.5 must be a whole number above 0."),
         ({"ffn": {"ffn_mult": 1.0, "gated": False}}, "block_configs[3].ffn.gated=False must be True."),
         ({"ffn": {"ffn_mult": 1.0, "hidden_act": "relu2"}}, "ffn.hidden_act='relu2' must be 'silu'."),
@@ -97,6 +97,43 @@ def test_every_multiple_of_256_has_a_multiplier_for_every_hidden_size() -> None:
 def test_what_is_strange_in_a_block_is_told(block: dict[str, Any], told: str) -> None:
     (text,) = read_blocks(with_blocks(block), SIZES).problems
     assert told in text
+
+
+@pytest.mark.parametrize("name", ["no_op", "replace_with_linear"])
+@pytest.mark.parametrize("half", ["attention", "ffn"])
+@pytest.mark.parametrize(("value", "works"), [("false", "false"), ("True", "true"), (0, "false"), (1, "true")])
+def test_switches_are_true_or_false_and_no_word_or_number(half: str, name: str, value: object, works: str) -> None:
+    (text,) = read_blocks(with_blocks({half: {**WHOLE[half], name: value}}), SIZES).problems
+    assert text == (
+        f"block_configs[3].{half}.{name}={value!r} must be true, false or null, without quotes. Set it to {works}."
+    )
+    for plain in (None, False):
+        assert read_blocks(with_blocks({half: {**WHOLE[half], name: plain}}), SIZES).layers == ALIKE
+
+
+@pytest.mark.parametrize("multiplier", [1e308, 10**400, 1_000_001, float("inf"), float("nan"), True])
+def test_multipliers_that_nobody_can_compute_with_are_told(multiplier: float) -> None:
+    (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": multiplier}}), SIZES).problems
+    assert text.startswith(f"block_configs[3].ffn.ffn_mult={multiplier!r:.60}"), text
+    assert text.endswith(" must be a number above 0 and at most 1000000.")
+
+
+@pytest.mark.parametrize("hidden", [6, 24, 1000, 4096, 5120])
+def test_an_mlp_of_no_features_is_told_with_a_multiplier_that_has_some(hidden: int) -> None:
+    sizes = Sizes(num_layers=4, num_heads=32, hidden_size=hidden)
+    (text,) = read_blocks(with_blocks({"ffn": {"ffn_mult": 1e-9}}), sizes).problems
+    start, _, least = text.removesuffix(" or more.").rpartition(" ")
+    assert start == "block_configs[3].ffn.ffn_mult=1e-09 makes an MLP of no features, expected"
+    assert width_of(float(least), hidden) == 256
+    assert multiplier_of(10**12, hidden) is None
+
+
+def test_a_model_without_any_attention_or_mlp_keeps_the_sizes_that_it_says() -> None:
+    nothing = {"attention": {"no_op": True}, "ffn": {"no_op": True}}
+    found = read_blocks([nothing] * 4, Sizes(num_layers=4, num_heads=6, hidden_size=8, num_kv_heads=3,
+                                             ffn_hidden_size=20))  # fmt: skip
+    assert (found.num_kv_heads, found.ffn_hidden_size, found.problems) == (3, 20, ())
+    assert found.layers == LayersConfig(attention=("none",), mlp=("none",))
 
 
 @pytest.mark.parametrize(
