@@ -3,21 +3,34 @@
 The tests of layouts and `megalith verify --all` prove the same rows. Sizes are no powers of two where that is possible.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
-from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.verify.ranks import LayoutCase, layout_case
+from megalith.verify.rows import (
+    BIASED,
+    FOUR,
+    FOUR_TIED,
+    SHARED,
+    SIX_LAYERS,
+    THREE_TIED,
+    TIED,
+    UNEVEN,
+    Entry,
+    Layout,
+    row_of,
+    staged,
+    table,
+    tiny,
+)
 from megalith.verify.variants import (
     BIASED_CHOICE,
     BOTH_WAYS,
@@ -33,106 +46,11 @@ from megalith.verify.variants import (
     OFFSET,
     PADDED,
     PLANNED,
+    PLANNED_PAIRS,
     RELATIVE,
     VARIANTS,
+    WHOLE_LATENT,
 )
-
-Area = Literal[
-    "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
-    "adapters", "experts",
-]  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """One row: a tiny model, and how its ranks divide the work."""
-
-    area: Area
-    name: str
-    model: ModelConfig
-    parallel: ParallelConfig
-    rows: int = 1
-    """Of a microbatch, of the 12 of a step."""
-
-    seq_len: int = 12
-    documents: bool = False
-    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    offload: OffloadConfig = field(default_factory=OffloadConfig)
-
-    smoothing: float = 0.0
-    """Of labels."""
-
-    lora: LoraConfig | None = None
-    sample: bool = False
-    """One of the few that together have everything once, on at most four processes: in `make test`, and in
-    `megalith verify --all --sample`."""
-
-    @property
-    def world(self) -> int:
-        """Its processes."""
-        p = self.parallel
-        return p.tp * p.cp * p.pp * (p.dp or 1)
-
-    def case(self) -> LayoutCase:
-        """What is run in float64."""
-        case = layout_case(
-            self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
-            documents=self.documents,
-        )  # fmt: skip
-        base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
-        run = replace(
-            case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
-            train=replace(case.run.train, label_smoothing=self.smoothing),
-        )  # fmt: skip
-        return replace(case, run=run)
-
-
-def tiny(
-    *, num_heads: int = 4, num_kv_heads: int = 4, num_layers: int = 2, tied: bool = False, bias: bool = False
-) -> ModelConfig:
-    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
-    return ModelConfig(
-        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=num_layers, num_heads=num_heads,
-        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
-        output_bias=bias, mlp_bias=bias,
-    )  # fmt: skip
-
-
-TIED, BIASED = tiny(tied=True), tiny(bias=True)
-SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
-UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads they have two query heads and one
-FOUR = tiny(num_kv_heads=2, num_layers=4)
-FOUR_TIED = replace(FOUR, tied_embeddings=True)
-THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
-
-
-def staged(
-    pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
-    **pipeline: object,
-) -> ParallelConfig:  # fmt: skip
-    """A layout with a pipeline; what is left over are its settings."""
-    settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
-    return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
-
-
-def row_of(parallel: ParallelConfig) -> int:
-    """Tokens of a row that the ranks can share."""
-    parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
-    return -(-12 // parts) * parts if parallel.cp > 1 else 12
-
-
-Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
-"""What a row is but for its name; with the rows of a microbatch, if not 1: of the 12 rows of a step."""
-
-
-def _entries(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
-    """The rows of a table by name; `sample` names those in the sample."""
-    for name, entry in layouts.items():
-        model, parallel = entry[:2]
-        yield Layout(
-            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
-            seq_len=row_of(parallel), sample=name in sample,
-        )  # fmt: skip
 
 
 def _tensor_and_data() -> Iterator[Layout]:
@@ -166,7 +84,7 @@ def _tensor_and_data() -> Iterator[Layout]:
         "tp3 dp2": (BIASED, ParallelConfig(tp=3, dp=2)),
         "tp4 dp2 sp, 2 key/value heads": (SHARED, ParallelConfig(tp=4, dp=2, sp=True)),
     }  # fmt: skip
-    yield from _entries("tensor and data", layouts, sample=sample)
+    yield from table("tensor and data", layouts, sample=sample)
     for rows in (1, 2, 3):
         yield Layout(
             area="tensor and data", name=f"tp2 dp2 sp, {rows} rows at once", model=tiny(), rows=rows,
@@ -194,7 +112,7 @@ def _divided_state() -> Iterator[Layout]:
         "zero 2 pp2 dp2": (tiny(), ParallelConfig(pp=2, dp=2, zero=2)),
         "zero 1 pp2 tp2 dp2 sp tied": (TIED, ParallelConfig(pp=2, tp=2, dp=2, sp=True, zero=1)),
     }  # fmt: skip
-    yield from _entries("divided state", layouts, sample=sample)
+    yield from table("divided state", layouts, sample=sample)
 
 
 def _sharded_weights() -> Iterator[Layout]:
@@ -219,7 +137,7 @@ def _sharded_weights() -> Iterator[Layout]:
         "zero 3 pp2 dp2, two chunks each": (replace(tiny(), num_layers=4), staged(2, dp=2, zero=3, vpp=2)),
         "zero 3 pp2 tp2 dp2 sp tied": (TIED, staged(2, tp=2, dp=2, sp=True, zero=3)),
     }  # fmt: skip
-    yield from _entries("sharded weights", layouts, sample=sample)
+    yield from table("sharded weights", layouts, sample=sample)
 
 
 def _pipeline() -> Iterator[Layout]:
@@ -268,7 +186,7 @@ def _pipeline() -> Iterator[Layout]:
         "tp2 pp3 sp": (replace(FOUR, num_layers=3), staged(3, tp=2, sp=True), 2),
         "tp2 pp2 dp2 sp tied": (FOUR_TIED, staged(2, tp=2, dp=2, sp=True), 2),
     }  # fmt: skip
-    yield from _entries("pipeline", layouts, sample=sample)
+    yield from table("pipeline", layouts, sample=sample)
 
 
 def _shared(
@@ -414,7 +332,7 @@ def _all_axes() -> Iterator[Layout]:
         "tp3 cp2 dp2 sp": (three, ParallelConfig(tp=3, cp=2, dp=2, sp=True), 1),
         "cp3 pp2 dp2": (FOUR, staged(2, cp=3, dp=2), 2),
     }  # fmt: skip
-    yield from _entries("all axes", layouts)
+    yield from table("all axes", layouts)
 
 
 def _variants() -> Iterator[Layout]:
@@ -438,7 +356,7 @@ def _variants() -> Iterator[Layout]:
             "cp3 pp2 gather": staged_and_gathered,
         }  # fmt: skip
         entries: dict[str, Entry] = {f"{variant}, {name}": (model, parallel) for name, parallel in layouts.items()}
-        yield from _entries("variants", entries, sample=[list(entries)[number % 3]])
+        yield from table("variants", entries, sample=[list(entries)[number % 3]])
     both = replace(LATENT, mtp=FURTHER.mtp, tied_embeddings=True)
     ends: dict[str, Entry] = {
         "further, pp2 zb-v": (FURTHER, staged(2, schedule="zb-v", vpp=2), 3),
@@ -447,7 +365,7 @@ def _variants() -> Iterator[Layout]:
         "further and latent tied, dp2, zero 3": (both, ParallelConfig(dp=2, zero=3), 2),
         "heterogeneous, pp2 dp2 zb-h1, zero 2": (HETEROGENEOUS, staged(2, dp=2, zero=2, schedule="zb-h1"), 1),
     }  # fmt: skip
-    yield from _entries("variants", ends)
+    yield from table("variants", ends)
     yield from _further_places()
     smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=FURTHER.mtp)
     three = ParallelConfig(tp=3, sp=True)
@@ -527,6 +445,18 @@ def _variants_and_others() -> Iterator[Layout]:
         ),
         "normed around, cp2 ring, documents, selective, offloaded": (
             VARIANTS["normed around"], ParallelConfig(cp=2), PARTS, AWAY,
+        ),
+        "heterogeneous, tp2 sp, documents, full": (HETEROGENEOUS, tp2, FULL, stay),
+        "heterogeneous, tp2 pp2 cp2 sp, documents, selective, offloaded": (
+            HETEROGENEOUS, staged(2, tp=2, cp=2, sp=True), PARTS, AWAY,
+        ),
+        "gated, cp2 a2a, each document sliced, full": (VARIANTS["gated"], sliced, FULL, stay),
+        "gated, tp2 pp2 sp, documents, selective": (VARIANTS["gated"], staged(2, tp=2, sp=True), PARTS, stay),
+        "normed after, cp2 dp2, zero 3, documents, full": (
+            VARIANTS["normed after"], ParallelConfig(cp=2, dp=2, zero=3), FULL, stay,
+        ),
+        "normed after, tp2 pp2 sp, documents, block, offloaded": (
+            VARIANTS["normed after"], staged(2, tp=2, sp=True), BLOCK, AWAY,
         ),
         "further, dropping, pp2, documents, full": (dropping, staged(2), FULL, stay),
         "further, dropping, tp3 cp2": (replace(dropping, num_kv_heads=3), ParallelConfig(tp=3, cp=2), PARTS, stay),
@@ -698,6 +628,10 @@ def _experts_fully_sharded() -> Mixed:
         "clamped, dp4 ep2 in two replicas, zero 3": (CLAMPED, ParallelConfig(dp=4, ep=2, zero=3, replicas=2), 1, FULL),
         "narrow, cp2 dp2 ep2, zero 3": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL),
         "biased choice, pp2 dp2, zero 3": (BIASED_CHOICE, staged(2, dp=2, zero=3), 1, FULL),
+        # The first stage has nothing to divide at all.
+        "noisy, tp2 pp2 sp etp1, zero 3": (
+            replace(NOISY, num_layers=2), replace(staged(2, tp=2, sp=True, zero=3), etp=1), 1, NO,
+        ),
         "further experts, pp2 dp4 ep2, zero 3": (FURTHER_EXPERTS, replace(staged(2, dp=4, zero=3), ep=2), 1, NO),
     }  # fmt: skip
 
@@ -726,18 +660,47 @@ def _experts_in_pairs() -> Mixed:
     }
 
 
+def _experts_and_latent_attention() -> Mixed:
+    """Latent attention, experts and a further prediction in one model."""
+    up_again = replace(PARTS, modules=("mla_up_proj", "shared_experts"))
+    paired = replace(staged(2, dp=2, zero=1), ep=2, overlap_experts=True)
+    return {
+        "whole latent, dp2 ep2, zero 1": (WHOLE_LATENT, ParallelConfig(dp=2, ep=2, zero=1), 1, NO),
+        "whole latent, tp2 dp2 sp ep2 etp2, documents": (
+            WHOLE_LATENT, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 1, NO,
+        ),
+        "whole latent, pp2 dp2 ep2, zero 2": (WHOLE_LATENT, replace(staged(2, dp=2, zero=2), ep=2), 2, NO),
+        "whole latent, cp2 dp2 ep2, zero 3, full": (
+            WHOLE_LATENT, ParallelConfig(cp=2, dp=2, ep=2, zero=3), 1, FULL,
+        ),
+        "whole latent, pp2 dp2 ep2, pairs, zero 1, up again": (WHOLE_LATENT, paired, 1, up_again),
+    }  # fmt: skip
+
+
+def _experts_by_plan() -> Mixed:
+    """A plan of all ranks on stages, with experts in slices, gathered tokens and two experts for each token."""
+    sliced = replace(staged(2, tp=2, sp=True), dp=2, ep=2)
+    return {
+        "planned pairs, tp2 pp2 dp2 sp ep2 etp2": (PLANNED_PAIRS, sliced, 2, NO),
+        "planned pairs, tp2 cp2 sp ep2 etp1 gather, full": (
+            PLANNED_PAIRS, ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1, dispatcher=GATHER), 1, FULL,
+        ),
+    }  # fmt: skip
+
+
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
     again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. First tokens
     of packed documents weigh exactly alike, so that rounding must not decide who has the last seat."""
     rows = {
         **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
-        **_experts_with_few_seats(),
+        **_experts_with_few_seats(), **_experts_and_latent_attention(), **_experts_by_plan(),
     }  # fmt: skip
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
         "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2", "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
+        "whole latent, dp2 ep2, zero 1",
     }  # fmt: skip
     for name, (model, parallel, microbatch, recompute) in rows.items():
         yield Layout(

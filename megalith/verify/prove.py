@@ -11,7 +11,7 @@ from megalith.plan.automatic import chosen_recompute
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
 from megalith.verify.faults import FAULTS
-from megalith.verify.matrix import Layout, rows_of_matrix
+from megalith.verify.matrix import rows_of_matrix
 from megalith.verify.ranks import Difference, LayoutCase, prove_layout
 from megalith.verify.report import (
     LayoutResult,
@@ -22,6 +22,7 @@ from megalith.verify.report import (
     schedule_rows,
     type_rows,
 )
+from megalith.verify.rows import Layout
 from megalith.verify.schedules import ScheduleReport, check_schedule
 from megalith.verify.shrink import shrink, shrunk_words
 from megalith.verify.types import type_check, type_check_in_child

@@ -180,7 +180,26 @@ CLAMPED = replace(
 FURTHER_EXPERTS = replace(BIASED_CHOICE, tied_embeddings=True, mtp=MTPConfig(depths=2, loss_weight=0.5))
 """Layers with experts that predict further ahead."""
 
+WHOLE_LATENT = replace(
+    LATENT, moe=MoEConfig(
+        experts=8, top_k=4, ffn_hidden_size=9, shared_ffn_hidden_size=11, layers=(False, True, True, True),
+        router=RouterConfig(
+            score="sigmoid", balancing_bias=True, balancing_rate=0.01, groups=4, top_groups=2, scale=1.5,
+        ), balance=BalanceConfig(sequence=0.1),
+    ), mtp=MTPConfig(depths=1, loss_weight=0.5),
+)  # fmt: skip
+"""DeepSeek-V3 whole: latent attention, experts beside a shared one in all layers but the first, judged in groups by
+the sum of their best, and one layer with experts that predicts a token further."""
+
+PLANNED_PAIRS = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=4, top_k=2, ffn_hidden_size=10, shared_ffn_hidden_size=9, balance=BalanceConfig(sinkhorn=True),
+    ),
+)  # fmt: skip
+"""Two experts for each token, chosen by a plan of all ranks, and an MLP for all tokens."""
+
 MIXTURES = {
     "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "offset": OFFSET,
-    "clamped": CLAMPED, "further experts": FURTHER_EXPERTS,
+    "clamped": CLAMPED, "further experts": FURTHER_EXPERTS, "padded": PADDED, "whole latent": WHOLE_LATENT,
+    "planned pairs": PLANNED_PAIRS,
 }  # fmt: skip

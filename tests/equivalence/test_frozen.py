@@ -22,7 +22,7 @@ from megalith.train import build
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.step import train_step
 from megalith.verify import ranks as proof
-from megalith.verify.matrix import TIED, tiny
+from megalith.verify.rows import TIED, tiny
 
 Zero = Literal[0, 1, 2, 3]
 

@@ -5,8 +5,9 @@ The rows are those of `megalith verify --all`; the sample of them is in `make te
 
 import pytest
 
-from megalith.verify.matrix import MATRIX, Layout
+from megalith.verify.matrix import MATRIX
 from megalith.verify.ranks import RaggedRows, prove_layout
+from megalith.verify.rows import Layout
 
 
 @pytest.mark.parametrize(

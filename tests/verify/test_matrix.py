@@ -6,7 +6,9 @@ from megalith.config.context import ContextKind
 from megalith.config.pipeline import ScheduleName
 from megalith.plan.schedule import schedule_name
 from megalith.train.rules import run_problems
-from megalith.verify.matrix import MATRIX, Layout, rows_of_matrix
+from megalith.verify.matrix import MATRIX, rows_of_matrix
+from megalith.verify.rows import Layout
+from megalith.verify.variants import VARIANTS
 
 SAMPLE = [row for row in MATRIX if row.sample]
 
@@ -93,3 +95,28 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     few = [row.parallel for row in rows if row.sample]
     assert {p.dispatcher for p in few} == {"exchange", "gather"} and {p.zero for p in few} >= {0, 1, 2}
     assert all(any((getattr(p, axis) or 1) > 1 for p in few) for axis in ("tp", "cp", "pp", "dp", "etp"))
+
+
+def test_latent_attention_meets_experts_and_a_further_prediction_under_every_axis() -> None:
+    rows = [row for row in MATRIX if row.model.mla and row.model.moe and row.model.mtp.depths]
+    assert all(any((getattr(row.parallel, axis) or 1) > 1 for row in rows) for axis in ("tp", "cp", "pp", "dp", "ep"))
+    assert {row.parallel.zero for row in rows} >= {1, 2, 3} and any(row.documents for row in rows)
+    assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
+    assert any(row.parallel.overlap_experts and "mla_up_proj" in row.recompute.modules for row in rows)
+    assert sum(row.sample for row in rows) == 1
+
+
+def test_plans_of_all_ranks_meet_stages_slices_gathers_and_two_choices() -> None:
+    planned = [row for row in MATRIX if row.model.moe and row.model.moe.balance.sinkhorn]
+    two = [row for row in planned if row.model.moe and row.model.moe.top_k == 2]
+    assert any(row.parallel.pp > 1 and row.parallel.tp > 1 and row.parallel.etp is None for row in two)
+    assert any(row.parallel.dispatcher == "gather" for row in two) and len(two) < len(planned)
+    assert all(row.model.moe.shared_ffn_hidden_size for row in two if row.model.moe)
+
+
+@pytest.mark.parametrize("variant", ["heterogeneous", "gated", "normed after"])
+def test_kinds_of_layers_meet_documents_that_run_again(variant: str) -> None:
+    rows = [row for row in MATRIX if row.model == VARIANTS[variant] and row.documents]
+    again = [row for row in rows if row.recompute.granularity != "none"]
+    assert len(again) >= 2 and any(row.recompute.granularity == "full" for row in again)
+    assert all(any(getattr(row.parallel, axis) > 1 for row in again) for axis in ("tp", "cp", "pp"))

@@ -8,9 +8,10 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.testing.tiny import tiny_run
 from megalith.verify import prove
-from megalith.verify.matrix import MATRIX, Layout
+from megalith.verify.matrix import MATRIX
 from megalith.verify.prove import prove_row, prove_run, proved, schedule_of
 from megalith.verify.ranks import Difference, LayoutCase
+from megalith.verify.rows import Layout
 from megalith.verify.types import type_check
 
 DP2 = next(row for row in MATRIX if row.name == "dp2")

@@ -37,6 +37,7 @@ from megalith.recipes.llama3 import llama3_70b
 from megalith.testing.inject import replaced
 from megalith.train.rules import run_problems
 from megalith.verify.faults import FAULTS, changed_model, planted
+from megalith.verify.ranks import layout_case
 from megalith.verify.type_rules import our_functions, types_of
 from megalith.verify.types import (
     Question,
@@ -49,7 +50,7 @@ from megalith.verify.types import (
     type_check,
     type_check_in_child,
 )
-from megalith.verify.variants import LOOKING_BACK, NARROW, PLANNED, VARIANTS
+from megalith.verify.variants import LOOKING_BACK, MIXTURES, NARROW, PLANNED, VARIANTS
 
 PAGE = Path(__file__).parents[2] / "docs/concepts/types.md"
 MODEL = ModelConfig(vocab_size=100, hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=2, ffn_hidden_size=40)
@@ -545,3 +546,48 @@ def test_what_keeps_experts_busy_is_checked_but_for_plans_that_ask_for_numbers()
     assert {axis: report.axes[axis] for axis in ("edp", "ep", "etp")} == {"edp": 4, "ep": 2, "etp": 1}
     planned = type_check(PLANNED, replace(layout, ep=1, cp=4), world=8, ranks=(5,))
     assert planned.ok and [text.split(":")[0] for text in planned.unseen] == ["model.moe.balance.sinkhorn"]
+
+
+ON_EIGHT = ParallelConfig(tp=2, cp=2, sp=True, ep=2, etp=1)
+STAGED_EXPERTS = ParallelConfig(tp=2, pp=2, sp=True, ep=2, etp=2)
+PAIRED = replace(STAGED_EXPERTS, etp=1, overlap_experts=True)
+MIXED = {
+    "narrow": ParallelConfig(tp=2, dp=4, sp=True, ep=2, zero=1), "biased choice": ON_EIGHT,
+    "noisy": replace(ON_EIGHT, etp=2), "planned": replace(ON_EIGHT, ep=1),
+    "offset": STAGED_EXPERTS, "clamped": replace(ON_EIGHT, dispatcher="reference", ep=4),
+    "further experts": PAIRED, "padded": replace(ON_EIGHT, etp=2, zero=2),
+    "whole latent": replace(PAIRED, order="dp-tp-cp-ep-pp"),
+    "planned pairs": replace(STAGED_EXPERTS, dispatcher="gather"),
+}  # fmt: skip
+"""Of every mixture one layout of 8 ranks: every dispatcher, etp 1 and tp, stages, pairs, state that is divided."""
+SLOW_MIXED = ("narrow", "planned", "clamped", "padded")
+
+
+def test_every_mixture_and_every_way_to_send_tokens_has_a_layout_whose_types_are_checked() -> None:
+    assert MIXED.keys() == MIXTURES.keys()
+    assert {one.dispatcher for one in MIXED.values()} == {"exchange", "gather", "reference"}
+    assert {one.overlap_experts for one in MIXED.values()} == {True, False}
+    for name, parallel in MIXED.items():
+        assert run_problems(layout_case(MIXTURES[name], parallel, 8, seq_len=16).run, 8) == [], name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_MIXED else []) for name in MIXED]
+)
+def test_every_mixture_has_no_problem(name: str) -> None:
+    report = type_check(MIXTURES[name], MIXED[name], world=8, ranks=(5,))
+    assert report.problems == ()
+    assert any("over ep" in collective for collective in report.collectives) or MIXED[name].ep == 1
+    kinds = [text.split(":")[0] for text in report.unseen]
+    assert kinds == ["model.moe.balance.sinkhorn"] * name.startswith("planned")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recompute",
+    [RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective", modules=("mlp",))],
+    ids=["full", "mlp"],
+)
+@pytest.mark.parametrize("name", MIXED)
+def test_every_mixture_that_runs_again_has_no_problem(name: str, recompute: RecomputeConfig) -> None:
+    assert type_check(MIXTURES[name], MIXED[name], world=8, ranks=(5,), recompute=recompute).problems == ()

@@ -1,0 +1,110 @@
+"""What a row of the matrix of layouts is, and the models and layouts that many rows are made of."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.lora import LoraConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
+from megalith.config.recompute import OffloadConfig, RecomputeConfig
+from megalith.verify.ranks import LayoutCase, layout_case
+
+Area = Literal[
+    "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
+    "adapters", "experts",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One row: a tiny model, and how its ranks divide the work."""
+
+    area: Area
+    name: str
+    model: ModelConfig
+    parallel: ParallelConfig
+    rows: int = 1
+    """Of a microbatch, of the 12 of a step."""
+
+    seq_len: int = 12
+    documents: bool = False
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+
+    smoothing: float = 0.0
+    """Of labels."""
+
+    lora: LoraConfig | None = None
+    sample: bool = False
+    """One of the few that together have everything once, on at most four processes: in `make test`, and in
+    `megalith verify --all --sample`."""
+
+    @property
+    def world(self) -> int:
+        """Its processes."""
+        p = self.parallel
+        return p.tp * p.cp * p.pp * (p.dp or 1)
+
+    def case(self) -> LayoutCase:
+        """What is run in float64."""
+        case = layout_case(
+            self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
+            documents=self.documents,
+        )  # fmt: skip
+        base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
+        run = replace(
+            case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
+            train=replace(case.run.train, label_smoothing=self.smoothing),
+        )  # fmt: skip
+        return replace(case, run=run)
+
+
+def tiny(
+    *, num_heads: int = 4, num_kv_heads: int = 4, num_layers: int = 2, tied: bool = False, bias: bool = False
+) -> ModelConfig:
+    """Sizes that are no powers of two, a padded vocabulary, and parts that tp 3 divides unevenly."""
+    return ModelConfig(
+        vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=num_layers, num_heads=num_heads,
+        num_kv_heads=num_kv_heads, head_dim=6, ffn_hidden_size=20, tied_embeddings=tied, qkv_bias=bias,
+        output_bias=bias, mlp_bias=bias,
+    )  # fmt: skip
+
+
+TIED, BIASED = tiny(tied=True), tiny(bias=True)
+SHARED = tiny(num_heads=8, num_kv_heads=2)  # tp 4 has two ranks per key/value head
+UNEVEN = tiny(num_heads=6, num_kv_heads=2)  # and with 6 heads they have two query heads and one
+FOUR = tiny(num_kv_heads=2, num_layers=4)
+FOUR_TIED = replace(FOUR, tied_embeddings=True)
+THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
+
+
+def staged(
+    pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
+    **pipeline: object,
+) -> ParallelConfig:  # fmt: skip
+    """A layout with a pipeline; what is left over are its settings."""
+    settings = PipelineConfig(**pipeline)  # type: ignore[arg-type]  # by name
+    return ParallelConfig(tp=tp, cp=cp, pp=pp, dp=dp, sp=sp, zero=zero, pipeline=settings)
+
+
+def row_of(parallel: ParallelConfig) -> int:
+    """Tokens of a row that the ranks can share."""
+    parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
+    return -(-12 // parts) * parts if parallel.cp > 1 else 12
+
+
+Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
+"""What a row is but for its name; with the rows of a microbatch, if not 1: of the 12 rows of a step."""
+
+
+def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
+    """The rows of a table by name; `sample` names those in the sample."""
+    for name, entry in layouts.items():
+        model, parallel = entry[:2]
+        yield Layout(
+            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
+            seq_len=row_of(parallel), sample=name in sample,
+        )  # fmt: skip
