@@ -1,6 +1,7 @@
 """Tests of megalith/plan/costs.py."""
 
 from dataclasses import replace
+from fractions import Fraction
 from typing import NamedTuple
 
 import pytest
@@ -41,7 +42,7 @@ from megalith.plan.costs import (
     step_flops,
     tflops_per_device,
 )
-from megalith.plan.parameters import layer_parameters
+from megalith.plan.parameters import held_parameters, layer_parameters
 from megalith.verify.variants import MIXTURES
 from megalith.verify.variants import VARIANTS as KINDS
 
@@ -272,6 +273,25 @@ def test_the_count_per_rank_with_parts_of_unequal_size() -> None:
 def test_llama3_8b_costs_its_known_operations() -> None:
     assert flops_per_token(LLAMA3_8B, 8192) == 51_470_401_536
     assert step_flops(LLAMA3_8B, tokens=8192, squared_lengths=8192**2) == 421_645_529_382_912
+    pairs = LLAMA3_8B.num_layers * attention_flops(LLAMA3_8B, 0, tokens=8192, squared_lengths=8192**2) // 8192
+    assert (51_470_401_536 - pairs, pairs) == (45_027_950_592, 6_442_450_944)
+
+
+def test_layers_of_gpt_that_see_all_cost_what_the_classic_form_says() -> None:
+    """72·t·L·h²·(1 + s / 6h + v / 12hL), by Narayanan et al. 2021, arXiv:2104.04473, less what runs again."""
+    layers, h, v, s, rows = 3, 16, 50, 24, 5
+    config = replace(
+        GPT, hidden_size=h, num_layers=layers, ffn_hidden_size=4 * h, vocab_size=v,
+        attention=AttentionConfig(causal=False),
+    )  # fmt: skip
+    classic = 72 * rows * s * layers * h**2 * (1 + Fraction(s, 6 * h) + Fraction(v, 12 * h * layers))
+    assert step_flops(config, tokens=rows * s, squared_lengths=rows * s**2) == classic
+
+
+def test_the_parts_of_a_tiny_gpt_have_their_known_numbers_of_parameters() -> None:
+    held = held_parameters(GPT, tp=1, tp_rank=0, layers=[0], embedding=True, loss=False)
+    assert sum(one.numel for one in held if one.name in ("embed.weight", "positions.weight")) == 1248
+    assert sum(one.numel for one in held if ".mlp." in one.name) == 1212
 
 
 def test_documents_cost_less_attention_than_one_long_row() -> None:

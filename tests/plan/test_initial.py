@@ -30,6 +30,8 @@ def starts(model: ModelConfig) -> dict[str, tuple[float, bool]]:
 def test_by_default_matrices_start_alike_and_those_into_the_stream_narrower() -> None:
     found = starts(MODEL)
     assert {std for name, (std, _) in found.items() if name.endswith((".o", ".down"))} == {0.02 / math.sqrt(4)}
+    of_24, _ = starts(replace(MODEL, num_layers=24))["layers.0.attention.o"]
+    assert of_24 == pytest.approx(0.0028868, abs=5e-8)
     assert found["embed.weight"] == found["head.weight"] == found["layers.1.attention.kv"] == (0.02, False)
     assert found["norm.weight"] == (0.0, False)
 
