@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from megalith.config.blocks import Sizes, read_blocks
-from megalith.config.megatron.draft import Draft
+from megalith.config.megatron.draft import Draft, Entry
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
+GROUPS, WIDTH = "--num-query-groups", "--ffn-hidden-size"
 COUNTS = ("--num-layers", "--num-attention-heads", "--hidden-size")
 SETTINGS = ("attention", "mlp", "num_kv_heads", "ffn_hidden_size")
 
@@ -30,16 +31,26 @@ FILE_SAYS: tuple[tuple[str, str, str], ...] = (
 """(field of the file, flag, setting) that must be equal where the file has the field."""
 
 
+TEXT_ALONE = (
+    f"layers are here as it says. Megatron compares it with the other arguments, but builds equal layers unless {PATH} "
+    f"is given, too. Use {PATH} with a file of this text"
+)
+"""What to know of a text without a file."""
+
+
 def translate_blocks(draft: Draft) -> None:
-    """What a file, or its text, says of each layer; nothing where there is none. All that does not fit is told."""
-    flag = PATH if draft.arguments.value(PATH) is not None else TEXT
+    """What a file, or its text, says of each layer; nothing where there is none. All that does not fit is told.
+
+    Megatron reads the file where there is no text, and gives layers sizes of their own where a file is named.
+    """
+    flag = PATH if draft.arguments.value(TEXT) is None else TEXT
     if draft.arguments.value(flag) is None:
         return
     found = _document(draft, flag)
     if found is None:
         return
-    if flag == PATH and draft.arguments.given(TEXT):
-        draft.say("already", TEXT, f"{PATH} is read in its place")
+    if flag == TEXT and draft.arguments.given(PATH):
+        draft.say("already", PATH, f"{TEXT} is read in its place")
     draft.problems += [f"{flag}: {text}" for text in (*_asked(draft), *_unequal(draft, found))]
     if all(draft.sure(name) for name in COUNTS):
         _put(draft, flag, found)
@@ -56,12 +67,28 @@ def _put(draft: Draft, flag: str, found: Mapping[str, Any]) -> None:
     if blocks.problems:
         draft.problems += [f"{flag}: {text} Use a file that says so." for text in blocks.problems]
         return
-    for name in SETTINGS:
-        pattern = getattr(blocks.layers, name)
+    draft.problems += [f"{flag}: {text}" for text in _other_groups(draft, found, blocks.num_kv_heads)]
+    said = {f"model.layers.{name}": list(getattr(blocks.layers, name)) for name in SETTINGS}
+    for setting, pattern in said.items():
         if pattern:
-            draft.put(flag, f"model.layers.{name}", list(pattern))
-    draft.put(flag, "model.num_kv_heads", blocks.num_kv_heads, "the most of any layer")
-    draft.put(flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the widest of any layer")
+            draft.put(flag, setting, pattern)
+    changed = [
+        _overrule(draft, flag, "model.num_kv_heads", blocks.num_kv_heads, "the most of any layer"),
+        _overrule(draft, flag, "model.ffn_hidden_size", blocks.ffn_hidden_size, "the widest of any layer"),
+    ]
+    if changed[1] and draft.arguments.given(WIDTH):
+        draft.say("already", WIDTH, f"is read for layers that have no width in {flag} only")
+    if flag == TEXT and not draft.arguments.given(PATH) and (any(changed) or any(said.values())):
+        draft.entries.append(Entry(verdict="explained", flag=TEXT, text=TEXT_ALONE, effect="numbers"))
+
+
+def _overrule(draft: Draft, flag: str, setting: str, value: int, text: str) -> bool:
+    """Is the setting another than the other arguments have it? Then their lines go, and one for the file comes."""
+    if draft.settings.get(setting) == value:
+        return False
+    draft.entries = [entry for entry in draft.entries if entry.setting != setting]
+    draft.put(flag, setting, value, text)
+    return True
 
 
 def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
@@ -106,6 +133,18 @@ def _unequal(draft: Draft, found: Mapping[str, Any]) -> list[str]:
         what = "Remove" if tied is False else "Pass"
         problems.append(f"tie_word_embeddings={found['tie_word_embeddings']}, the other way round. {what} {flag}.")
     return problems + _scaled_otherwise(draft, found.get("rope_scaling"))
+
+
+def _other_groups(draft: Draft, found: Mapping[str, Any], most: int) -> list[str]:
+    """Key/value heads, where the other arguments have the same query heads but not as many of these."""
+    setting, heads = "model.num_kv_heads", draft.settings["model.num_heads"]
+    ours = draft.settings.get(setting)
+    if not draft.sure(setting) or ours == most or found.get("num_attention_heads") not in (None, heads):
+        return []
+    if draft.arguments.value("--group-query-attention"):
+        return [f"block_configs has {most} key/value heads, and {GROUPS} makes it {ours}. Set {GROUPS} to {most}."]
+    how = f"--group-query-attention {GROUPS} {most}"
+    return [f"block_configs has {most} key/value heads, and there would be {ours}. Pass {how}."]
 
 
 def _scaled_otherwise(draft: Draft, scaling: object) -> list[str]:

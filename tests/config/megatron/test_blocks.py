@@ -12,13 +12,14 @@ from tests.config.megatron.conftest import Translate
 
 PATH, TEXT = "--heterogeneous-layers-config-path", "--heterogeneous-layers-config-encoded-json"
 BLOCKS: list[dict[str, Any]] = [
-    {"attention": {"n_heads_in_group": 3}, "mlp": {"ffn_hidden_size": 80}},
+    {"attention": {"n_heads_in_group": 2}, "mlp": {"ffn_hidden_size": 80}},
     {"attention": {"no_op": True}, "ffn": {"ffn_mult": 4.1}},
 ]
 FILE: dict[str, Any] = {
     "block_configs": BLOCKS, "num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 6,
     "tie_word_embeddings": False, "rope_theta": 10_000.0, "vocab_size": 999,
 }  # fmt: skip
+SIZES = ("model.num_kv_heads", "model.ffn_hidden_size")
 STRETCHED = "--use-rope-scaling --rope-scaling-factor 8.0"
 
 
@@ -32,19 +33,60 @@ def test_a_file_and_its_text_are_the_same_layers(tiny: Translate, tmp_path: Path
     runs = [tiny(f"{PATH} {file}").run, tiny(f"{TEXT} {as_word(FILE)}").run]
     assert runs[0] == runs[1] and runs[0] is not None
     model = runs[0].model
-    assert (model.num_kv_heads, model.ffn_hidden_size) == (2, 512)
+    assert (model.num_kv_heads, model.ffn_hidden_size) == (3, 512)
     assert model.layers == LayersConfig(attention=("full", "none"), ffn_hidden_size=(80, 512))
     assert model_problems(runs[0]) == []
     assert file.read_text() == json.dumps(FILE)
 
 
-def test_a_file_goes_before_its_text(tiny: Translate, tmp_path: Path) -> None:
+def test_a_text_goes_before_its_file_which_is_not_even_looked_for(tiny: Translate) -> None:
+    done = tiny(f"{PATH} gone.json {TEXT} {as_word(FILE)}")
+    assert done.run is not None and done.run.model.layers.attention == ("full", "none")
+    (entry,) = [entry for entry in done.entries if entry.flag.startswith(PATH)]
+    assert (entry.verdict, entry.text) == ("already", f"{TEXT} is read in its place")
+    assert done.refusals(strict=True) == []
+    (text,) = tiny(f"{PATH} gone.json {TEXT} nothing").problems
+    assert text.startswith(f"{TEXT} nothing: Expecting value")
+
+
+def test_a_text_without_a_file_is_told_to_be_equal_layers_in_megatron(tiny: Translate) -> None:
+    done = tiny(f"{TEXT} {as_word(FILE)}")
+    (entry,) = [entry for entry in done.entries if entry.flag == TEXT]
+    assert entry.verdict == "explained" and f"but builds equal layers unless {PATH} is given, too" in entry.text
+    assert done.refusals(strict=False) == []
+    assert done.refusals(strict=True) == [f"{TEXT}: {entry.text}."] and f"Use {PATH} with a file" in entry.text
+    for alike in ({"ffn_hidden_size": 160}, {}):
+        equal = {"block_configs": [{"attention": {"n_heads_in_group": 2}, "mlp": alike}] * 2}
+        assert tiny(f"{TEXT} {as_word(equal)}").refusals(strict=True) == []
+
+
+def test_each_size_stands_in_the_list_once(tiny: Translate, tmp_path: Path) -> None:
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(FILE))
-    done = tiny(f"{PATH} {file} {TEXT} nothing")
-    assert done.run is not None and done.run.model.layers.attention == ("full", "none")
-    (entry,) = [entry for entry in done.entries if entry.flag.startswith(TEXT)]
-    assert "is read in its place" in entry.text
+    done = tiny(f"{PATH} {file}")
+    said = [(entry.flag.split()[0], entry.value) for entry in done.entries if entry.setting in SIZES]
+    assert said == [("--num-query-groups", 3), (PATH, 512)]
+    (entry,) = [entry for entry in done.entries if entry.flag.startswith("--ffn-hidden-size")]
+    assert (entry.verdict, entry.text) == ("already", f"is read for layers that have no width in {PATH} only")
+    assert done.refusals(strict=True) == []
+    left_out = tiny(f"{PATH} {file}", without=("--ffn-hidden-size",))
+    assert [entry.value for entry in left_out.entries if entry.setting == SIZES[1]] == [512]
+
+
+def test_other_key_value_heads_than_the_arguments_have_are_told(tiny: Translate) -> None:
+    fewer = {**FILE, "block_configs": [{"attention": {"n_heads_in_group": 3}, "mlp": {}}, BLOCKS[1]]}
+    (text,) = tiny(f"{TEXT} {as_word(fewer)}").problems
+    assert text == (
+        f"{TEXT}: block_configs has 2 key/value heads, and --num-query-groups makes it 3. Set --num-query-groups to 2."
+    )
+    (text,) = tiny(f"{TEXT} {as_word(fewer)}", without=("--group-query-attention", "--num-query-groups")).problems
+    assert text == (
+        f"{TEXT}: block_configs has 2 key/value heads, and there would be 6. Pass --group-query-attention "
+        f"--num-query-groups 2."
+    )
+    assert tiny(f"{TEXT} {as_word(fewer)} --num-query-groups 2", without=("--num-query-groups",)).problems == ()
+    nowhere = {"block_configs": [{"attention": {"no_op": True}, "mlp": {}}] * 2}
+    assert tiny(f"{TEXT} {as_word(nowhere)}").problems == ()
 
 
 def test_blocks_that_say_no_size_have_that_of_the_arguments(tiny: Translate) -> None:
