@@ -63,6 +63,10 @@ class ObserveConfig:
     plots: bool = True
     """Draw plots/loss.png when the run ends or is stopped."""
 
+    per_layer: bool = False
+    """Write what experts did for each layer, too: losses of balance, entropy, idle experts, refused choices, the range
+    of balancing biases, and the tokens of every expert."""
+
     routing_trace: int = 0
     """Write which experts every token chose in so many first steps to routing/, a file for each rank; 0: in none."""
 

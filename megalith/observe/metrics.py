@@ -6,8 +6,12 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-Row = Mapping[str, float | int | str | None]
+Value = float | int | str | list[int] | None
+"""Of a metric in a step; a list counts what each of several had, by their numbers."""
+
+Row = Mapping[str, Value]
 
 
 class MetricsFile:
@@ -27,7 +31,9 @@ class MetricsFile:
         self._file.flush()
         if self._events is not None:
             for name, value in row.items():
-                if isinstance(value, int | float) and name != "step":
+                if isinstance(value, list):
+                    _add_counts(self._events, name, value, row["step"])
+                elif isinstance(value, int | float) and name != "step":
                     self._events.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
@@ -39,7 +45,7 @@ class MetricsFile:
             self._events.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float | int | str | None]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:  # Any: JSON
     """Every row; a last line that a crash cut short is left out."""
     return [row for row, _ in _rows(path)]
 
@@ -57,7 +63,7 @@ def cut_after(path: Path, step: int) -> None:
         file.truncate(kept)
 
 
-def _rows(path: Path) -> Iterator[tuple[dict[str, float | int | str | None], int]]:
+def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
     """Each whole row, and the byte at which it ends."""
     end = 0
     for line in path.read_bytes().splitlines(keepends=True):
@@ -65,6 +71,16 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, float | int | str | None], int
         if not line.endswith(b"\n"):
             return
         yield json.loads(line), end
+
+
+def _add_counts(events: Any, name: str, counts: list[int], step: Value) -> None:  # Any: the optional package's own
+    """A histogram with a bar for each of the counts, at its number."""
+    pairs = list(enumerate(counts))
+    events.add_histogram_raw(
+        name, min=-0.5, max=len(counts) - 0.5, num=sum(counts), sum=sum(number * count for number, count in pairs),
+        sum_squares=sum(number * number * count for number, count in pairs),
+        bucket_limits=[number + 0.5 for number, _ in pairs], bucket_counts=counts, global_step=step,
+    )  # fmt: skip
 
 
 def has_tensorboard() -> bool:

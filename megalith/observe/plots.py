@@ -48,7 +48,8 @@ def plot_experts(folder: Path) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    losses = sorted(name for name in names if name.endswith("_loss"))
+    whole = (name for name in names if not name.startswith(("moe_layers_", "moe_mtp_")))
+    losses = sorted(name for name in whole if name.endswith("_loss"))
     figure = Figure(figsize=(8, 6), layout="constrained")
     load, loss = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for name in loads:

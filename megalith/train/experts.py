@@ -12,6 +12,7 @@ from megalith.data.loader import Batch
 from megalith.kernels.replay import Route, Routing
 from megalith.nn.moe.balance import LOSSES, Record
 from megalith.nn.moe.router import Router
+from megalith.observe.metrics import Value
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.mesh import Mesh
 
@@ -136,25 +137,44 @@ def _entropy(counts: Sequence[float]) -> float:
     return -sum(share * math.log(share) for share in shares) / math.log(len(counts)) if shares and counts[1:] else 1.0
 
 
-def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float]) -> dict[str, float | int]:
+def row_of_use(uses: Sequence[LayerUse], weights: Sequence[float], *, per_layer: bool = False) -> dict[str, Value]:
     """What metrics.jsonl tells of it; `weights`: of the losses in the config, of which the others are left out.
 
     A load is how many tokens the busiest expert had, where 1 is the mean over experts; the entropy of who was chosen is
-    1 when all are equally busy, and that of the layer where it is least.
+    1 when all are equally busy, and that of the layer where it is least. `per_layer`: and what each layer did alone.
     """
     if not uses:
         return {}
     loads = {use.layer: max(use.counts) * len(use.counts) / max(sum(use.counts), 1.0) for use in uses}
-    chosen = sum(sum(use.counts) + use.refused for use in uses)
-    row: dict[str, float | int] = {
-        f"moe_{name}_loss": round(sum(use.losses[kind] for use in uses) / len(uses), 6)
-        for kind, (name, weight) in enumerate(zip(LOSSES, weights, strict=True))
-        if weight > 0
-    }
+    means = [sum(use.losses[kind] for use in uses) / len(uses) for kind in range(len(LOSSES))]
+    row = _losses(means, weights)
     row["moe_max_load"] = round(max(loads.values()), 4)
     row["moe_entropy"] = round(min(_entropy(use.counts) for use in uses), 4)
     row["moe_idle_experts"] = sum(count == 0 for use in uses for count in use.counts)
-    row["moe_refused"] = round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)
+    row["moe_refused"] = _share_refused(uses)
     if (spread := max(use.bias_range for use in uses)) > 0:
         row["moe_bias_range"] = round(spread, 6)
-    return row | {f"moe_{layer.replace('.', '_')}_load": round(load, 4) for layer, load in loads.items()}
+    row |= {f"moe_{layer.replace('.', '_')}_load": round(load, 4) for layer, load in loads.items()}
+    for use in uses if per_layer else ():
+        row |= _row_of_layer(use, weights)
+    return row
+
+
+def _row_of_layer(use: LayerUse, weights: Sequence[float]) -> dict[str, Value]:
+    """The same of one layer, named after it, and the tokens of each expert."""
+    row = row_of_use([use], weights)
+    own = {name: value for name, value in row.items() if not name.endswith("_load")}
+    own["moe_tokens"] = [int(count) for count in use.counts]
+    return {f"moe_{use.layer.replace('.', '_')}_{name.removeprefix('moe_')}": value for name, value in own.items()}
+
+
+def _losses(values: Sequence[float], weights: Sequence[float]) -> dict[str, Value]:
+    """Those that have a weight."""
+    named = zip(LOSSES, values, weights, strict=True)
+    return {f"moe_{name}_loss": round(value, 6) for name, value, weight in named if weight > 0}
+
+
+def _share_refused(uses: Sequence[LayerUse]) -> float:
+    """Of all choices of some layers."""
+    chosen = sum(sum(use.counts) + use.refused for use in uses)
+    return round(sum(use.refused for use in uses) / max(chosen, 1.0), 6)

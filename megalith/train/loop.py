@@ -29,7 +29,7 @@ from megalith.models.pretrained import compare_models, load_pretrained, open_pre
 from megalith.nn.moe.balance import LOSSES
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
-from megalith.observe.metrics import MetricsFile, Row, has_tensorboard
+from megalith.observe.metrics import MetricsFile, Row, Value, has_tensorboard
 from megalith.observe.plots import plot_experts, plot_run
 from megalith.observe.progress import StepProgress
 from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
@@ -256,7 +256,7 @@ class _Loop:
         per_second = self.read / seconds
         tflops = tflops_per_device(self.flops, seconds=seconds, devices=devices)
         mfu = self.peak and model_flops_utilisation(self.flops, seconds=seconds, devices=devices, peak_tflops=self.peak)
-        row = {
+        row: dict[str, Value] = {
             "step": state.step, "loss": result.loss, "grad_norm": result.grad_norm, "lr": self.lr,
             "tokens": state.tokens, "tokens_per_second": round(per_second, 1),
             "step_ms": round(seconds * 1000 / since, 3), "tflops_per_device": round(tflops, 6),
@@ -268,7 +268,8 @@ class _Loop:
         row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)}
         if run.model.moe is not None:
             weights = [getattr(run.model.moe.balance, name) for name in LOSSES]
-            row |= row_of_use(use_of_experts(self.trainer.staged.modules, self.mesh), weights)
+            uses = use_of_experts(self.trainer.staged.modules, self.mesh)
+            row |= row_of_use(uses, weights, per_layer=run.observe.per_layer)
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
         if run.data.sft.used():

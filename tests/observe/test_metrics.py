@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from megalith.observe.metrics import MetricsFile, cut_after, read_metrics
 
 
@@ -29,6 +31,22 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
     path.write_text('{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n')
     cut_after(path, 2)
     assert [row.get("eval_loss") for row in read_metrics(path)] == [None, 1]
+
+
+def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    file = MetricsFile(tmp_path / "metrics.jsonl", resume_at=0, tensorboard=tmp_path / "tensorboard")
+    file.write({"step": 3, "loss": 2.5, "moe_layers_0_tokens": [6, 0, 2]})
+    file.close()
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["moe_layers_0_tokens"] == [6, 0, 2]
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Histograms("moe_layers_0_tokens")
+    told = event.histogram_value
+    assert (event.step, told.num, told.sum, told.sum_squares, told.min, told.max) == (3, 8, 4, 8, -0.5, 2.5)
+    assert (told.bucket_limit, told.bucket) == ([0.5, 1.5, 2.5], [6, 0, 2])
+    assert [event.value for event in events.Scalars("loss")] == [2.5]
 
 
 def test_no_file_is_nothing_to_cut(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, Router
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
-from megalith.config.train import TrainRun
+from megalith.config.train import ObserveConfig, TrainRun
 from megalith.data.loader import Loader, Masks
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
@@ -27,6 +27,7 @@ from megalith.train.experts import (
     use_of_experts,
     with_routing,
 )
+from megalith.train.rules import run_problems
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
 
@@ -145,6 +146,32 @@ def test_a_row_tells_of_the_busiest_expert_of_every_layer() -> None:
     even = LayerUse("layers.0", (5.0,) * 8, 0.0, (0.0,) * 4, 0.0)
     for use in (even, even._replace(counts=(5.0,)), even._replace(counts=(0.0, 0.0))):
         assert row_of_use([use], [0.0] * 4)["moe_entropy"] == 1.0
+
+
+def test_a_row_tells_of_every_layer_where_it_shall() -> None:
+    uses = [
+        LayerUse("layers.2", (6.0, 2.0, 0.0, 0.0), 2.0, (0.0, 1.5, 0.0, 0.25), 0.0),
+        LayerUse("mtp.0.layer", (2.0, 2.0, 2.0, 2.0), 0.0, (0.0, 1.0, 0.0, 0.75), 0.25),
+    ]
+    weights = [0.0, 0.1, 0.0, 0.01]
+    row, whole = row_of_use(uses, weights, per_layer=True), row_of_use(uses, weights)
+    assert {name: value for name, value in row.items() if name in whole} == whole
+    assert {name: value for name, value in row.items() if name not in whole} == {
+        "moe_layers_2_batch_loss": 1.5, "moe_layers_2_z_loss": 0.25, "moe_layers_2_entropy": 0.4056,
+        "moe_layers_2_idle_experts": 2, "moe_layers_2_refused": 0.2, "moe_layers_2_tokens": [6, 2, 0, 0],
+        "moe_mtp_0_layer_batch_loss": 1.0, "moe_mtp_0_layer_z_loss": 0.75, "moe_mtp_0_layer_entropy": 1.0,
+        "moe_mtp_0_layer_idle_experts": 0, "moe_mtp_0_layer_refused": 0.0, "moe_mtp_0_layer_bias_range": 0.25,
+        "moe_mtp_0_layer_tokens": [2, 2, 2, 2],
+    }  # fmt: skip
+    assert row_of_use([], weights, per_layer=True) == {}
+
+
+def test_what_layers_without_experts_did_is_not_written() -> None:
+    assert run_problems(replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True)), 1) == []
+    (problem,) = run_problems(tiny_run({"observe.per_layer": "true"}), 1)
+    assert problem.startswith(
+        "observe.per_layer=true with model.moe=null: it tells what experts of each layer did. Set "
+    )
 
 
 def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:

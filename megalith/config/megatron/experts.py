@@ -138,6 +138,7 @@ def _switches(draft: Draft) -> None:
         ("--moe-apply-probs-on-input", "model.moe.weigh_input"),
         ("--moe-shared-expert-gate", "model.moe.shared_gate"),
         ("--overlap-moe-expert-parallel-comm", "parallel.overlap_experts"),
+        ("--moe-per-layer-logging", "observe.per_layer"),
     ):
         if draft.arguments.value(flag):
             draft.put(flag, setting, True)

@@ -499,6 +499,7 @@ EXPERTS = (
         name="--overlap-moe-expert-parallel-comm", takes="nothing", fields=("parallel.overlap_experts",),
         how="with any schedule that runs forwards and backwards by turns, 1f1b included",
     ),
+    Row(name="--moe-per-layer-logging", takes="nothing", fields=("observe.per_layer",)),
     Row(
         name="--moe-routing-trace-path", takes="place", fields=("observe.routing_trace",),
         how="written to routing/ of the run's folder",

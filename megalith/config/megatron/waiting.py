@@ -349,7 +349,7 @@ MODEL = (
             --moe-pad-experts-for-cuda-graph-inference!
             --moe-paged-stash! --moe-paged-stash-buffer-size-factor-cpu
             --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-page-size
-            --moe-per-layer-logging! --moe-permute-fusion! --moe-permute-fusion-into-hybridep!
+            --moe-permute-fusion! --moe-permute-fusion-into-hybridep!
             --moe-router-fusion! --moe-shared-expert-glu-interleave-size
             --moe-single-grouped-bias! --moe-single-grouped-weight! --moe-use-grouped-tensor!
             --moe-use-legacy-grouped-gemm! --overlap-dispatch-backward-with-experts-wgrad!

@@ -139,6 +139,13 @@ def test_a_trace_has_no_more_than_choices(tiny: Translate) -> None:
     assert text.startswith("a trace has the experts that tokens chose") and found.refusals(strict=True) == []
 
 
+def test_what_each_layer_did_is_written_where_there_are_experts(tiny: Translate) -> None:
+    for added, told in (("--num-experts 4 --moe-per-layer-logging", True), ("--moe-per-layer-logging", False)):
+        found = tiny(f"{PLAIN} {added}")
+        assert found.run is not None and found.run.observe.per_layer is told and found.refusals(strict=True) == []
+        assert run_problems(found.run, 1) == []
+
+
 def test_overlap_is_asked_for_with_experts_alone_and_shared_experts_need_no_word(tiny: Translate) -> None:
     added = "--num-experts 8 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
     found = tiny(f"{PLAIN} {added} --overlap-moe-expert-parallel-comm --moe-shared-expert-overlap")
