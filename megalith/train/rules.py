@@ -373,7 +373,6 @@ def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
     )
 
 
-def number_problems(run: TrainRun) -> list[str]:
 def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
     """What is written for each layer is about its experts."""
     if not run.observe.per_layer or run.model.moe is not None:
@@ -384,6 +383,7 @@ def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
     )
 
 
+def number_problems(run: TrainRun) -> list[str]:
     """Numbers out of their range, nan and infinity among them: one text each."""
     above = {
         "optim.eps": (run.optim.eps, 1e-8), "parallel.timeout_seconds": (run.parallel.timeout_seconds, 600.0),
@@ -419,5 +419,5 @@ RULES: tuple[Rule, ...] = (
     sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
     traced_models_have_experts,
-)  # fmt: skip
     layers_told_of_have_experts,
+)  # fmt: skip
