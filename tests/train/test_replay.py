@@ -1,7 +1,7 @@
 """Choices of a whole step: the same whatever layout made them, and followed under any other."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -10,19 +10,40 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
+from megalith.config.train import TrainRun
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
-from megalith.train.build import build_trainer
-from megalith.train.experts import with_routing
+from megalith.train.build import Trainer, build_trainer
+from megalith.train.experts import LayerUse, routers_of, use_of_experts, with_routing
 from megalith.train.replay import routing_of, whole_routing
-from megalith.verify.matrix import staged
+from megalith.train.step import train_step
 from megalith.verify.ranks import _loader, layout_case
-from megalith.verify.variants import BIASED_CHOICE, FURTHER_EXPERTS
+from megalith.verify.rows import staged
+from megalith.verify.variants import (
+    BIASED_CHOICE,
+    FURTHER_EXPERTS,
+    MIXTURES,
+    NARROW,
+    NOISY,
+    OFFSET,
+    PADDED,
+    PLANNED,
+    PLANNED_PAIRS,
+    WHOLE_LATENT,
+)
 
 CPU = torch.device("cpu")
 Whole = dict[str, Tensor]
+
+
+def push_experts(trainer: Trainer) -> None:
+    """Biases and offsets of the choice as after some steps: they start at zero, and would move nothing."""
+    for router in routers_of(trainer.staged.modules):
+        for moved in (router.moved, router.offset):
+            if moved is not None:
+                moved.data.copy_(torch.linspace(-0.02, 0.02, len(moved)))
 
 
 def step_of(
@@ -34,6 +55,7 @@ def step_of(
     run = replace(case.run, recompute=again)
     mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(parallel, model, world), rank=rank)
     trainer = build_trainer(run, mesh, CPU)
+    push_experts(trainer)
     batches = _loader(run, mesh, consumed=0, steps=1).next().microbatches
     routing = Routing()
     if given is not None:
@@ -44,6 +66,9 @@ def step_of(
     return whole_routing(routing, batches, mesh), losses.tolist()
 
 
+FEW_SEATS, FILLED = (replace(model, init_std=0.1) for model in (NARROW, PADDED))
+"""With larger weights, as what these experts say counts for little, and a choice of others hardly shows."""
+
 LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), False),
     "tp2 sp ep2": (BIASED_CHOICE, ParallelConfig(tp=2, sp=True, ep=2, etp=1), False),
@@ -51,17 +76,32 @@ LAYOUTS: dict[str, tuple[ModelConfig, ParallelConfig, bool]] = {
     "pp2 vpp2": (BIASED_CHOICE, staged(2, vpp=2), False),
     "cp2 tp2 sp ep2, documents": (BIASED_CHOICE, ParallelConfig(cp=2, tp=2, sp=True, ep=2), True),
     "further, pp2 dp2 ep2": (FURTHER_EXPERTS, replace(staged(2, dp=2), ep=2), False),
-}
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("pp2 vpp2", "cp2 tp2 sp ep2, documents")]
+    "few seats and latent, dp2 ep2": (FEW_SEATS, ParallelConfig(dp=2, ep=2), False),
+    "few seats and latent, cp2 tp2 sp ep2, documents": (
+        FEW_SEATS, ParallelConfig(cp=2, tp=2, sp=True, ep=2, etp=1), True,
+    ),
+    "padded, cp2 ep2": (FILLED, ParallelConfig(cp=2, ep=2), False),
+    "the last refused, with noise, tp2 sp ep2": (NOISY, ParallelConfig(tp=2, sp=True, ep=2, etp=1), False),
+    "planned, tp2 sp": (PLANNED, ParallelConfig(tp=2, sp=True), False),
+    "planned pairs, cp2 dp2 ep2": (PLANNED_PAIRS, ParallelConfig(cp=2, dp=2, ep=2), False),
+    "offset, cp2 pp2 ep2": (OFFSET, replace(staged(2, cp=2), ep=2), False),
+    "whole latent, tp2 pp2 sp ep2, documents": (WHOLE_LATENT, replace(staged(2, tp=2, sp=True), ep=2, etp=1), True),
+}  # fmt: skip
+IN_EVERY_RUN = (
+    "dp2 ep2", "tp2 sp ep2", "cp2 ep2, documents", "further, pp2 dp2 ep2", "few seats and latent, dp2 ep2",
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["dp2 ep2", "tp2 sp ep2", "cp2 ep2, documents", *SLOW, "further, pp2 dp2 ep2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in LAYOUTS]
+)
 def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(name: str) -> None:
     model, parallel, documents = LAYOUTS[name]
-    world = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1)
+    assert model.moe is not None
+    world, count = parallel.tp * parallel.cp * parallel.pp * (parallel.dp or 1), model.moe.experts
     alone, _ = step_of(0, 1, model, ParallelConfig(), documents, None)
     assert all(len(experts) == 12 * 16 for experts in alone.values())
-    others = {layer: (experts + 1) % 6 for layer, experts in alone.items()}
+    others = {layer: (experts + 1) % count for layer, experts in alone.items()}
     _, followed = step_of(0, 1, model, ParallelConfig(), documents, others)
     _, own = step_of(0, 1, model, ParallelConfig(), documents, alone)
     assert abs(followed[0] - own[0]) > 1e-6
@@ -70,11 +110,55 @@ def test_choices_are_the_same_under_every_layout_and_followed_under_any_other(na
         assert choices.keys() == alone.keys()
         assert all(torch.equal(choices[layer], alone[layer]) for layer in alone)
     found: list[Any] = run_ranks(step_of, world, model, parallel, documents, others)
-    count = 1 + model.mtp.depths
-    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(count)]  # tp ranks tell all
-    assert totals == pytest.approx(followed[:count], rel=1e-12)
+    heads = 1 + model.mtp.depths
+    totals = [sum(losses[place] for _, losses in found) / parallel.tp for place in range(heads)]  # tp ranks tell all
+    assert totals == pytest.approx(followed[:heads], rel=1e-12)
     for choices, _ in found:
         assert all(torch.equal(choices[layer], others[layer]) for layer in others)
+
+
+Trained = tuple[list[float], list[Tensor], list[LayerUse]]
+
+
+def trained(run: TrainRun, given: Whole | None) -> tuple[Whole, Trained]:
+    """A step's choices, and of a step that makes them or follows those given: losses, gradients, use of experts."""
+    mesh = mesh_of_one()
+    trainer = build_trainer(run, mesh, CPU)
+    push_experts(trainer)
+    step = _loader(run, mesh, consumed=0, steps=1).next()
+    routing = (
+        Routing() if given is None else routing_of(given, step.microbatches, trainer.staged.modules, mesh, sp=False)
+    )
+    told = train_step(
+        trainer, replace(step, microbatches=with_routing(step.microbatches, routing)), lr=1e-2, weight_decay=0.0
+    )
+    gradients = [owned.gradient.clone() for owned in trainer.data.owned]
+    losses = [told.loss, told.grad_norm, *told.further_losses]
+    return whole_routing(routing, step.microbatches, mesh), (
+        losses,
+        gradients,
+        use_of_experts(trainer.staged.modules, mesh),
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("narrow", "padded", "planned pairs") else [pytest.mark.slow])
+        for name in MIXTURES
+    ],
+)
+@pytest.mark.parametrize("again", ["none", pytest.param("full", marks=pytest.mark.slow)])
+def test_following_its_own_choices_changes_no_bit_of_a_step(name: str, again: Literal["none", "full"]) -> None:
+    """Experts that refuse refuse the same anew, plans and offsets are not asked, and noise stays where it was."""
+    case = layout_case(MIXTURES[name], ParallelConfig(), 1, micro_batch_size=4, documents=True)
+    run = replace(case.run, recompute=RecomputeConfig(granularity=again))
+    choices, (losses, gradients, uses) = trained(run, None)
+    _, (own, others, used) = trained(run, choices)
+    assert own == losses and used == uses
+    assert all(torch.equal(mine, one) for mine, one in zip(others, gradients, strict=True))
+    refuses = MIXTURES[name].moe.capacity.factor is not None  # type: ignore[union-attr]  # all have experts
+    assert any(use.refused > 0 for use in uses) == refuses
 
 
 def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
