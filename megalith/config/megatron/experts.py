@@ -165,8 +165,10 @@ def translate_trace(draft: Draft) -> None:
                 draft.say("already", flag, f"is read with {needed} only")
         return
     steps = "train.steps"
-    if draft.arguments.value(most) is None:
+    if not draft.arguments.value(most):  # left out, or 0, which Megatron takes for left out
         draft.put(path, "observe.routing_trace", draft.settings.get(steps), "every step", of=(steps,))
+        if draft.arguments.given(most):
+            draft.say("already", most, "0 is every step, too")
         return
     draft.put(path, "observe.routing_trace", draft.arguments.value(most), "to routing/ of the run's folder")
     draft.put(most, "observe.routing_trace", draft.arguments.value(most))

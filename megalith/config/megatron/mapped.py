@@ -168,7 +168,7 @@ MODEL = (
     ),
     Row(
         name="--heterogeneous-layers-config-encoded-json", takes="text", fields=LAYERS,
-        how="the same as text; a file goes before it",
+        how="the same as text, which goes before a file; Megatron's layers are equal unless a file is named, too",
     ),
     Row(
         name="--disable-bias-linear", takes="nothing",
@@ -182,7 +182,7 @@ MODEL = (
     Row(name="--fp32-residual-connection", takes="nothing", fields=("model.fp32_residual",), how="true"),
     Row(
         name="--embedding-init-method-std", takes="float", fields=("model.embedding_init_std",),
-        how="these tables then do not decay, in either",
+        how="these tables then do not decay; Megatron's help says so, too, its source of August 2026 lets them decay",
     ),
     Row(name="--init-method-xavier-uniform", takes="nothing", fields=("model.init",), how="xavier_uniform"),
     Row(name="--use-mup", takes="nothing", fields=("model.mup.base_hidden_size",), how="with the six below"),
@@ -506,7 +506,7 @@ EXPERTS = (
     ),
     Row(
         name="--moe-routing-trace-max-training-iters", takes="int", fields=("observe.routing_trace",),
-        how="read with --moe-routing-trace-path; left out: every step",
+        how="read with --moe-routing-trace-path; left out, or 0: every step",
     ),
     Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
     Row(

@@ -119,6 +119,7 @@ def test_what_is_not_built_is_refused_with_experts_only(tiny: Translate) -> None
     [
         ("--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 3),
         ("--num-experts 4 --moe-routing-trace-path $UNSET/x", None),
+        ("--num-experts 4 --moe-routing-trace-path x --moe-routing-trace-max-training-iters 0", None),
         ("--num-experts 4 --moe-routing-trace-max-training-iters 3", 0),
         ("--moe-routing-trace-path x --moe-routing-trace-max-training-iters 3", 0),
     ],
