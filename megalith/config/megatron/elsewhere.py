@@ -129,7 +129,8 @@ OTHERS = (
         reason="belongs to BERT or T5; pretrain_gpt.py does not read it",
         flags="""
             --bert-no-binary-head! --decoder-num-layers --decoder-seq-length --encoder-pipeline-model-parallel-size
-            --encoder-tensor-model-parallel-size --mask-prob --short-seq-prob --vocab-extra-ids
+            --encoder-tensor-model-parallel-size --mask-prob --relative-attention-max-distance
+            --relative-attention-num-buckets --short-seq-prob --vocab-extra-ids
         """,
     ),
     Group(

@@ -131,15 +131,8 @@ MODEL = (
         name="--position-embedding-type", takes="choice", fields=("model.positions", "model.rope.scaling"),
         default="learned_absolute",
         choices=("learned_absolute", "rope", "yarn", "mrope", "relative", "none"),
-        how="rope; learned_absolute: learned; relative; none; yarn: rope, scaled; mrope: rope, in sections",
-    ),
-    Row(
-        name="--relative-attention-num-buckets", takes="int", fields=("model.relative.buckets",), default=32,
-        how="read with --position-embedding-type relative only",
-    ),
-    Row(
-        name="--relative-attention-max-distance", takes="int", fields=("model.relative.max_distance",), default=128,
-        how="read with --position-embedding-type relative only",
+        how="rope; learned_absolute: learned; none; yarn: rope, scaled; mrope: rope, in sections; relative is refused, "
+        "because Megatron's GPT then has no positions",
     ),
     Row(
         name="--use-rotary-position-embeddings", takes="nothing", fields=("model.positions",),

@@ -5,11 +5,8 @@ import math
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.patterns import pattern_of
 
-KINDS = {
-    "rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned", "relative": "relative",
-    "none": "none",
-}  # fmt: skip
-"""Megatron's kinds of positions, and ours."""
+KINDS = {"rope": "rope", "yarn": "rope", "mrope": "rope", "learned_absolute": "learned", "none": "none"}
+"""The kinds of positions that Megatron's GPT builds, and ours; under `relative`, which its T5 builds, it has none."""
 
 _TYPE = "--position-embedding-type"
 
@@ -21,6 +18,10 @@ def translate_positions(draft: Draft) -> None:
     shown = old if draft.arguments.given(old) else _TYPE
     if draft.arguments.value("--multi-latent-attention") and kind != "rope":
         text = f"positions like these are not known in latent attention. Use {_TYPE} rope"
+        draft.say("not mapped", shown, text, "model")
+        return
+    if kind == "relative":
+        text = f"belongs to BERT or T5; pretrain_gpt.py does not read it and trains without positions. Use {_TYPE} none"
         draft.say("not mapped", shown, text, "model")
         return
     draft.put(shown, "model.positions", KINDS[kind])

@@ -37,7 +37,7 @@ def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
         "model.attention.softcap", "model.attention.window_right", "model.block", "model.init_overrides",
         "model.logit_softcap", "model.moe.balance.of_choices",
         "model.moe.router.group_score", "model.norm_placement",
-        "model.residual_scale",
+        "model.relative.buckets", "model.relative.max_distance", "model.residual_scale",
         "model.rope.high_freq_factor", "model.rope.local_theta", "model.rope.long_factors",
         "model.rope.low_freq_factor", "model.rope.short_factors", "model.rope.skip_growth", "model.rope.skip_step",
         "name", "observe.peak_tflops", "observe.plots", "offload.min_numel",

@@ -93,8 +93,8 @@ def test_yarn_has_megatrons_defaults(tiny: Translate) -> None:
     rope = done.run.model.rope
     assert (rope.original_max_position, rope.beta_fast, rope.beta_slow, rope.whole_pairs) == (4096, 32.0, 1.0, True)
     # gpt-oss: factor 32 gives 1.3465736
-    c = tiny("--position-embedding-type yarn --rotary-scaling-factor 32").run.model.rope.attention_factor
-    assert c == pytest.approx(1.3465736, abs=1e-7)
+    run = tiny("--position-embedding-type yarn --rotary-scaling-factor 32").run
+    assert run is not None and run.model.rope.attention_factor == pytest.approx(1.3465736, abs=1e-7)
 
 
 def test_yarn_by_a_factor_of_one_is_rope_and_reads_no_other_scaling(tiny: Translate) -> None:
@@ -122,13 +122,16 @@ def test_positions_of_three_kinds_have_their_sections(tiny: Translate) -> None:
     assert plain is not None and (plain.model.rope.sections, plain.model.rope.beta_fast) == ((), 32.0)
 
 
-def test_relative_positions_have_their_buckets(tiny: Translate) -> None:
-    run = tiny("--position-embedding-type relative").run
-    assert run is not None and run.model.positions == "relative" and run.model.relative == RelativeConfig()
+def test_relative_positions_are_refused_because_a_gpt_of_megatrons_has_none_then(tiny: Translate) -> None:
     sizes = "--relative-attention-num-buckets 16 --relative-attention-max-distance 64"
-    done = tiny(f"--position-embedding-type relative {sizes}")
-    assert done.run is not None and done.run.model.relative == RelativeConfig(buckets=16, max_distance=64)
-    assert model_problems(done.run) == [] and done.refusals(strict=True) == []
+    for added in ("", sizes):
+        assert tiny(f"--position-embedding-type relative {added}").refusals(strict=False) == [
+            "--position-embedding-type relative: belongs to BERT or T5; pretrain_gpt.py does not read it and trains "
+            "without positions. Use --position-embedding-type none."
+        ]
+    assert tiny("--position-embedding-type none").refusals(strict=True) == []
+    assert tiny("--position-embedding-type relative --use-rotary-position-embeddings").refusals(strict=True) == []
     done = tiny(sizes)
-    assert done.run is not None and done.run.model.relative == RelativeConfig()
-    assert [entry.verdict for entry in done.entries if entry.flag.startswith("--relative")] == ["already"] * 2
+    assert done.run is not None and done.run.model.relative == RelativeConfig() and done.refusals(strict=True) == []
+    texts = [(entry.verdict, entry.text) for entry in done.entries if entry.flag.startswith("--relative")]
+    assert texts == [("not mapped", "belongs to BERT or T5; pretrain_gpt.py does not read it")] * 2
