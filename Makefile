@@ -1,7 +1,7 @@
 # Everything a newcomer needs:
 #
 #   make quickstart   install, then train a small GPT on text that is already on this machine
-#   make test         install, then the tests (6 minutes on two idle cores)
+#   make test         install, then the tests (about 14 minutes on two idle cores)
 #   make test-all     the same and the slow ones
 #   make lint         formatter, linter, type checker, project rules, links, map of the code
 #   make bench        every benchmark; each prints a ratio

@@ -185,11 +185,9 @@ def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | N
 def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int) -> MoEConfig:
     """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and layers with and without.
 
-    Balance over the global batch depends on dp by its definition, so copies with dp balance each microbatch. And first
-    tokens of documents weigh exactly alike, so that rounding would decide which of them a full expert refuses: experts
-    refuse the last ones there.
+    Balance over the global batch depends on dp by its definition, so copies with dp balance each microbatch.
     """
-    p, router, balance, capacity = run.parallel, moe.router, moe.balance, moe.capacity
+    p, router, balance = run.parallel, moe.router, moe.balance
     top_k, single = min(moe.top_k, 2), moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2)
     experts = ep if single else 6 if ep == 3 else 4
     groups = None if router.groups is None else experts // 2
@@ -197,14 +195,12 @@ def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers:
     ffn = next(n for n in range(10, 20) if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0))
     if balance.global_batch > 0 and dp > 1:
         balance = replace(balance, batch=balance.batch + balance.global_batch, global_batch=0.0)
-    if run.data.documents:
-        capacity = replace(capacity, drop="last")
     pattern = _shrink_pattern(moe.layers, layers)
     return replace(
         moe, experts=experts, top_k=top_k, ffn_hidden_size=ffn, layers=pattern if any(pattern) else (),
         shared_ffn_hidden_size=moe.shared_ffn_hidden_size and 9, latent_size=moe.latent_size and 14,
         router=replace(router, groups=groups, top_groups=None if groups is None else 1),
-        balance=balance, capacity=capacity,
+        balance=balance,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
-from megalith.verify.ranks import LayoutCase
+from megalith.verify.ranks import LayoutCase, prove_layout
 from megalith.verify.shrink import MOST_RANKS, shrink, shrunk_words
 from megalith.verify.variants import VARIANTS
 
@@ -396,6 +396,24 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
     assert mixture.shared_gate and mixture.capacity.drop == "least"
     assert (mixture.balance.global_batch, mixture.balance.batch) == (0.0, 0.1)
     assert "balance by microbatch, as over the global batch it depends on dp" in shrunk_words(run, 4, case)
+
+
+def full_experts_and_documents() -> LayoutCase:
+    """The copy of a run whose full experts refuse those of least weight, among packed documents that begin alike."""
+    run = with_experts({"cp": "2", "ep": "2"}, {"capacity.factor": "1.0", "balance.sequence": "0.01"})
+    return only(replace(run, data=replace(run.data, documents=True), train=replace(run.train, seq_len=64)))
+
+
+def test_a_copy_with_documents_refuses_the_tokens_that_the_run_refuses() -> None:
+    run = full_experts_and_documents().run
+    assert run.data.documents and run.model.moe is not None and run.model.moe.capacity.drop == "least"
+
+
+@pytest.mark.slow  # two processes and one, a few seconds
+def test_no_rounding_decides_which_of_the_tokens_that_begin_documents_is_refused() -> None:
+    """By all digits of their weights, experts of this copy get other tokens than on one process in its fourth step."""
+    found = prove_layout(full_experts_and_documents())
+    assert found and [str(difference) for difference in found if not difference.holds] == []
 
 
 def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() -> None:
