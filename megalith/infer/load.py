@@ -1,5 +1,6 @@
 """A trained model with its tokenizer, ready to write."""
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.train import TrainRun
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError, DataError, raise_all
 from megalith.models.decoder import Decoder, allocate, declared_parameters
@@ -21,7 +23,7 @@ from megalith.nn.mlp import read_prompts_in_chunks
 from megalith.parallel.mesh import Mesh
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.grid import divisors
-from megalith.train.rules import model_problems
+from megalith.train.rules import key_value_heads_fit, model_problems
 
 FURTHER = ("mtp.*",)
 """Parameters of layers that predict further ahead than the next token."""
@@ -49,13 +51,12 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
     if base is not None:
         require_adapters(opened, base)
     raise_all(_model_problems(opened, 1) + writing_problems(opened.model))
-    if _model_problems(opened, tp):
-        heads, keys = opened.model.num_heads, opened.model.num_kv_heads
+    if problems := _model_problems(opened, tp):
+        heads = opened.model.num_heads
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
         fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
         raise ConfigError(
-            f"--nproc={tp}: so many processes cannot share {opened.path} with model.num_heads={heads} and "
-            f"model.num_kv_heads={keys}: each has whole key/value heads, or as many others share each. "
+            f"--nproc={tp}: so many processes cannot share {opened.path} with {_why_not(opened, tp, problems[0])}. "
             f"Set --nproc to one of {fits}."
         )
     return opened
@@ -63,9 +64,26 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
 
 def _model_problems(opened: Pretrained, tp: int) -> list[str]:
     """What is wrong with a model, or with sharing it among so many ranks."""
-    run, layout = release_run("generate", opened.model, opened.tokenizer, opened.path), writing_layout(opened.model, tp)
-    problems = model_problems(replace(run, parallel=layout))
-    return problems or expert_layout_problems(opened.model, layout, tp, trains=False)
+    run = _run(opened, tp)
+    problems = model_problems(run, trains=False)
+    return problems or expert_layout_problems(opened.model, run.parallel, tp, trains=False)
+
+
+def _run(opened: Pretrained, tp: int) -> TrainRun:
+    run = release_run("generate", opened.model, opened.tokenizer, opened.path)
+    return replace(run, parallel=writing_layout(opened.model, tp))
+
+
+def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
+    """What keeps so many ranks from sharing a model: its heads, or what a rule of layouts says, in other words than
+    those of a run's settings, which nobody set here."""
+    if key_value_heads_fit(_run(opened, tp), tp) is not None:
+        return (
+            f"model.num_heads={opened.model.num_heads} and model.num_kv_heads={opened.model.num_kv_heads}: each has "
+            f"whole key/value heads, or as many others share each"
+        )
+    reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
+    return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)
 
 
 def writing_layout(model: ModelConfig, ranks: int) -> ParallelConfig:

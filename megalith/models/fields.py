@@ -1,5 +1,6 @@
 """Reading a config.json field by field: what is wrong is collected, and a field that nobody asked for is refused."""
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -158,6 +159,50 @@ class Fields:
                     f"config.json if it does not."
                 )
         raise_all(list(dict.fromkeys(self.problems)))
+
+
+THEIRS: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd"), "num_layers": ("num_hidden_layers", "n_layer"),
+    "num_heads": ("num_attention_heads", "n_head"), "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",), "ffn_hidden_size": ("intermediate_size", "n_inner"),
+    "vocab_size": ("vocab_size",), "max_seq_len": ("max_position_embeddings", "n_positions"),
+    "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    "init_std": ("initializer_range",), "attention.window": ("sliding_window", "attention_chunk_size"),
+    "rope.theta": ("rope_theta", "rotary_emb_base"), "rope.fraction": ("partial_rotary_factor", "rotary_pct"),
+    "rope.scaling": ("rope_type", "type"), "rope.factor": ("factor",),
+    "rope.original_max_position": ("original_max_position_embeddings",),
+    "rope.low_freq_factor": ("low_freq_factor",), "rope.high_freq_factor": ("high_freq_factor",),
+    "rope.beta_fast": ("beta_fast",), "rope.beta_slow": ("beta_slow",),
+    "rope.attention_factor": ("attention_factor",),
+    "rope.short_factors": ("short_factor",), "rope.long_factors": ("long_factor",),
+    "mla.kv_rank": ("kv_lora_rank",), "mla.q_rank": ("q_lora_rank",), "mla.nope_dim": ("qk_nope_head_dim",),
+    "mla.rope_dim": ("qk_rope_head_dim",), "mla.value_dim": ("v_head_dim",),
+    "moe.experts": ("num_local_experts", "n_routed_experts", "num_experts"), "moe.top_k": ("num_experts_per_tok",),
+    "moe.ffn_hidden_size": ("moe_intermediate_size", "intermediate_size"),
+    "moe.router.groups": ("n_group",), "moe.router.top_groups": ("topk_group",),
+    "moe.router.scale": ("routed_scaling_factor",), "moe.router.renormalise": ("norm_topk_prob",),
+}  # fmt: skip
+"""Our settings below `model` that hold the very value of a field of theirs -> the names that field has."""
+
+SECTIONS = ("rope_parameters", "rope_scaling")
+"""Fields with fields of their own."""
+
+
+def in_their_words(text: str, raw: Mapping[str, Any]) -> str:
+    """A text about settings of ours, with the names of a config.json in their place where it has one for the same.
+
+    >>> in_their_words("model.moe.top_k=9 is more than model.moe.experts=8.", {"num_experts": 8})
+    'num_experts_per_tok=9 is more than num_experts=8.'
+    """
+    return re.sub(r"\bmodel\.([a-z_]+(?:\.[a-z_]+)*)", lambda found: _their_word(found[0], found[1], raw), text)
+
+
+def _their_word(ours: str, setting: str, raw: Mapping[str, Any]) -> str:
+    names = THEIRS.get(setting, (ours,))
+    sections = [one for one in SECTIONS if isinstance(raw.get(one), Mapping)]
+    there = [name for name in names if name in raw]
+    there += [f"{one}.{name}" for one in sections for name in names if name in raw[one]]
+    return there[0] if there else names[0]
 
 
 def activation_word(activation: Activation) -> str:

@@ -16,6 +16,7 @@ from megalith.checkpoint.boxes import Entry, Piece, divide, inner_view, laid_out
 from megalith.checkpoint.format import show_bytes, show_dtype
 from megalith.checkpoint.safetensors import (
     DTYPES,
+    READABLE,
     Planned,
     TensorInfo,
     allocate_file,
@@ -29,6 +30,7 @@ from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.models.fields import in_their_words
 from megalith.models.gemma import GEMMA
 from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
@@ -141,8 +143,9 @@ class HuggingFaceFolder:
         prefix = "" if outer is None else outer.prefix
         self._tensors = {name.removeprefix(prefix): tensors[name] for name in tensors if name not in self.others}
         self.model_config: ModelConfig = self.family.settle(promised, self._tensors.keys())
-        if problems := network_problems(self.model_config):
-            raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {' '.join(problems)}")
+        if problems := network_problems(self.model_config, trains=False):
+            told = " ".join(in_their_words(text, self.raw) for text in problems)
+            raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {told}")
         names = self._tensors.keys()
         self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
         self._rules = by_parameter(self.rules)
@@ -163,9 +166,12 @@ class HuggingFaceFolder:
         return DTYPES[self._tensors[self._name(name)].dtype]
 
     def stored_as(self, name: str) -> str:
-        """What the folder has it in: a dtype, or how few bits are dequantised."""
+        """What the folder has it in: a dtype, which of a part that is not read may be any word of a header, or how few
+        bits are dequantised."""
         stored = self.others.get(name) or self._tensors[self._name(name)]
-        return f"{stored.kind} dequantised" if isinstance(stored, Dequantised) else show_dtype(DTYPES[stored.dtype])
+        if isinstance(stored, Dequantised):
+            return f"{stored.kind} dequantised"
+        return show_dtype(READABLE[stored.dtype]) if stored.dtype in READABLE else stored.dtype
 
     def _name(self, name: str) -> str:
         return name if name in self._tensors else name.removeprefix(self.family.prefix)
@@ -285,8 +291,10 @@ class HuggingFaceFolder:
 
     def _same(self, name: str, table: TensorRule) -> bool:
         """Whether a tensor of theirs is equal to another, a matrix, in numbers; read a piece at a time."""
-        rows = max(1, PIECE_NBYTES // (8 * table.shape[1]))
-        return self._tensors[name].shape == table.shape and all(
+        info, rows = self._tensors[name], max(1, PIECE_NBYTES // (8 * table.shape[1]))
+        if info.dtype not in DTYPES or info.shape != table.shape:
+            return False
+        return all(
             torch.equal(*(self._read(one, (slice(start, start + rows), slice(None))) for one in (name, table.name)))
             for start in range(0, table.shape[0], rows)
         )

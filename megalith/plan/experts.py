@@ -13,14 +13,15 @@ from megalith.plan.transports import transport_problems
 Rule = Callable[[MoEConfig], str | None]
 
 
-def moe_problems(model: ModelConfig) -> list[str]:
+def moe_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
     """Every broken rule of a model's experts, as texts; those that relate settings wait until all counts are at least
-    1."""
+    1. `trains=False`: only what keeps them from being computed."""
     moe = model.moe
     if moe is None:
         return []
     problems = moe_count_problems(moe)
-    related = [] if problems else [text for rule in RULES if (text := rule(moe)) is not None]
+    rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
+    related = [] if problems else [text for rule in rules if (text := rule(moe)) is not None]
     return problems + related + moe_number_problems(moe)
 
 
@@ -99,7 +100,8 @@ def biases_move_single_scores(moe: MoEConfig) -> str | None:
         return None
     return (
         f"model.moe.router.balancing_bias=true with model.moe.router.score={moe.router.score}: a bias is added to each "
-        f"expert's own score. Set model.moe.router.score=sigmoid, or model.moe.router.balancing_bias=false."
+        f"expert's own score. Set model.moe.router.score to one of sigmoid, sqrt_softplus, or "
+        f"model.moe.router.balancing_bias=false."
     )
 
 
@@ -205,6 +207,11 @@ RULES: tuple[Rule, ...] = (
     tokens_choose_among_all, one_choice_has_a_weight, biases_move_single_scores, groups_are_whole, plans_go_alone,
     offsets_leave_a_choice, inputs_have_one_weight, noises_of_one_kind,
 )  # fmt: skip
+
+OF_TRAINING: tuple[Rule, ...] = (
+    one_choice_has_a_weight, plans_go_alone, offsets_leave_a_choice, noises_of_one_kind,
+)  # fmt: skip
+"""Those of routers that learn: one that has learnt, or is not to, computes all the same."""
 
 
 # --- ranks

@@ -17,16 +17,21 @@ from megalith.plan.unread import shown, unread_problems
 Rule = Callable[[ModelConfig], str | None]
 
 
-def network_problems(model: ModelConfig) -> list[str]:
-    """Every broken rule, as texts; the rules that relate settings wait until the counts are positive."""
+def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
+    """Every broken rule, as texts; the rules that relate settings wait until the counts are positive.
+
+    `trains=False`: of a model that others made and trained, only what keeps it from being computed.
+    """
     problems = count_problems(model)
-    return (problems or relation_problems(model)) + number_problems(model)
+    return (problems or relation_problems(model, trains=trains)) + number_problems(model)
 
 
-def relation_problems(model: ModelConfig) -> list[str]:
-    """Settings that do not go together, where all counts are positive."""
-    broken = [text for rule in RULES if (text := rule(model)) is not None]
-    return unread_problems(model) + broken + moe_problems(model) + cross_problems(model)
+def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
+    """Settings that do not go together, where all counts are positive; `trains` as for `network_problems`."""
+    rules = RULES if trains else [rule for rule in RULES if rule not in ADVICE]
+    broken = [text for rule in rules if (text := rule(model)) is not None]
+    unread = unread_problems(model) if trains else []
+    return unread + broken + moe_problems(model, trains=trains) + cross_problems(model)
 
 
 # --- numbers, one by one
@@ -248,12 +253,12 @@ def rope_bands_are_apart(model: ModelConfig) -> str | None:
 
 
 def yarn_bands_are_apart(model: ModelConfig) -> str | None:
-    """Yarn keeps fast pairs, stretches slow ones, and blends between."""
+    """Yarn keeps fast pairs, stretches slow ones, and blends between; which may be none, as in Kimi K2."""
     fast, slow = model.rope.beta_fast, model.rope.beta_slow
-    if model.rope.scaling != "yarn" or slow < fast:
+    if model.rope.scaling != "yarn" or slow <= fast:
         return None
     return (
-        f"model.rope.beta_slow={slow} must be below model.rope.beta_fast={fast}: pairs that turn less often than the "
+        f"model.rope.beta_slow={slow} must be at most model.rope.beta_fast={fast}: pairs that turn less often than the "
         f"one are stretched, more often than the other are not. Use 1.0 and 32.0."
     )
 
@@ -502,3 +507,9 @@ RULES: tuple[Rule, ...] = (
     sizes_of_layers_are_below_the_models, layers_share_keys,
     every_layer_does_something, one_norm_comes_first, first_values_have_names, widths_decide_about_spreads,
 )  # fmt: skip
+
+ADVICE: tuple[Rule, ...] = (
+    scaling_stretches, patterns_fit_the_layers, patterns_choose_a_layer, first_values_have_names,
+    widths_decide_about_spreads,
+)  # fmt: skip
+"""Those of settings that can be computed all the same: they are said otherwise, or matter to first weights alone."""

@@ -126,12 +126,13 @@ def smallest_stage(run: TrainRun) -> int:
     return min(count for count in counts if count)
 
 
-def model_problems(run: TrainRun) -> list[str]:
-    """Broken rules of the network and its layout alone, for commands that read no data."""
+def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
+    """Broken rules of the network and its layout alone, for commands that read no data; `trains` as for
+    `network_problems`."""
     problems = _count_problems(run)
     if not problems:
         layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
-        problems = [*relation_problems(run.model), *layout]
+        problems = [*relation_problems(run.model, trains=trains), *layout]
     return problems + [text for text in number_problems(run) if text.startswith("model.")]
 
 

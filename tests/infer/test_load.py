@@ -210,3 +210,23 @@ def test_a_model_that_looks_both_ways_does_not_write(tmp_path: Path, tiny: Simpl
     path = save(tmp_path, model, TokenizerConfig())
     with pytest.raises(ConfigError, match="model.attention.causal=false: its tokens look at what comes after them"):
         open_source(str(path), 1)
+
+
+def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    moe = MoEConfig(experts=4, top_k=2, ffn_hidden_size=5, biases=True)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, num_kv_heads=6, moe=moe)), TokenizerConfig())
+    with pytest.raises(ConfigError) as told:
+        open_source(str(path), 3)
+    assert str(told.value).endswith(
+        "with model.moe.biases=true: an expert's output bias would be added by every rank that has a part of the "
+        "expert. Set --nproc to one of 1, 2, 4."
+    )
+    narrow = save(tmp_path / "narrow", tiny.model(tiny.config(vocab_size=300, ffn_hidden_size=3)), TokenizerConfig())
+    with pytest.raises(ConfigError, match=r"--nproc=4 is more than model.ffn_hidden_size=3 or .* one of 1, 2\.$"):
+        open_source(str(narrow), 4)
+
+
+def test_a_router_that_would_not_learn_writes_all_the_same(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    moe = MoEConfig(experts=3, top_k=1, ffn_hidden_size=5)
+    path = save(tmp_path, tiny.model(tiny.config(vocab_size=300, moe=moe)), TokenizerConfig())
+    assert len(text(path)) == 9

@@ -17,6 +17,7 @@ from megalith.models.convert import plan_moves
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.models.hf import HuggingFaceFolder, write_folder
 from megalith.models.pretrained import open_pretrained
+from megalith.plan.network import network_problems
 from megalith.testing.tolerance import EXACT, assert_close
 from tests.models.published import check_published, check_rules
 
@@ -222,3 +223,8 @@ def test_balancing_biases_stay_wide_in_a_narrow_model(tmp_path: Path, tiny: Simp
     wide = {name for name, dtype in stored.items() if dtype == torch.float32}
     assert raw["dtype"] == raw["torch_dtype"] == "bfloat16", "what transformers builds the rest in"
     assert wide == {"model.layers.1.mlp.gate.e_score_correction_bias"} and set(stored.values()) > {torch.float32}
+
+
+def test_a_yarn_that_blends_no_pair_is_that_of_a_published_model() -> None:
+    kimi = RAW | {"rope_scaling": RAW["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0}}
+    assert network_problems(DEEPSEEK_V3.read_config(kimi)) == []

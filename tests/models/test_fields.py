@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.models.fields import ACTIVATIONS, OFF, Fields, activation_word
+from megalith.models.fields import ACTIVATIONS, OFF, Fields, activation_word, in_their_words
 
 
 def problems(fields: Fields) -> str:
@@ -80,3 +80,12 @@ def test_every_activation_has_a_word_that_means_it() -> None:
     assert {activation_word(ours): ours for ours in ACTIVATIONS.values()} == {
         word: ours for word, ours in ACTIVATIONS.items() if word not in ("swish", "gelu_new")
     }
+
+
+def test_a_text_about_our_settings_names_the_fields_of_a_config() -> None:
+    text = "model.moe.top_k=9 is more than model.moe.experts=8. Set model.moe.top_k to 8; or model.init=normal."
+    told = "num_experts_per_tok=9 is more than n_routed_experts=8. Set num_experts_per_tok to 8; or model.init=normal."
+    assert in_their_words(text, {"n_routed_experts": 8}) == told
+    raw = {"n_head": 3, "rope_parameters": None, "rope_scaling": {"beta_slow": 3.0}}
+    assert in_their_words("model.num_heads, model.rope.beta_slow", raw) == "n_head, rope_scaling.beta_slow"
+    assert in_their_words("model.rope.beta_slow.", {}) == "beta_slow."

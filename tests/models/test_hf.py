@@ -21,6 +21,7 @@ from megalith.models.hf import HuggingFaceFolder, companion_files, find_family, 
 from megalith.models.llama import rules
 from megalith.models.usual import Unsaid
 from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.plan.network import network_problems
 from megalith.plan.shards import Shard, whole
 
 
@@ -228,7 +229,7 @@ def test_a_model_that_cannot_be_is_refused_though_its_tensors_fit(tmp_path: Path
     tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
     HuggingFaceFolder(tmp_path / "x")
     edit(tmp_path / "x", num_experts_per_tok=4)
-    told = r"config.json describes a model that cannot be: model.moe.top_k=4 is more than model.moe.experts=3. Set"
+    told = r"config.json describes a model that cannot be: num_experts_per_tok=4 is more than num_local_experts=3. Set"
     with pytest.raises(CheckpointError, match=told):
         HuggingFaceFolder(tmp_path / "x")
 
@@ -392,3 +393,18 @@ def test_companions_and_token_ids_go_with_the_weights(tmp_path: Path, tiny: Simp
     generation = json.loads((tmp_path / "x" / "generation_config.json").read_text())
     assert generation == {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": [3, 4]}
     assert raw["dtype"] == raw["torch_dtype"] == "float32"
+
+
+def test_what_a_run_from_scratch_is_advised_keeps_no_model_of_others_from_being_read(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(moe=MoEConfig(experts=3, top_k=2, ffn_hidden_size=5)))
+    edit(tmp_path / "x", num_experts_per_tok=1)
+    assert network_problems(HuggingFaceFolder(tmp_path / "x").model_config), "nobody should begin with such a router"
+
+
+def test_a_tensor_that_repeats_another_is_of_weights(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(tied_embeddings=True))
+    edit_tensors(tmp_path / "x", lm_head__weight=torch.zeros(37, 12, dtype=torch.int64))
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"):
+        HuggingFaceFolder(tmp_path / "x")

@@ -39,7 +39,7 @@ def test_good_settings_break_no_rule() -> None:
         ({"top_k": 1}, "Set model.moe.router.renormalise=false"),
         ({"top_k": 1, "balance": BalanceConfig(sinkhorn=True)}, "Set model.moe.router.renormalise=false"),
         ({"weigh_input": True}, "model.moe.weigh_input=true with model.moe.top_k=4"),
-        ({"router": RouterConfig(balancing_bias=True)}, "Set model.moe.router.score=sigmoid"),
+        ({"router": RouterConfig(balancing_bias=True)}, "Set model.moe.router.score to one of sigmoid, sqrt_softplus"),
         ({"router": RouterConfig(groups=4)}, "model.moe.router.groups=4 with model.moe.router.top_groups=null"),
         ({"router": RouterConfig(groups=3, top_groups=1)}, "Set model.moe.router.groups to one of [1, 2, 4, 8]"),
         ({"router": RouterConfig(groups=4, top_groups=5)}, "model.moe.router.top_groups=5 is more than"),

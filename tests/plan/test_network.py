@@ -10,6 +10,7 @@ from megalith.config.attention import AttentionConfig
 from megalith.config.layers import LayersConfig
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.relative import RelativeConfig
@@ -165,7 +166,7 @@ CASES: list[tuple[dict[str, Any], str, str]] = [
         rope(scaling="llama3", low_freq_factor=5.0), "model.rope.low_freq_factor=5.0 must be at most",
         "Use 1.0 and 4.0",
     ),
-    (rope(scaling="yarn", beta_slow=32.0), "model.rope.beta_slow=32.0 must be below", "Use 1.0 and 32.0"),
+    (rope(scaling="yarn", beta_slow=33.0), "model.rope.beta_slow=33.0 must be at most", "Use 1.0 and 32.0"),
     (
         rope(scaling="linear", factor=0.5), "model.rope.factor=0.5 with model.rope.scaling=linear must be at least 1",
         "Use 8.0",
@@ -265,3 +266,19 @@ def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
         for problem in network_problems(model):
             proposed = float(problem.split("fraction to ")[1].split(",")[0])
             assert network_problems(replace(model, rope=RopeConfig(fraction=proposed))) == [], problem
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        rope(scaling="linear", factor=0.5), rope(factor=2.0), {"init_overrides": (("nothing", 0.1),)},
+        {"moe": MoEConfig(experts=4, top_k=1, ffn_hidden_size=6)},
+    ],
+)  # fmt: skip
+def test_of_a_model_that_others_trained_only_what_keeps_it_from_being_computed_is_told(changed: Any) -> None:
+    model = replace(SOUND, **changed)
+    assert network_problems(model) and network_problems(model, trains=False) == []
+    (problem,) = network_problems(replace(model, num_heads=0), trains=False)
+    assert "model.num_heads=0 must be at least 1" in problem
+    told = network_problems(replace(model, moe=MoEConfig(experts=4, top_k=5, ffn_hidden_size=6)), trains=False)
+    assert told == ["model.moe.top_k=5 is more than model.moe.experts=4. Set model.moe.top_k to 4 or less."]
