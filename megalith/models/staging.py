@@ -7,13 +7,19 @@ import re
 import secrets
 import socket
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from megalith import storage
+from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
 
-INSIDES = ("manifest.json", "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
-"""Files of which a folder of weights has one."""
+INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
+"""Files of which a folder of weights has one; a manifest may be anybody's, a web page's for one."""
+
+OWN_FIELD = re.compile(rb'"world_size"\s*:')
+"""What a manifest of ours has in its first lines."""
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +30,18 @@ def staging_of(path: Path) -> Path:
     What an earlier attempt left there is removed, if nobody can be at work in it any more, and told if that is unknown.
 
     Raises:
-        CheckpointError: see `check_target`.
+        CheckpointError: see `check_target`; or the disk refused something.
     """
     check_target(path)
-    for folder, over in leftovers(path):
-        if over:
-            storage.remove_tree(folder)
-            log.warning("%s: removed, left by a conversion that was killed", folder)
-        else:
-            log.warning("%s: another conversion to %s works there, or was killed. Remove it if none does", folder, path)
+    with _refusals_told(path):
+        for folder, over in leftovers(path):
+            if over:
+                storage.remove_tree(folder)
+                log.warning("%s: removed, left by a conversion that was killed", folder)
+            else:
+                log.warning(
+                    "%s: another conversion to %s works there, or was killed. Remove it if none does", folder, path
+                )
     return path.with_name(f".{path.name}.tmp-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -40,12 +49,33 @@ def check_target(path: Path) -> None:
     """Refuse to write where something is already, or inside of other weights.
 
     Raises:
-        CheckpointError: the path exists, or a folder above it is a checkpoint or a model.
+        CheckpointError: the path exists or may not be looked at, or what is above it is a file, a checkpoint or a
+            model.
     """
+    with _refusals_told(path):
+        _check_place(path)
+
+
+@contextmanager
+def _refusals_told(path: Path) -> Iterator[None]:
+    """What a disk refuses, in words.
+
+    Raises:
+        CheckpointError: it refused something.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path}: not written ({error}). Choose another target, or set its rights.") from error
+
+
+def _check_place(path: Path) -> None:
     if path.exists():
         raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
     for folder in path.absolute().parents:
-        if any((folder / name).is_file() for name in INSIDES):
+        if folder.is_file():
+            raise CheckpointError(f"{path} would lie inside {folder}, which is a file. Choose another target.")
+        if any((folder / name).is_file() and _is_of_weights(folder / name) for name in INSIDES):
             raise CheckpointError(
                 f"{path} would lie inside {folder}, which is a checkpoint or a model itself: whoever checks, copies or "
                 f"removes that would meet it. Choose a target outside of it."
@@ -55,6 +85,11 @@ def check_target(path: Path) -> None:
                 f"{path} would lie among the checkpoints of the run {folder.parent}, which takes them for its own. "
                 f"Choose a target outside of {folder}."
             )
+
+
+def _is_of_weights(file: Path) -> bool:
+    """Whether a file with a name of ours is one of ours."""
+    return file.name != MANIFEST or OWN_FIELD.search(storage.read_range(file, 0, 4096)) is not None
 
 
 def leftovers(path: Path) -> list[tuple[Path, bool]]:

@@ -293,3 +293,29 @@ def test_a_checkpoint_with_one_wrong_bit_is_refused_and_nothing_is_left(
     said = capsys.readouterr().err
     assert "damaged. SHA-256 expected" in said and "Copy the checkpoint again" in said and "Traceback" not in said
     assert os.listdir(run.parent) == ["run"]
+
+
+@pytest.mark.parametrize("to", ["huggingface", "megalith"])
+def test_a_target_inside_of_a_file_is_refused_in_words(to: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run.parent / "file").touch()
+    assert main(["convert", str(run), str(run.parent / "file" / "x"), "--to", to]) == 2
+    said = capsys.readouterr().err
+    assert "file, which is a file. Choose another target" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("to", ["huggingface", "megalith"])
+def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
+    to: str, run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = storage.list_names
+
+    def guarded(folder: Path) -> list[str]:
+        if folder == run.parent / "drop":
+            raise PermissionError(errno.EACCES, "Permission denied", str(folder))
+        return plain(folder)
+
+    (run.parent / "drop").mkdir()
+    monkeypatch.setattr(storage, "list_names", guarded)
+    assert main(["convert", str(run), str(run.parent / "drop" / "x"), "--to", to]) == 2
+    said = capsys.readouterr().err
+    assert "x: not written (" in said and "Permission denied" in said and "Choose another target" in said

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from megalith import storage
+from megalith.checkpoint.format import Manifest, dump_manifest
 from megalith.errors import CheckpointError
 from megalith.models import staging
 from megalith.models.hf import write_folder
@@ -95,7 +97,7 @@ def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", staging.INSIDES)
 def test_nothing_is_written_inside_of_other_weights(name: str, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / name).touch()
+    (tmp_path / "model" / name).write_bytes(dump_manifest(Manifest(1, 2, {}, {}), {}))
     for inside in ("x", "deep/er/x"):
         with pytest.raises(CheckpointError, match="would lie inside .*model, which is a checkpoint or a model itself"):
             check_target(tmp_path / "model" / inside)
@@ -120,3 +122,39 @@ def test_both_kinds_of_folder_are_begun_so(tmp_path: Path, tiny: SimpleNamespace
         folder = left(tmp_path / name, here, GONE)
         write(tmp_path / name, tiny.config(), weights)
         assert not folder.exists() and (tmp_path / name).is_dir() and leftovers(tmp_path / name) == []
+
+
+def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"name": "a page for the web", "start_url": "/"}')
+    check_target(tmp_path / "models" / "x")
+    (tmp_path / "manifest.json").write_text("")
+    check_target(tmp_path / "models" / "x")
+
+
+def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for inside in ("x", "deep/er/x"):
+        with pytest.raises(CheckpointError, match=r"would lie inside .*file, which is a file. Choose another target"):
+            staging_of(tmp_path / "file" / inside)
+
+
+@pytest.mark.parametrize("call", ["list_names", "remove_tree"])
+def test_what_a_disk_refuses_before_anything_is_written_is_told_in_words(
+    call: str, tmp_path: Path, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path) -> object:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    left(tmp_path / "x", here, GONE)
+    monkeypatch.setattr(storage, call, refused)
+    with pytest.raises(CheckpointError, match=r"x: not written \(.*Permission denied.*Choose another target, or set"):
+        staging_of(tmp_path / "x")
+
+
+def test_a_place_that_may_not_be_looked_at_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "exists", refused)
+    with pytest.raises(CheckpointError, match=r"x: not written \(.*Permission denied"):
+        check_target(tmp_path / "x")
