@@ -12,6 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
+from megalith.cli.generate import tell_warnings
 from megalith.cli.output import print_json
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
@@ -85,14 +86,15 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, merged_into, plan_moves
+    from megalith.models.convert import convert, family_of, merged_into, plan_moves
     from megalith.models.staging import check_target
     from megalith.posttrain.export import peft_moves, plan_peft, write_peft
-    from megalith.posttrain.upcycle import told_origins
+    from megalith.posttrain.upcycle import read_from, told_origins
 
     target = Path(options.target)
     check_target(target)
     source, to = open_source(options)
+    tell_warnings(source)
     dtype = None if options.dtype is None else getattr(torch, DTYPES[options.dtype])
     if to == "peft":
         planned = peft_moves(source, dtype)
@@ -109,11 +111,13 @@ def main(argv: list[str]) -> int:
                 workers=options.workers,
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
-    report["merged"] = merged_into(source, moves)
+    report["merged"] = merged_into(read_from(source), moves)
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
     report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
     verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
-    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json, verb=verb)
+    family = family_of(source) if to == "huggingface" else None
+    unknown = family.architecture if family is not None and not family.in_transformers else None
+    show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json, verb=verb, unknown=unknown)
     return 0
 
 
@@ -193,14 +197,22 @@ def show_peft(
     print(f"try: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), {target!r})")
 
 
-def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
-    """Print what was done, or would be: for a program, the table of a dry run, or a line; `verb`: what to try next."""
+def show(report: dict[str, Any], *, json: bool, verb: str, unknown: str | None = None) -> None:  # Any: JSON
+    """Print what was done, or would be: for a program, the table of a dry run, or a line; `verb`: what to try next;
+    `unknown`: the architecture, if it is none of transformers'."""
     if json:
         print_json(report)
         return
     tensors, size = report["tensors"], _size(report["nbytes"])
+    written = [one for one in tensors if one["nbytes"]]
+    left = f", {len(tensors) - len(written)} left out" if len(written) < len(tensors) else ""
     if not report["dry_run"]:
-        print(f"wrote {report['target']}: {len(tensors)} tensors, {size}, from {report['source']}")
+        print(f"wrote {report['target']}: {len(written)} tensors{left}, {size}, from {report['source']}")
+        if unknown is not None:
+            print(
+                f"transformers has no class for {unknown}: from_pretrained reads the folder only with auto_map in "
+                f"config.json and the code files of the published model beside it"
+            )
         if report["tokenizer"] is None:
             print(
                 "the model has no tokenizer files, so the folder has no tokenizer: programs that read it must turn "
@@ -211,7 +223,7 @@ def show(report: dict[str, Any], *, json: bool, verb: str) -> None:  # Any: JSON
         return
     _list(tensors)
     merged = "" if report["merged"] is None else f", {report['merged']}"
-    print(f"{len(tensors)} tensors, {size}{merged}; nothing was written")
+    print(f"{len(written)} tensors{left}, {size}{merged}; nothing was written")
 
 
 def _list(moves: Iterable[dict[str, Any]]) -> None:  # Any: JSON

@@ -14,9 +14,9 @@ from megalith.config.tree import dump_yaml
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import AdaptedWeights
 from megalith.models.companions import carried
-from megalith.models.hf import HuggingFaceFolder, family_for, write_folder
+from megalith.models.hf import HuggingFaceFolder, Weights, family_for, write_folder
 from megalith.models.names import Family, TensorRule, dtype_to_write
-from megalith.models.pretrained import Pretrained
+from megalith.models.pretrained import FORCED, Pretrained
 from megalith.models.release import parameters, release_run, write_release
 from megalith.plan.shards import Shard
 
@@ -39,7 +39,7 @@ class Move:
 
     target_dtype: str
     nbytes: int
-    """In the target."""
+    """In the target; 0: it is left out."""
 
 
 def kind_of(source: Pretrained) -> Kind:
@@ -88,7 +88,7 @@ def _dropped(copy: TensorRule, folder: HuggingFaceFolder) -> Move:
 def _parameter_move(shard: Shard, source: Pretrained, dtype: torch.dtype | None) -> Move:
     stored = source.weights.dtype(shard.name)
     kept = dtype_to_write(shard.name, stored, dtype)
-    read = shard.name + _added(shard.name, source)
+    read = shard.name + added(shard.name, source.weights)
     return Move(read, shard.name, shard.shape, show_dtype(stored), show_dtype(kept), shard.numel * kept.itemsize)
 
 
@@ -101,24 +101,23 @@ def _tensor_move(rule: TensorRule, source: Pretrained, to: Kind, dtype: torch.dt
         stored = source.weights.stored_as(rule.name)
     ours = "zeros" if rule.parameter is None else f"{rule.parameter}{show_box(rule.box)}"
     theirs = rule.name if rule.whole else f"{rule.name}{show_box(rule.at)} of {list(rule.view)}"
-    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (ours + _added(parameter, source), theirs)
+    read = ours + added(parameter, source.weights)
+    here, there = (theirs, ours) if kind_of(source) == "huggingface" else (read, theirs)
     if kind_of(source) == to:
         there = here
     shape = rule.shape if rule.whole else lengths(rule.at)
     return Move(here, there, shape, stored, show_dtype(kept), math.prod(shape) * kept.itemsize)
 
 
-def _added(parameter: str, source: Pretrained) -> str:
+def added(parameter: str, weights: Weights) -> str:
     """What adapters add to a parameter: nothing, or their product."""
-    weights = source.weights
     if not isinstance(weights, AdaptedWeights) or f"{parameter}.lora_a" not in weights.adapters.names:
         return ""
     return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
 
 
-def merged_into(source: Pretrained, moves: Sequence[Move]) -> str | None:
+def merged_into(weights: Weights, moves: Sequence[Move]) -> str | None:
     """In words, which adapters go into which model; None: none do."""
-    weights = source.weights
     if not isinstance(weights, AdaptedWeights):
         return None
     count = sum(" · lora_b · lora_a" in move.source for move in moves)
@@ -153,9 +152,10 @@ def convert(
             target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
             extra=ids, companions=companions, wrote=wrote, workers=workers,
         )  # fmt: skip
+    forced = {FORCED: list(source.forced)} if source.forced else {}
     return write_release(
         target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
-        state={"token_ids": ids}, companions=companions, wrote=wrote, workers=workers,
+        state={"token_ids": ids} | forced, companions=companions, wrote=wrote, workers=workers,
     )  # fmt: skip
 
 

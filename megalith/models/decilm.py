@@ -51,6 +51,11 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     usual = read_usual(fields)
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     mlp_bias = fields.flag("mlp_bias")
+    if mlp_bias and "linear" in blocks.layers.mlp:
+        fields.problems.append(
+            f"mlp_bias={mlp_bias} with block_configs where ffn.replace_with_linear=True is not supported: there a "
+            f"matrix in place of an MLP has no bias, and here it would. Set mlp_bias to false if no MLP has biases."
+        )
     fields.finish()
     return ModelConfig(**usual, rope=rope, mlp_bias=mlp_bias, layers=blocks.layers)
 
@@ -62,6 +67,11 @@ def write_config(config: ModelConfig) -> dict[str, Any]:
         ConfigError: the model cannot be one of theirs.
     """
     whole_heads(config)
+    if config.mlp_bias and any(config.mlp_part(layer) == "linear" for layer in range(config.num_layers)):
+        raise_all([
+            f"model.mlp_bias=true with model.layers.mlp={list(config.layers.mlp)}: in {DECILM.architecture} a matrix "
+            f"in place of an MLP has no bias. Use a Megalith checkpoint for this model."
+        ])  # fmt: skip
     blocks = [_block(config, layer) for layer in range(config.num_layers)]
     raw = {**write_usual(config, DECILM), "mlp_bias": config.mlp_bias, "block_configs": blocks}
     raw |= dict.fromkeys(("num_key_value_heads", "intermediate_size"))  # the blocks' to say
@@ -131,13 +141,13 @@ def rules(config: ModelConfig) -> list[TensorRule]:
 
 
 def _linear(config: ModelConfig, theirs: str, ours: str) -> list[TensorRule]:
-    """One matrix in place of a part, and its bias."""
+    """One matrix in place of a part, and its bias, which only attention's has."""
     h, attends = config.hidden_size, ours.endswith(".attention")
     name = f"{theirs}.{'linear_attn' if attends else 'linear_mlp'}"
     found = [rule(f"{name}.weight", f"{ours}.linear", (h, h), shape=(h, h))]
-    ours_has = config.output_bias if attends else config.mlp_bias
-    if ours_has or (attends and config.qkv_bias):
-        found.append(rule(f"{name}.bias", f"{ours}.linear_bias" if ours_has else None, (h,), shape=(h,)))
+    if attends and (config.output_bias or config.qkv_bias):
+        ours_has = f"{ours}.linear_bias" if config.output_bias else None
+        found.append(rule(f"{name}.bias", ours_has, (h,), shape=(h,)))
     return found
 
 
@@ -149,4 +159,5 @@ DECILM = Family(
     rules=rules,
     ignored=re.compile(ROTARY_BUFFERS.pattern),
     tied=HEAD,
+    in_transformers=False,
 )

@@ -88,11 +88,12 @@ def _read_rope(fields: Fields, length: int, turned: tuple[bool, ...]) -> RopeCon
     tuned = fields.value("attn_temperature_tuning")
     if tuned is not None and type(tuned) not in (bool, int):  # the release has 4 where it means true
         fields.problems.append(f"attn_temperature_tuning={tuned!r:.60}: expected true or false.")
+    grows = bool(tuned) if "attn_temperature_tuning" in fields.raw else True  # null is false there
     rope = replace(read_rope(fields, max_position=length, theta=500_000.0), interleaved=True)
     if all(turned):
         return rope
     rope = replace(rope, skip=shortest(tuple(not flag for flag in turned)))
-    return replace(rope, skip_growth=growth, skip_step=step) if (tuned is None or tuned) and growth else rope
+    return replace(rope, skip_growth=growth, skip_step=step) if grows and growth else rope
 
 
 def _read_chunks(fields: Fields, turned: tuple[bool, ...]) -> dict[str, Any]:

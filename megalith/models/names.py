@@ -130,6 +130,9 @@ class Family:
     """The same where a layer's experts share tensors, as in the memory of transformers 5; unset: there are no experts,
     or no other way."""
 
+    in_transformers: bool = True
+    """Whether `from_pretrained` reads what is written without code of the model's own."""
+
     outer: Outer | None = None
     """An architecture whose folders may be read as this one; it is never written."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.errors import raise_all
-from megalith.models.convert import Move
+from megalith.models.convert import Move, added
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights
 from megalith.models.pretrained import Pretrained
@@ -274,4 +274,15 @@ def told_origins(source: Pretrained, moves: Sequence[Move]) -> list[Move]:
     weights = source.weights
     if not isinstance(weights, UpcycledWeights):
         return list(moves)
-    return [replace(move, source=weights.origin(move.source) or "new") for move in moves]
+    return [replace(move, source=_origin(move.source, weights)) for move in moves]
+
+
+def _origin(parameter: str, weights: UpcycledWeights) -> str:
+    """The dense parameter, and what adapters add to it."""
+    source = weights.origin(parameter)
+    return "new" if source is None else source + added(source, weights.dense)
+
+
+def read_from(source: Pretrained) -> Weights:
+    """The weights that are read: of an upcycled model the dense one's."""
+    return source.weights.dense if isinstance(source.weights, UpcycledWeights) else source.weights

@@ -9,11 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from megalith.cli.main import main
 from megalith.config.layers import ALIKE, LayersConfig, Part
 from megalith.errors import ConfigError
+from megalith.kernels.tokens import tokens_of_lengths
 from megalith.models import llama
 from megalith.models.decilm import DECILM, read_config, rules, write_config
+from megalith.models.decoder import Decoder
 from megalith.models.hf import HuggingFaceFolder, find_family
 from megalith.plan.costs import num_parameters
 from tests.models.published import check_rules, num_declared
@@ -79,21 +83,35 @@ def test_equal_blocks_are_a_llama() -> None:
     assert rules(as_llama) == llama.rules(as_llama)
 
 
+def filled(path: Path, tiny: SimpleNamespace) -> Decoder:
+    """The model of a folder."""
+    folder = HuggingFaceFolder(path)
+    model: Decoder = tiny.blank(replace(folder.model_config, vocab_multiple=8))
+    folder.fill(tiny.entries(model))
+    return model
+
+
+def logits(model: Decoder) -> Tensor:
+    """Scores of two documents."""
+    with torch.no_grad():
+        return model.head.logits(model(torch.arange(11) * 7 % 37, tokens_of_lengths([4, 7])))
+
+
 def test_a_llama_with_equal_blocks_gives_the_same_scores(tmp_path: Path, tiny: SimpleNamespace) -> None:
     config = tiny.config(ffn_hidden_size=256)
-    model = tiny.folder(tmp_path / "x", config)
+    tiny.folder(tmp_path / "x", config)
+    expected = logits(filled(tmp_path / "x", tiny))
     raw = json.loads((tmp_path / "x" / "config.json").read_text())
     block = {"attention": {"n_heads_in_group": 3}, "ffn": {"ffn_mult": 3 * 256 / (2 * 12)}}
     raw |= {"architectures": ["DeciLMForCausalLM"], "model_type": "nemotron-nas", "block_configs": [block] * 2}
     raw |= {"num_key_value_heads": None, "intermediate_size": None}
     (tmp_path / "x" / "config.json").write_text(json.dumps(raw))
-    folder = HuggingFaceFolder(tmp_path / "x")
-    assert folder.family is DECILM
-    back = tiny.blank(replace(folder.model_config, vocab_multiple=8))
-    folder.fill(tiny.entries(back))
-    for name, tensor in tiny.tensors(model).items():
-        assert torch.equal(tiny.tensors(back)[name], tensor), name
-    assert back.config == config
+    assert HuggingFaceFolder(tmp_path / "x").family is DECILM
+    back = filled(tmp_path / "x", tiny)
+    assert back.config == config and torch.equal(logits(back), expected)
+    with torch.no_grad():
+        back.norm.weight.mul_(2)
+    assert not torch.equal(logits(back), expected)
 
 
 @pytest.mark.parametrize("biases", [False, True])
@@ -106,7 +124,6 @@ def test_layers_of_every_kind_are_written_and_read_bit_for_bit(
     )  # fmt: skip
     config = tiny.config(
         num_layers=4, num_kv_heads=3, ffn_hidden_size=512, layers=layers, qkv_bias=biases, output_bias=biases,
-        mlp_bias=biases,
     )  # fmt: skip
     check_rules(DECILM, config)
     model = tiny.folder(tmp_path / "x", config)
@@ -116,6 +133,20 @@ def test_layers_of_every_kind_are_written_and_read_bit_for_bit(
     folder.fill(tiny.entries(back))
     for name, tensor in tiny.tensors(model).items():
         assert torch.equal(tiny.tensors(back)[name], tensor), name
+
+
+def test_a_matrix_in_place_of_an_mlp_has_no_bias(tiny: SimpleNamespace) -> None:
+    raw = second(ffn={"replace_with_linear": True, "ffn_mult": None})
+    with pytest.raises(ConfigError, match="mlp_bias=True with block_configs where .* Set mlp_bias to false"):
+        read_config(raw | {"mlp_bias": True})
+    parts: tuple[Part, ...] = ("full", "linear")
+    config = tiny.config(
+        mlp_bias=True, qkv_bias=True, output_bias=True, layers=LayersConfig(mlp=parts, attention=parts)
+    )
+    with pytest.raises(ConfigError, match="mlp_bias=true with model.layers.mlp=.*Use a Megalith checkpoint for this"):
+        write_config(config)
+    names = [one.name for one in rules(replace(config, mlp_bias=False)) if one.name.endswith(".bias")]
+    assert "model.layers.1.self_attn.linear_attn.bias" in names and not any("mlp" in name for name in names)
 
 
 def test_tensor_names_are_those_of_published_files(tiny: SimpleNamespace) -> None:
@@ -145,3 +176,18 @@ def test_a_width_without_a_multiplier_is_refused(tiny: SimpleNamespace) -> None:
     config = tiny.config(layers=LayersConfig(ffn_hidden_size=(10, 256)), ffn_hidden_size=256)
     with pytest.raises(ConfigError, match="ffn_hidden_size=10 in layer 0: DeciLMForCausalLM has multiples of 256"):
         write_config(config)
+
+
+def test_whoever_writes_a_folder_is_told_who_cannot_read_it(
+    tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = LayersConfig(mlp=("full", "none"))
+    tiny.folder(tmp_path / "x", tiny.config(vocab_size=300, ffn_hidden_size=256, layers=layers))
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "y"), "--to", "huggingface"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "transformers has no class for DeciLMForCausalLM: from_pretrained reads the folder only with auto_map" in said
+    )
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "z")]) == 0
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "w"), "--to", "huggingface", "--json"]) == 0
+    assert "from_pretrained" not in capsys.readouterr().out

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from megalith.cli.main import main
 from megalith.errors import CheckpointError, ConfigError
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.convert import convert, plan_moves
@@ -52,6 +54,8 @@ def test_the_published_model_is_read_and_has_as_many_parameters_as_its_layers() 
     bare = {name: value for name, value in PUBLISHED.items() if name not in ruled}
     assert LLAMA4.read_config(bare) == config, "as transformers has it where nothing is said"
     assert LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": 4}) == config, "as the release said it"
+    plain = [LLAMA4.read_config(PUBLISHED | {"attn_temperature_tuning": off}) for off in (None, False)]
+    assert plain[0] == plain[1] != config, "a null that is written is false there"
 
 
 def test_maverick_has_experts_in_every_other_layer_and_no_norms() -> None:
@@ -129,7 +133,7 @@ def test_of_a_folder_that_reads_pictures_the_text_is_read_and_the_rest_is_named(
     assert relative_error(scores, theirs(ids).logits.flatten(0, 1)) < 2e-5
 
     source = open_pretrained(tmp_path / "theirs")
-    left = [move.source for move in plan_moves(source, "megalith", None) if move.target.startswith("nothing")]
+    left = [move.source for move in plan_moves(source, "megalith", None) if not move.nbytes]
     assert left == list(folder.others) and all(name.startswith(("vision_model.", "multi_modal")) for name in left)
     convert(source, tmp_path / "text", "huggingface")
     again = HuggingFaceFolder(tmp_path / "text")
@@ -142,3 +146,22 @@ def test_a_config_without_its_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Llama4ForConditionalGeneration"], "text_config": 3}')
     with pytest.raises(CheckpointError, match="text_config=3: expected the settings of a model of text. Use the conf"):
         HuggingFaceFolder(tmp_path)
+
+
+def test_what_is_left_out_may_be_of_any_dtype_and_is_not_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_pictures(tmp_path / "theirs")
+    file = tmp_path / "theirs" / "model.safetensors"
+    ids = {"vision_model.ids": torch.arange(3), "vision_model.some": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    save_file(load_file(file) | ids, file, metadata={"format": "pt"})
+    words = ["convert", str(tmp_path / "theirs"), str(tmp_path / "out"), "--to", "huggingface"]
+    assert main([*words, "--dry-run"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    left = [line for line in lines if " -> nothing: it is no part of the model of text" in line]
+    assert "vision_model.ids -> nothing: it is no part of the model of text  (3,) I64" in left
+    assert "vision_model.some -> nothing: it is no part of the model of text  (2,) float8_e4m3fn" in left
+    assert main(words) == 0
+    count = len(load_file(tmp_path / "out" / "model.safetensors"))
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'out'}: {count} tensors, {len(left)} left out, ")
+    assert last.startswith(f"{count} tensors, {len(left)} left out, ") and len(lines) == count + len(left)

@@ -268,3 +268,17 @@ def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
         torch.testing.assert_close(values, merged[1][key], rtol=1e-4, atol=1e-5)
     changed = {key for key, values in merged[0].items() if not torch.equal(values, first[key])}
     assert changed == {key for key in first if key.rsplit(".", 1)[1] in ("q", "kv", "o", "gate_up", "down")}
+
+
+def test_a_mixture_is_made_of_the_base_with_its_adapters_and_the_dry_run_says_so(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, width = tmp_path / "moe.yaml", tiny_run().model.ffn_hidden_size
+    file.write_text(f"experts: 4\ntop_k: 2\nffn_hidden_size: {width}\n")
+    assert main(["convert", str(trained), str(tmp_path / "x"), "--upcycle", str(file), "--dry-run"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    merged = [line for line in lines if " · lora_b · lora_a -> " in line]
+    assert any(line.startswith("layers.0.mlp.down + ") and "-> layers.0.moe.experts.down" in line for line in merged)
+    assert any("-> layers.0.attention.q " in line for line in merged)
+    assert any(line.startswith("new -> layers.0.moe.router ") for line in lines)
+    assert f"{len(merged)} of them with adapters of rank 3 from " in last
