@@ -76,7 +76,9 @@ class GrowingBuffer:
 
     def _grown(self, rows: Tensor, before: int) -> Tensor:
         """More room, and at its start as many of the last rows."""
-        wanted = before + len(rows) + (self._sight.window or 0)  # so that a window moves once per length
+        wanted = before + len(rows)
+        if not self._sight.chunked and before + 1 == self._sight.window:
+            wanted += before  # so that a window moves once per length
         room = FIRST_ROOM
         while room < wanted:
             room *= 2

@@ -120,6 +120,8 @@ VARIANTS = {
     "plain": (PLAIN, False),
     "window": (Scores(window=5), False),
     "chunks": (Scores(window=7, chunked=True), False),
+    "a window beyond the first room": (Scores(window=FIRST_ROOM + 6), False),
+    "chunks beyond the first room": (Scores(window=FIRST_ROOM + 6, chunked=True), False),
     "sinks": (PLAIN, True),
     "everything": (Scores(scale=0.4, window=3, softcap=2.0), True),
     "distances": (Scores(relative=9), False),
@@ -158,3 +160,19 @@ def test_a_finished_sequence_is_forgotten() -> None:
     cache.drop(4)
     cache.drop(4)
     assert cache.layers([4])[0].extend(row, row, tokens_of_queries([(1, 1)]))[0].shape[0] == 1
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_room_grows_with_the_text_and_not_with_what_a_layer_might_see(chunked: bool) -> None:
+    rows = torch.zeros(1, 1, 1)
+
+    def room(found: torch.Tensor) -> int:
+        return found.untyped_storage().nbytes() // rows.element_size()
+
+    buffer = GrowingBuffer(Sight(8192, chunked=chunked))
+    assert room(buffer.append(rows.expand(10, 1, 1))) == FIRST_ROOM
+    for count in range(11, 700):
+        assert room(buffer.append(rows)) < max(2 * count, FIRST_ROOM + 1)
+    small = GrowingBuffer(Sight(256, chunked=chunked))
+    for _ in range(256 * 3):
+        assert room(small.append(rows)) <= (1 if chunked else 2) * 256
