@@ -27,9 +27,6 @@ def translate_positions(draft: Draft) -> None:
     draft.put(shown, "model.positions", KINDS[kind])
     if KINDS[kind] == "rope":
         _rotary(draft, kind)
-    if kind == "relative":
-        draft.copy("--relative-attention-num-buckets")
-        draft.copy("--relative-attention-max-distance")
 
 
 def _rotary(draft: Draft, kind: str) -> None:
