@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
+from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now, tell_warnings
 from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
@@ -151,6 +151,7 @@ def talk(options: ChatOptions) -> int:
     everyone = connect(worker, timeout_seconds=PATIENCE_SECONDS)
     try:
         agree(asdict(options), everyone)
+        tell_warnings(source if worker.rank == 0 else None)
         chat = open_chat(options, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True

@@ -144,6 +144,7 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
         agree(asdict(options) | {"prompts": list(prompts)}, everyone)
+        tell_warnings(source if worker.rank == 0 else None)
         transcripts, seconds = write_all(options, prompts, source, worker)
     except BaseException:
         disconnect(worker, failed=True)
@@ -176,6 +177,13 @@ def write_all(
     started = time.perf_counter()
     transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
     return transcripts, time.perf_counter() - started
+
+
+def tell_warnings(source: "Pretrained | None") -> None:
+    """Say on standard error what to know of a model; None: another rank does."""
+    if source is not None:
+        for line in source.warnings():
+            print(f"{source.path}: {line}", file=sys.stderr)
 
 
 def print_now(text: str) -> None:

@@ -57,6 +57,11 @@ class RouterConfig:
     """For measuring alone: while training, logits are moved by random numbers of this standard deviation, one for each
     expert of a layer and the same in every step, so that some are far busier than others."""
 
+    def forced(self) -> tuple[str, ...]:
+        """The settings under which chance chooses, as a person writes them; none in a run that learns."""
+        balance = ("model.moe.router.forced_balance=true",) if self.forced_balance else ()
+        return (*balance, f"model.moe.router.forced_bias={self.forced_bias}") if self.forced_bias > 0 else balance
+
     def draws(self) -> bool:
         """Whether a choice depends on random numbers while training."""
         return self.jitter > 0 or self.forced_balance or self.forced_bias > 0

@@ -63,6 +63,9 @@ from megalith.plan.shards import Box
 
 RUNS = Path("runs")
 
+FORCED = "forced_choices"
+"""In the state of a checkpoint: settings under which chance chose experts, in any step that led to its weights."""
+
 FREE = ("init_std",)
 """Settings that decide how a model learns, not what it computes, beside those that have no canonical form at all; they
 may change when weights are taken over."""
@@ -105,10 +108,20 @@ class Pretrained:
     settings: Mapping[str, Any] = field(default_factory=dict)  # JSON
     """config.yaml of the run that made it, as it is there; empty where it is none of ours."""
 
+    forced: tuple[str, ...] = ()
+    """Settings under which chance chose experts while it was trained."""
+
     @property
     def checkpoint(self) -> Checkpoint | None:
         """Set when it is one of ours."""
         return self.weights.checkpoint if isinstance(self.weights, CheckpointWeights) else None
+
+    def warnings(self) -> list[str]:
+        """What anybody who uses the model should know of it, a line each."""
+        if not self.forced:
+            return []
+        how = ", ".join(self.forced)
+        return [f"chance chose its experts while it was trained ({how}): use it to measure speed alone"]
 
     def tuning(self) -> Mapping[str, Any]:  # JSON
         """`data.sft` of the run that made it, if that read conversations."""
@@ -213,7 +226,27 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     tokenizer = brought_along(tokenizer, path)
     ids = checkpoint.state.get("token_ids")
     known = ids if isinstance(ids, dict) else {}
-    return Pretrained(path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path))
+    return Pretrained(
+        path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path), forced_in(checkpoint, model)
+    )
+
+
+def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, ...]:
+    """Settings under which chance chose experts before a checkpoint, and those under which it does in `model`."""
+    before = [] if checkpoint is None else checkpoint.state.get(FORCED, [])
+    now = () if model.moe is None else model.moe.router.forced()
+    return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
+
+
+def forced_at(source: str, world: Group) -> tuple[str, ...]:
+    """The same of the model at `source`. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: there is none.
+    """
+    found = together(lambda: open_pretrained(locate(source)).forced if world.rank == 0 else None, world)[0]
+    assert found is not None
+    return found
 
 
 def load_pretrained(
@@ -221,7 +254,8 @@ def load_pretrained(
 ) -> list[str]:
     """Fill weights (roles `param` and `master`) from `source`; nothing else of it is taken over.
 
-    Collective over `world`. Returns how the two models differ where that is allowed, one line each.
+    Collective over `world`. Returns what to know of the model, and how the two differ where that is allowed, one line
+    each.
 
     Raises:
         CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
@@ -231,7 +265,7 @@ def load_pretrained(
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes)
     fill_from(opened, entries, world, rules=rules)
-    return notes
+    return [*opened.warnings(), *notes]
 
 
 def fill_from(opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT) -> None:
@@ -405,8 +439,9 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     adapters = checkpoint_adapters(checkpoint)
     check_names(adapters, adapters.lora, model)
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
+    forced = tuple(dict.fromkeys((*base.forced, *forced_in(checkpoint, model))))
     return Pretrained(
-        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text)
+        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text), forced
     )
 
 
@@ -416,7 +451,7 @@ def _open_peft(path: Path, where: str | None) -> Pretrained:
     adapters = peft_adapters(path, _family(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
     tokenizer = brought_along(base.tokenizer, path)  # whoever trains adapters often saves it with them
-    return Pretrained(path, base.model, tokenizer, weights, base.token_ids)
+    return Pretrained(path, base.model, tokenizer, weights, base.token_ids, forced=base.forced)
 
 
 def _peft_base(path: Path, where: str | None) -> Pretrained:

@@ -161,11 +161,13 @@ def run_evaluation(
     staged = build_staged(merged, mesh, device, dtype=DTYPES[run.precision.params])
     rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)  # all weights are needed here
     entries = weight_entries(held_weights(staged), mesh)
-    load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
+    notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
     masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     speaks = show and mesh.world.rank == 0
     with StepProgress(total=count, show=speaks, noun="row", stream=sys.stderr) as progress:
+        for line in notes:
+            progress.say(f"{folder.path}: {line}")
         progress.say(f"reading {count:,} rows of {split}")
         return evaluate(
             staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,

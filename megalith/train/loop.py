@@ -25,7 +25,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.kernels.engine import kernels_in_use
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
-from megalith.models.pretrained import compare_models, load_pretrained, open_pretrained
+from megalith.models.pretrained import FORCED, compare_models, forced_at, forced_in, load_pretrained, open_pretrained
 from megalith.nn.moe.balance import LOSSES
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
@@ -353,7 +353,7 @@ class _Loop:
         scale = self.trainer.loss_scale
         extra = ({} if scale is None else {"loss_scale": scale.as_json()}) | (
             {} if self.base is None else {RECORD: self.base}
-        )  # fmt: skip
+        ) | ({FORCED: list(self.forced)} if self.forced else {})  # fmt: skip
         return extra | {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
             "data": self.data.splits.train.fingerprint, "order_samples": self.data.orders[0],
@@ -363,6 +363,7 @@ class _Loop:
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or weights from the one it starts from."""
         self.base = self._load_base(saved)
+        self.forced = forced_in(saved, self.run_config.model)
         if saved is not None:
             if saved.state["tokenizer"] != self.tokenizer.fingerprint:
                 raise CheckpointError(
@@ -396,6 +397,7 @@ class _Loop:
             for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model, rules=rules):
                 self.progress.say(f"{source}: {line}")
             publish_loaded(self.trainer)
+            self.forced = tuple(dict.fromkeys((*forced_at(source, self.mesh.world), *self.forced)))
             self.progress.say(f"starting from {source}")
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:

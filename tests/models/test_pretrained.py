@@ -8,24 +8,36 @@ import pytest
 import torch
 
 from megalith.checkpoint.boxes import Entry
+from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
+from megalith.cli.main import main
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig, RouterConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml
 from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError, DataError
 from megalith.models import pretrained
+from megalith.models.convert import convert
 from megalith.models.pretrained import CheckpointWeights, load_pretrained, locate, open_pretrained
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
-from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.shards import whole
+from megalith.testing.tiny import tiny_run
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
 
 BYTES = TokenizerConfig()
+
+BY_CHANCE = RouterConfig(forced_balance=True)
+HOW = "model.moe.router.forced_balance=true"
+TOLD = f"chance chose its experts while it was trained ({HOW}): use it to measure speed alone"
 
 
 def save(
@@ -294,3 +306,50 @@ def test_a_run_is_found_by_rank_0_alone(tmp_path: Path, tiny: SimpleNamespace, m
     monkeypatch.setattr(pretrained, "locate", counted)
     load_pretrained(tiny.entries(model), str(tmp_path / "x"), alone("world"), model=tiny.config())
     assert asked == [str(tmp_path / "x")]
+
+
+# --- chance chose experts
+
+
+def mixture_run(router: RouterConfig, steps: int, **settings: str) -> TrainRun:
+    """The tiny run with experts."""
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    run = tiny_run({"train.steps": str(steps), "train.eval_steps": "1", "observe.plots": "false"} | given)
+    return replace(run, model=replace(run.model, moe=MoEConfig(experts=4, ffn_hidden_size=6, router=router)))
+
+
+def trained(run: TrainRun, path: Path) -> Path:
+    """Its folder, trained in this process."""
+    run_training(run, RunFolder(path), mesh_of_one(), torch.device("cpu"), show=False)
+    return path
+
+
+def test_a_checkpoint_whose_experts_chance_chose_says_so_to_whoever_uses_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained(mixture_run(BY_CHANCE, 2), tmp_path / "run")
+    step = locate(str(run))
+    assert open_checkpoint(step).state["forced_choices"] == [HOW]
+    capsys.readouterr()
+    for words in (
+        ["evaluate", str(run), "--samples", "2"], ["generate", str(run), "a", "--max-new-tokens", "1"],
+        ["convert", str(run), str(tmp_path / "theirs"), "--dry-run", "--to", "megalith"],
+        ["chat", str(run), "--template", "identity", "--max-new-tokens", "1", "--input", str(tmp_path / "none.txt")],
+    ):  # fmt: skip
+        (tmp_path / "none.txt").write_text("")
+        assert main(words) == 0, words
+        told = [line for line in capsys.readouterr().err.splitlines() if TOLD in line]
+        assert told == [f"{run if words[0] == 'evaluate' else step}: {TOLD}"], words
+
+
+def test_what_comes_of_it_says_so_too_and_what_learnt_does_not(tmp_path: Path) -> None:
+    run = trained(mixture_run(BY_CHANCE, 1), tmp_path / "run")
+    convert(open_pretrained(locate(str(run))), tmp_path / "copy", "megalith")
+    assert open_pretrained(tmp_path / "copy").warnings() == [TOLD]
+    for steps in (1, 2):  # begins with its weights, and goes on
+        later = mixture_run(RouterConfig(), steps, checkpoint__load=str(tmp_path / "copy"))
+        found = open_pretrained(locate(str(trained(later, tmp_path / "later"))))
+        assert found.warnings() == [TOLD] and found.path.name == f"step_000000{steps}"
+    learnt = trained(mixture_run(RouterConfig(), 1), tmp_path / "learnt")
+    assert open_pretrained(locate(str(learnt))).warnings() == []
+    assert "forced_choices" not in open_checkpoint(locate(str(learnt))).state
