@@ -3,7 +3,8 @@ balance that is learnt. That each layout equals one process is in test_layouts.p
 
 import functools
 import tempfile
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,16 @@ MOVES = {
     "tp2 dp2 sp ep2 etp1, zero 2 to dp3 ep3": (
         ParallelConfig(tp=2, dp=2, sp=True, ep=2, etp=1, zero=2), ParallelConfig(dp=3, ep=3),
     ),
+    "dp4 ep4 to one process": (ParallelConfig(dp=4, ep=4), ONE),
+    "dp4 ep4, zero 3 to dp2 and ep1": (ParallelConfig(dp=4, ep=4, zero=3), ParallelConfig(dp=2)),
 }  # fmt: skip
 IN_EVERY_RUN = ("dp2 etp2 to tp2 sp ep2 etp1",)
+assert BIASED_CHOICE.moe is not None
+EIGHT = replace(
+    BIASED_CHOICE,
+    moe=replace(BIASED_CHOICE.moe, experts=8, router=replace(BIASED_CHOICE.moe.router, groups=4)),
+)
+"""As many experts as four ranks can divide."""
 
 
 @pytest.mark.parametrize(
@@ -120,10 +129,11 @@ IN_EVERY_RUN = ("dp2 etp2 to tp2 sp ep2 etp1",)
 )
 def test_experts_of_one_layout_go_on_under_another(name: str, tmp_path: Path) -> None:
     """Weights, moments and balancing biases; losses are those of one process that was never interrupted."""
-    expected, weights = on_ranks(steps_between, case_of(BIASED_CHOICE, ONE), str(tmp_path / "alone"), 0, 4)
+    model = EIGHT if "ep4" in name else BIASED_CHOICE
+    expected, weights = on_ranks(steps_between, case_of(model, ONE), str(tmp_path / "alone"), 0, 4)
     losses: list[float] = []
     for layout, first in zip(MOVES[name], (0, 2), strict=True):
-        case = case_of(BIASED_CHOICE, layout)
+        case = case_of(model, layout)
         some, stored = on_ranks(steps_between, case, str(tmp_path / "moved"), first, first + 2)
         losses += some
     assert losses == pytest.approx(expected, rel=FP64.relative)
@@ -262,10 +272,9 @@ GROUPED = {
 GROUPED_IN_EVERY_RUN = ("dp2 ep2", "dp2 ep2, zero 3")
 
 
-def steps_in_fp32(
-    rank: int, world: int, case: LayoutCase, folder: str, grouped: bool
-) -> tuple[list[list[LayerUse]], dict[str, Tensor]]:
-    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a run stores.
+@contextmanager
+def matmuls(*, grouped: bool) -> Iterator[None]:
+    """Matmuls of experts are grouped, which must happen, or none is.
 
     On CPUs sinks of gradients would add one expert's after the other even so; as on GPUs, theirs are grouped, too.
     """
@@ -275,15 +284,23 @@ def steps_in_fp32(
         ways.append(best_products(x, w, groups) if grouped else LOOP)
         return ways[-1]
 
-    mesh, root, uses = mesh_of(case, rank, world), Path(folder), []
     put = functools.partial(put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP)
     with replaced(grouped_linear, "best_products", noted), replaced(data, "put_grouped_product_", put):
+        yield
+    assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
+
+
+def steps_in_fp32(
+    rank: int, world: int, case: LayoutCase, folder: str, grouped: bool
+) -> tuple[list[list[LayerUse]], dict[str, Tensor]]:
+    """Three steps with grouped matmuls, which must be used, or without any: choices, and all that a run stores."""
+    mesh, root, uses = mesh_of(case, rank, world), Path(folder), []
+    with matmuls(grouped=grouped):
         trainer = build_trainer(case.run, mesh, CPU)
         loader = _loader(case.run, mesh, consumed=0, steps=3)
         for _ in range(3):
             train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
             uses.append(use_of_experts(trainer.staged.modules, mesh))
-    assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
     trainer.data.settle()
     save_checkpoint(root, 3, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
     stored = open_checkpoint(root / "step_0000003")
@@ -314,6 +331,30 @@ def test_ranks_with_grouped_matmuls_train_as_ranks_that_compute_one_expert_after
     }
     assert moments <= stored.keys()
     assert_close(stored, expected, FP32_DEEP)
+
+
+def steps_by(
+    rank: int, world: int, case: LayoutCase, folder: str, first: int, last: int, grouped: bool
+) -> tuple[list[float], dict[str, Tensor]]:
+    """`steps_between`, with grouped matmuls or without any."""
+    with matmuls(grouped=grouped):
+        return steps_between(rank, world, case, folder, first, last)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [False, True], ids=["loop to grouped", "grouped to loop"])
+def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(first: bool, tmp_path: Path) -> None:
+    """What a checkpoint holds knows nothing of how experts were multiplied: in fp32, from four ranks with a part of
+    the experts each to one with all, as one process that never changed. Bounds as above."""
+    model = replace(EIGHT, moe=replace(EIGHT.moe, ffn_hidden_size=16))  # 64 bytes
+    alone, before = (case_of(model, layout) for layout in (ONE, ParallelConfig(dp=4, ep=4)))
+    wide = PrecisionConfig(params="fp32")
+    alone, before = (replace(case, run=replace(case.run, precision=wide)) for case in (alone, before))
+    expected, weights = on_ranks(steps_by, alone, str(tmp_path / "alone"), 0, 3, False)
+    losses, _ = on_ranks(steps_by, before, str(tmp_path / "moved"), 0, 2, first)
+    last, stored = on_ranks(steps_by, alone, str(tmp_path / "moved"), 2, 3, not first)
+    assert losses + last == pytest.approx(expected, rel=FP32_DEEP.relative)
+    assert_close(stored, weights, FP32_DEEP)
 
 
 # --- balance over the global batch
