@@ -88,13 +88,20 @@ LAYOUTS = {
     "cp2": ParallelConfig(cp=2),
     "tp2 pp2": ParallelConfig(tp=2, pp=2, pipeline=PipelineConfig()),
 }
+MIXED = "deepseek_v3, experts"
+"""The first of its family has dense layers alone."""
+
 UNDER_LAYOUTS = [
-    pytest.param(case, layout, marks=[] if number % 3 == turn else pytest.mark.slow)
-    for number, case in enumerate(FIRST)
-    for turn, layout in enumerate(LAYOUTS)
-] + [
-    pytest.param(case, ("tp2", "cp2")[number % 2], marks=pytest.mark.slow)
-    for number, case in enumerate(name for name in CASES if name not in FIRST)
+    *(
+        pytest.param(case, layout, marks=[] if number % 3 == turn else pytest.mark.slow)
+        for number, case in enumerate(FIRST)
+        for turn, layout in enumerate(LAYOUTS)
+    ),
+    *(pytest.param(MIXED, layout, marks=pytest.mark.slow) for layout in LAYOUTS),
+    *(
+        pytest.param(case, ("tp2", "cp2")[number % 2], marks=pytest.mark.slow)
+        for number, case in enumerate(name for name in CASES if name not in (*FIRST, MIXED))
+    ),
 ]
 """In the default run one layout per family, in turn; that of four processes only with all others. The further cases
 differ from these in heads and features, not in how layers follow: each has a layout that divides the former."""
@@ -165,7 +172,7 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     assert_close(dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT)
 
 
-@pytest.mark.parametrize("name", some("qwen3", "gpt2", "deepseek_v3"))
+@pytest.mark.parametrize("name", [*some("qwen3", "gpt2", "deepseek_v3"), pytest.param(MIXED, marks=pytest.mark.slow)])
 def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
     saved(CASES[name], tmp_path / "theirs")
     convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
@@ -209,8 +216,6 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
     parallel = LAYOUTS[layout]
     if model.moe is not None:  # whose tokens must be divided over tp; and experts with biases are whole on a rank
         parallel = replace(parallel, sp=parallel.tp > 1, etp=1 if model.moe.biases else None)
-    if parallel.cp > 1:
-        model = replace(model, dropout=replace(model.dropout, attention=0.0))  # GPT-2's; cp has none
     assert model.hidden_size <= 64 and (parallel.pp == 1 or model.num_layers == 2)
     failed = [
         row
@@ -218,6 +223,22 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
         if not row.holds
     ]
     assert failed == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_release_with_further_predictions_computes_in_every_layout_what_one_process_computes(
+    layout: str, tmp_path: Path
+) -> None:
+    """Of which transformers has no class: the config is theirs, with the release's word for one prediction more, and
+    its weights come back from a folder bit for bit (tests/models/test_deepseek.py)."""
+    _, folder = saved(CASES[MIXED], tmp_path)
+    raw = folder.family.write_config(folder.model_config) | {"num_nextn_predict_layers": 1}
+    model = replace(folder.family.read_config(raw), vocab_multiple=4)
+    assert model.mtp.depths == 1 and model.moe is not None and model.mla is not None
+    parallel = replace(LAYOUTS[layout], sp=LAYOUTS[layout].tp > 1)
+    case = layout_case(model, parallel, parallel.tp * parallel.pp * parallel.cp, documents=True)
+    assert [row for row in prove_layout(case) if not row.holds] == []
 
 
 def test_every_family_stands_in_the_table() -> None:
