@@ -59,7 +59,7 @@ class Division:
 
 
 def division_of(zero: int, mesh: Mesh, grid: str = "dense") -> Division:
-    """How ranks divide what lies on a grid under `parallel.zero` 0, 1 or 2.
+    """How ranks divide what lies on a grid under `parallel.zero`; 2 and 3 as 1.
 
     Source: Rajbhandari et al. 2019, arXiv:1910.02054, section 5.
     """

@@ -388,7 +388,9 @@ def fully_shard_chunk(
     The chunk frees nothing after forward: its head is asked for the loss when forward has returned.
     """
     ranks = {grid: _ranks(each.slices, device) for grid, each in divisions.items() if each.slices.size > 1}
-    assert ranks, "groups of one rank have nothing to divide"
+    if not ranks:  # a stage without experts, where only these have ranks to be divided over
+        _give_memory(chunk, device)
+        return
     policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype, cast_forward_inputs=False)
     cut = partial(fully_shard, mp_policy=policy, ignored_params={*whole})
     for module in list(_inner_parts(chunk)):
