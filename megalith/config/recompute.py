@@ -5,8 +5,9 @@ from typing import Literal
 
 RecomputedModule = Literal["core_attention", "norm", "mlp", "mlp_act", "shared_experts", "mla_up_proj"]
 """Of a mixture of experts `mlp` is all of it, messages too; `mlp_act` what the experts for all tokens have between
-their matmuls, which those that are chosen never keep; `shared_experts` all of the former. `mla_up_proj` is latent
-attention from its short vectors on, up to what heads find: projections, rotations and core_attention."""
+their matmuls, which those that are chosen never keep; `shared_experts` all of the former, of no use beside `mlp`.
+`mla_up_proj` is latent attention from its short vectors on, up to what heads find: projections, rotations and
+core_attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

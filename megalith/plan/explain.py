@@ -331,7 +331,7 @@ def experts_row(workload: Workload) -> ExpertsRow | None:
         state=state_bytes(workload, numel),
         rows=one.rows,
         crowded_rows=replace(one, crowded=True).rows,
-        exchanged=one.tokens * one.moe.top_k * row * (part.ep - 1) // part.ep if exchanges else 0,
+        exchanged=one.sent * row * (part.ep - 1) // part.ep if exchanges else 0,
         gathered=0 if exchanges else one.tokens * row * others,
     )
 

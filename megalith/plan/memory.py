@@ -20,6 +20,7 @@ from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
 from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
 from megalith.plan.mixtures import Mixture
+from megalith.plan.pairs import together
 from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
 from megalith.plan.shards import split_evenly
@@ -470,16 +471,22 @@ def _height(workload: Workload, pp_rank: int, tp_rank: int, *, accelerator: bool
     }
     layers = loss = passes = host = most_host = 0
     best: _Height | None = None
+    # What is done in turns with another: each is somewhere in the middle while the other works.
+    needed = [
+        sum(working[kind][chunk] for kind, chunk, _, _ in actions)
+        for actions in together(workload.schedule, pp_rank)
+        for _ in actions
+    ]
     for number, (kind, chunk, microbatch, _) in enumerate(workload.schedule.ranks[pp_rank]):
         if kind == "F":
             layers, loss, passes = layers + kept[chunk].layers, loss + kept[chunk].loss, passes + 1
             host += kept[chunk].host
             most_host = max(most_host, host)
-        total = layers + loss + working[kind][chunk]
+        total = layers + loss + needed[number]
         if best is None or total > best.total:
             words = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
             moment = f"{words[kind]} of microbatch {microbatch} in chunk {chunk}, action {number}"
-            best = _Height(layers, loss, working[kind][chunk], passes, moment)
+            best = _Height(layers, loss, needed[number], passes, moment)
         if kind in ("B", "I"):
             host -= kept[chunk].host
         if kind == "I":

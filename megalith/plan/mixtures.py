@@ -107,6 +107,11 @@ class Mixture:
         return None if self.limit is None or not self.moe.capacity.pad else min(self.tokens, self.limit)
 
     @property
+    def sent(self) -> int:
+        """Rows that this rank's tokens make, for all experts."""
+        return self.tokens * self.moe.top_k if self.room is None else self.moe.experts * self.room
+
+    @property
     def rows(self) -> int:
         """r.
 

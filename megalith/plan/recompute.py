@@ -10,7 +10,7 @@ from megalith.plan.devices import DEVICES, accelerator_named
 
 
 def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
-    """The parts of every layer that backward computes again on their own.
+    """The parts of every layer that backward computes again on their own; none is a part of another.
 
     Raises:
         PlanError: nobody has chosen them yet.
@@ -20,7 +20,8 @@ def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
             f"recompute.granularity={recompute.granularity} has to be replaced by a choice before a model is planned "
             f"or built. Use chosen_recompute of megalith/plan/automatic.py, as `megalith train` does."
         )
-    return recompute.modules if recompute.granularity == "selective" else ()
+    modules = recompute.modules if recompute.granularity == "selective" else ()
+    return tuple(module for module in modules if module != "shared_experts" or "mlp" not in modules)
 
 
 def mlp_in_chunks(recompute: RecomputeConfig, model: ModelConfig, layer: int) -> bool:

@@ -69,11 +69,18 @@ def _share(workload: Workload, row: Traffic) -> float:
         "backward": 2 / 3,
         "next forward": 1 / 3 / many,
         "other microbatches": 1.0,
+        "the other of a pair": _paired(workload),
         "the layer before": 1.0,
         "attention": attention_share(workload),
         "matmuls": (layer_share(workload.run) - attention_share(workload)) / 3,  # of inputs' or of weights' gradients
     }
     return shares[row.behind]
+
+
+def _paired(workload: Workload) -> float:
+    """The part of a step's computing that is done in pairs, on the rank that has the fewest."""
+    schedule = workload.schedule
+    return min(map(len, schedule.pairs), default=0) / (schedule.num_chunks * schedule.num_microbatches)
 
 
 def attention_share(workload: Workload) -> float:

@@ -31,6 +31,7 @@ from megalith.plan.memory import (
     gathered_units,
     keeps_gathered,
     kept_rows,
+    mixture_of,
 )
 from megalith.plan.parameters import tensor_part
 from megalith.plan.recompute import layer_spans, mlp_in_chunks, modules_again
@@ -195,13 +196,18 @@ def divided_parts(model: ModelConfig, layers: Sequence[int]) -> int:
 
 def _sums_at_ends(model: ModelConfig, stage: Stage, counts: Sequence[int]) -> int:
     """Spans of so many layers, from a stage's first on, whose last act is the sum of a divided part."""
-    lasts = [stage.layers[end - 1] for end in accumulate(counts)]
+    lasts = [] if _normed_after(model) else [stage.layers[end - 1] for end in accumulate(counts)]
     return sum(
         model.attention_part(n) == "full"
         if model.mlp_part(n) == "none"
         else divides_mlp(model, n) and not _gates(model, n)
         for n in lasts
     )
+
+
+def _normed_after(model: ModelConfig) -> bool:
+    """Whether a norm keeps what a layer's last branch gives."""
+    return model.norm_placement != "before"
 
 
 def _gates(model: ModelConfig, layer: int) -> bool:
@@ -357,7 +363,7 @@ def _mixtures(workload: Workload, pp_rank: int) -> _Mixtures:
         repeated = stage.layers if alone else stage.layers[: sum(counts)]
         for layer in (layer for layer in stage.layers if model.has_experts(layer)):
             runs_again = layer in repeated
-            ends = (alone or layer in lasts) and not _reads_answers(model)
+            ends = (alone or (layer in lasts and not _normed_after(model))) and not _reads_answers(model)
             every, again, back = every + 1, again + runs_again, back + (runs_again and not ends)
     return _Mixtures(*(count * workload.num_microbatches for count in (every, again, back)))
 
@@ -381,13 +387,15 @@ def _sizes(workload: Workload, moe: MoEConfig) -> tuple[int, int]:
 
 
 def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Iterator[Traffic]:
-    """T·K·(ep - 1)/ep rows each way and direction, their weights there, and E counts of every rank."""
+    """T·K·(ep - 1)/ep rows each way and direction, their weights there, and E counts of every rank; with as many rows
+    for every expert, E·room and no counts."""
     grid = workload.grid.experts
     assert grid is not None
-    ep, etp, rows = grid.size("ep"), grid.size("etp"), own_tokens(workload) * moe.top_k
+    ep, etp, rows = grid.size("ep"), grid.size("etp"), mixture_of(workload, 0).sent
+    behind = "the other of a pair" if workload.run.parallel.overlap_experts else ""
     row, weight = _sizes(workload, moe)
     there, back = 2 * passes.all + passes.again, 2 * passes.all + passes.back_again
-    counts = passes.all + passes.again
+    counts = 0 if moe.capacity.pad else passes.all + passes.again
     yield _row(
         "ep_etp",
         "counts of rows",
@@ -397,8 +405,9 @@ def _exchange_rows(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> Ite
         nbytes=counts * ep * etp * moe.experts * 8,
     )
     yield _row(
-        "ep", "rows to experts and back", "all_to_all", ranks=ep, calls=there + back, nbytes=(there + back) * rows * row
-    )
+        "ep", "rows to experts and back", "all_to_all", ranks=ep, calls=there + back,
+        nbytes=(there + back) * rows * row, behind=behind,
+    )  # fmt: skip
     yield _row("ep", "weights of rows", "all_to_all", ranks=ep, calls=there, nbytes=there * rows * weight)
     forth = passes.all + passes.again
     shared = etp * rows

@@ -386,6 +386,18 @@ def test_what_is_computed_again_is_whole_for_a_while() -> None:
     assert pairs.again > 1.8 * full.again
 
 
+def test_what_works_in_turns_needs_its_room_at_the_same_time() -> None:
+    settings = EXPERTS | {"parallel.ep": "2", "train.global_batch_size": "16", "recompute.granularity": "full"}
+    plain, paired = (
+        plan_workload(tiny_run(settings | {"parallel.overlap_experts": value}), 2) for value in ("false", "true")
+    )
+    stage = paired.chunks(0)[0]
+    again = chunk_kept(paired, stage, 0, accelerator=False).again
+    forward, backward = (working_bytes(paired, stage, 0, kind) for kind in ("F", "B"))
+    assert place_memory(plain, 0, 0).memory.working == max(forward, backward + again)
+    assert place_memory(paired, 0, 0).memory.working == forward + backward + again
+
+
 def test_what_waits_in_host_memory_is_counted_there() -> None:
     away = {"offload.layers": "2", "offload.min_numel": "1", "model.num_layers": "3", "train.micro_batch_size": "1"}
     plain, offloaded = (

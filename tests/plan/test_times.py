@@ -48,6 +48,22 @@ def test_a_link_within_a_node_is_the_faster_one() -> None:
     assert found == {"tp": True, "cp": False, "dp": False}
 
 
+def test_rows_to_experts_hide_behind_what_is_computed_in_pairs() -> None:
+    layout = {"parallel.ep": "8", "parallel.tp": "1", "parallel.pp": "1", "train.global_batch_size": "64"}
+    found = {}
+    for pairs in ("false", "true"):
+        run = apply_overrides(resolve("mixtral_8x7b"), layout | {"parallel.overlap_experts": pairs})
+        workload = plan_workload(run, 8)
+        (row,) = (row for row in step_traffic(workload, 0, 0) if row.what == "rows to experts and back")
+        found[pairs] = passage(workload, row, pp_rank=0, tp_rank=0, device=H100)
+        work = work_seconds(workload, H100)
+    plain, paired = found["false"], found["true"]
+    assert plain is not None and paired is not None and work is not None
+    assert plain.room == 0 and paired.seconds == plain.seconds
+    many = workload.num_microbatches
+    assert many > 1 and paired.room == pytest.approx((many - 1) / many * work), "the first forward has no partner"
+
+
 def test_what_is_left_is_what_finds_no_room() -> None:
     assert Passage(near=True, seconds=3.0, room=2.0).exposed == 1.0
     assert Passage(near=True, seconds=3.0, room=5.0).exposed == 0.0

@@ -86,6 +86,7 @@ MOE = {
     "train.seq_len": "64", "train.global_batch_size": "4",
 }  # fmt: skip
 SP = {"parallel.tp": "2", "parallel.sp": "true"}
+AGAIN = {"recompute.granularity": "selective"}
 SHARED = {"model.moe.shared_ffn_hidden_size": "6", "model.moe.shared_gate": "true"}
 BIASES = {"model.moe.router.score": "sigmoid", "model.moe.router.balancing_bias": "true"}
 EXPERTS = [
@@ -106,6 +107,10 @@ EXPERTS = [
     (2, MOE | {"parallel.cp": "2", "model.moe.capacity.factor": "2.0", "recompute.granularity": "full"}),
     (2, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.capacity.factor": "2.0"}),
     (4, MOE | {"parallel.ep": "2", "parallel.cp": "2", "model.moe.balance.quantile": "true"}),
+    (2, MOE | {"parallel.ep": "2", "model.moe.capacity.factor": "2.0", "model.moe.capacity.pad": "true"}),
+    (2, MOE | {"parallel.ep": "2", "recompute.granularity": "full", "model.norm_placement": "around"}),
+    (2, MOE | SP | SHARED | {"recompute.granularity": "full", "model.norm_placement": "after"}),
+    (2, MOE | SP | SHARED | AGAIN | {"recompute.modules": "[mlp, shared_experts]"}),
 ]
 
 
@@ -167,6 +172,7 @@ UNLIKE = {
 }  # fmt: skip
 TENSOR = [
     (2, UNLIKE | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
+    (2, SP | {"recompute.granularity": "full", "model.norm_placement": "around"}),
     (2, {"parallel.dp": "2"}),
     (3, {"parallel.dp": "3", "train.micro_batch_size": "1"}),
     (2, {"parallel.tp": "2"}),
