@@ -194,10 +194,10 @@ class Exchange:
         groups = Groups(way.plan.counts, equal=self.room is not None)
         groups = groups.known_on(x.device)  # now, as a GPU has just been waited for
         # Rows last: so theirs is the message that backward waits for first, and does something else before.
-        there = Crossing(self.ep, way.plan.sent, way.plan.received)
-        weights = depart(weights_of_rows(choice.weights, order), there)
-        first = replace(there, meanwhile=self.meanwhile)
-        return Exchanging(way, depart(permute(x, order), first), weights, groups, first, there)
+        second = Crossing(self.ep, way.plan.sent, way.plan.received)
+        weights = depart(weights_of_rows(choice.weights, order), second)
+        first = Crossing(self.ep, way.plan.sent, way.plan.received, self.meanwhile)
+        return Exchanging(way, depart(permute(x, order), first), weights, groups, first, second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +306,14 @@ def counts_of_all(counts: Tensor, rows: int, ep: Group, etp: Group, both: Group)
     if counts.is_meta:
         return [[on_host(counts, rows)] * ep.size] * etp.size
     every = gathered_again(counts, both).view(both.size, -1).tolist()
-    if etp.size > 1 and ep.size > 1 and etp.ranks[1] - etp.ranks[0] > ep.ranks[1] - ep.ranks[0]:
-        return [every[rank * ep.size : (rank + 1) * ep.size] for rank in range(etp.size)]
-    return [every[rank :: etp.size] for rank in range(etp.size)]
+    along_ep, along_etp = steps_in_both(ep, etp)
+    return [[every[one * along_ep + other * along_etp] for one in range(ep.size)] for other in range(etp.size)]
+
+
+def steps_in_both(ep: Group, etp: Group) -> tuple[int, int]:
+    """How far apart neighbours along ep, and along etp, lie in the group of both, which is in the order of ranks."""
+    first = ep.size > 1 and etp.size > 1 and ep.ranks[1] - ep.ranks[0] < etp.ranks[1] - etp.ranks[0]
+    return (1, ep.size) if first else (etp.size, 1)
 
 
 def groups_here(order: Order) -> Groups:

@@ -19,7 +19,16 @@ from megalith.kernels.permute import weights_of_rows as weights_of
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.routing import NOWHERE, Choice
 from megalith.parallel.autograd import all_to_all, gathered_again
-from megalith.parallel.expert import Arrived, Dispatcher, Leaving, Room, Sent, build_dispatcher, on_host
+from megalith.parallel.expert import (
+    Arrived,
+    Dispatcher,
+    Leaving,
+    Room,
+    Sent,
+    build_dispatcher,
+    on_host,
+    steps_in_both,
+)
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.plan.transports import BUILT_IN, installed_transports
@@ -108,8 +117,7 @@ class Reference:
 
     def places(self, experts: Tensor, each: int) -> Tensor:
         """Where choices [t, k] go: [t, k etp], which of `each` experts on which member of the group, in one number."""
-        steps = [group.ranks[1] - group.ranks[0] if group.size > 1 else 0 for group in (self.ep, self.etp)]
-        along_ep, along_etp = (1, self.ep.size) if 0 < steps[0] < steps[1] else (self.etp.size, 1)
+        along_ep, along_etp = steps_in_both(self.ep, self.etp)
         copies = torch.arange(self.etp.size, device=experts.device) * along_etp * each
         first = experts // each * along_ep * each + experts % each
         spread = (first.unsqueeze(2) + copies).flatten(1)
