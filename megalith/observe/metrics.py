@@ -8,6 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megalith.errors import DataError
+
 Value = float | int | str | list[int] | None
 """Of a metric in a step; a list counts what each of several had, by their numbers."""
 
@@ -51,7 +53,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:  # Any: JSON
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files stay missing."""
+    """Remove rows of later steps than `step`, and a last line that a crash cut short; missing files stay missing.
+
+    Raises:
+        DataError: a whole line is none of ours, so what is behind it is left as it is.
+    """
     if not path.exists():
         return
     kept = 0
@@ -66,11 +72,17 @@ def cut_after(path: Path, step: int) -> None:
 def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
     """Each whole row, and the byte at which it ends."""
     end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         end += len(line)
         if not line.endswith(b"\n"):
             return
-        yield json.loads(line), end
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{path}: line {number} is no JSON ({error}). Mend the line, or move the file away: a new one is begun."
+            ) from error
+        yield row, end
 
 
 def _add_counts(events: Any, name: str, counts: list[int], step: Value) -> None:  # Any: the optional package's own

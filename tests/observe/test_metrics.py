@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.errors import DataError
 from megalith.observe.metrics import MetricsFile, cut_after, read_metrics
 
 
@@ -31,6 +32,14 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
     path.write_text('{"step": 2}\n{"step": 2, "eval_loss": 1}\n{"step": 3}\n')
     cut_after(path, 2)
     assert [row.get("eval_loss") for row in read_metrics(path)] == [None, 1]
+
+
+def test_a_line_that_is_no_json_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nstep 2\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is no JSON \(.*\)\. Mend the line, or move"):
+        cut_after(path, 2)
+    assert path.read_text() == '{"step": 1}\nstep 2\n{"step": 3}\n'
 
 
 def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_tensorboard(tmp_path: Path) -> None:
