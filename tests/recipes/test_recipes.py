@@ -11,6 +11,13 @@ from megalith.plan.costs import num_parameters
 from megalith.plan.layout import fewest_ranks
 from megalith.recipes import recipes, resolve
 from megalith.train.rules import run_problems
+from megalith.verify.ranks import prove_layout
+from megalith.verify.shrink import shrink
+
+QUICK = ("gemma_2b", "qwen2_7b")
+"""One rank, and two: run in `make test`, the others in `make test-all`."""
+
+EVERY = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in recipes()]
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -29,6 +36,15 @@ def test_a_recipe_fits_together(name: str) -> None:
     assert run_problems(run, world=fewest_ranks(run.parallel)) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_shrunk_recipe_runs_and_computes_what_one_process_does(name: str) -> None:
+    run = recipes()[name]()
+    cases = shrink(run, fewest_ranks(run.parallel))
+    assert cases
+    for case in cases:
+        assert [found for found in prove_layout(case) if not found.holds] == []
 
 
 def test_recipes_are_listed_smallest_first() -> None:
