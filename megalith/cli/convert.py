@@ -86,7 +86,7 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, family_of, merged_into, plan_moves
+    from megalith.models.convert import convert, family_of, merged_into, plan_moves, written_names
     from megalith.models.staging import check_target
     from megalith.posttrain.export import peft_moves, plan_peft, write_peft
     from megalith.posttrain.upcycle import read_from, told_origins
@@ -111,6 +111,7 @@ def main(argv: list[str]) -> int:
                 workers=options.workers,
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
+    report["written"], report["left_out"] = len(written_names(moves)), sum(not move.nbytes for move in moves)
     report["merged"] = merged_into(read_from(source), moves)
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
     report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
@@ -204,10 +205,10 @@ def show(report: dict[str, Any], *, json: bool, verb: str, unknown: str | None =
         print_json(report)
         return
     tensors, size = report["tensors"], _size(report["nbytes"])
-    written = [one for one in tensors if one["nbytes"]]
-    left = f", {len(tensors) - len(written)} left out" if len(written) < len(tensors) else ""
+    count = f"{report['written']} tensors"
+    count += f", {report['left_out']} left out" if report["left_out"] else ""
     if not report["dry_run"]:
-        print(f"wrote {report['target']}: {len(written)} tensors{left}, {size}, from {report['source']}")
+        print(f"wrote {report['target']}: {count}, {size}, from {report['source']}")
         if unknown is not None:
             print(
                 f"transformers has no class for {unknown}: from_pretrained reads the folder only with auto_map in "
@@ -223,7 +224,7 @@ def show(report: dict[str, Any], *, json: bool, verb: str, unknown: str | None =
         return
     _list(tensors)
     merged = "" if report["merged"] is None else f", {report['merged']}"
-    print(f"{len(written)} tensors{left}, {size}{merged}; nothing was written")
+    print(f"{count}, {size}{merged}; nothing was written")
 
 
 def _list(moves: Iterable[dict[str, Any]]) -> None:  # Any: JSON

@@ -1,7 +1,7 @@
 """From one kind of model folder to another: what becomes of every tensor, and doing it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -116,11 +116,16 @@ def added(parameter: str, weights: Weights) -> str:
     return f" + {weights.adapters.lora.scale:g} · lora_b · lora_a"
 
 
+def written_names(moves: Iterable[Move]) -> set[str]:
+    """The tensors that are written: several moves may fill one, and others none."""
+    return {move.target.partition("[")[0] for move in moves if move.nbytes} - {"zeros"}
+
+
 def merged_into(weights: Weights, moves: Sequence[Move]) -> str | None:
     """In words, which adapters go into which model; None: none do."""
     if not isinstance(weights, AdaptedWeights):
         return None
-    count = sum(" · lora_b · lora_a" in move.source for move in moves)
+    count = len(written_names(move for move in moves if " · lora_b · lora_a" in move.source))
     rank = weights.adapters.lora.rank
     return f"{count} of them with adapters of rank {rank} from {weights.path} added to {weights.base_path}"
 

@@ -470,7 +470,8 @@ def write_folder(
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
 ) -> int:
-    """Write a folder that `from_pretrained` reads; returns its bytes of weights. It appears whole or not at all.
+    """Write a folder that `from_pretrained` reads, if transformers has the family; returns its bytes of weights. It
+    appears whole or not at all.
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
     into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor,

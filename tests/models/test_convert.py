@@ -13,7 +13,8 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe
-from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids
+from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids, written_names
+from megalith.models.phi3 import PHI3
 from megalith.models.pretrained import open_pretrained
 from megalith.models.release import parameters, release_run
 from megalith.parallel.group import alone
@@ -145,3 +146,14 @@ def test_a_sentencepiece_model_goes_along_and_back(tmp_path: Path, tiny: SimpleN
     convert(moved, tmp_path / "again", "huggingface")
     model = (tmp_path / "theirs" / "tokenizer.model").read_bytes()
     assert (tmp_path / "again" / "tokenizer.model").read_bytes() == model
+
+
+def test_several_moves_may_fill_one_tensor_of_those_that_are_written(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(), family=PHI3)
+    source = open_pretrained(tmp_path / "x")
+    stored = load_file(tmp_path / "x" / "model.safetensors")
+    moves = plan_moves(source, "huggingface", None)
+    assert written_names(moves) == stored.keys() and len(moves) > len(stored)
+    ours = {shard.name for shard in parameters(source.model)}
+    assert written_names(plan_moves(source, "megalith", None)) == ours
+    assert written_names([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")]) == set()
