@@ -94,7 +94,13 @@ def test_factors_for_short_and_for_long_documents_are_those_of_transformers(
     assert attention_factor(replace(ours, factor=1.0, attention_factor=None)) == 1.0
 
 
-@pytest.mark.parametrize("said", [{}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"factor": 1.0}])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {}, {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0}, {"factor": 1.0},
+        {"beta_fast": 1.0, "beta_slow": 1.0}, {"truncate": False, "beta_fast": 1.0, "beta_slow": 1.0},
+    ],
+)  # fmt: skip
 def test_yarn_turns_and_sharpens_as_transformers_does(said: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers", reason="compares with transformers, which is not installed")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
