@@ -13,6 +13,8 @@ from torch.profiler import profile
 from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.mla import MLAConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides
@@ -30,6 +32,9 @@ from megalith.testing.ranks import everyone, run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64, assert_equals
 from megalith.train.build import Trainer, build_trainer
+from megalith.train.step import train_step
+from megalith.verify.ranks import _loader, layout_case
+from megalith.verify.variants import VARIANTS
 
 RUN = tiny_run({"model.num_layers": "4"})
 KEEP = RecomputeConfig()
@@ -84,6 +89,29 @@ def test_loss_and_every_gradient_have_the_same_bits(one: RecomputeConfig, dtype:
 def test_bf16_has_the_same_bits_with_whole_layers_and_with_every_part() -> None:
     for one in (UNIFORM[1], SELECTIVE[-1]):
         assert same(step(built(one, "bf16")), reference("bf16"))
+
+
+def step_of_packed_rows(model: ModelConfig, one: RecomputeConfig) -> list[Tensor]:
+    """Loss and every gradient of a step in fp32 over rows of short documents, with places and dropout where asked."""
+    run = layout_case(model, ParallelConfig(), 1, micro_batch_size=4, documents=True).run
+    trainer = built(one, run=run)
+    told = train_step(trainer, _loader(run, trainer.mesh, consumed=0, steps=1).next(), lr=0.0, weight_decay=0.0)
+    return [torch.tensor(told.loss), *(owned.gradient.clone() for owned in trainer.data.owned)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("heterogeneous", "gated", "normed after") else [pytest.mark.slow])
+        for kind in VARIANTS
+    ],
+)
+def test_every_kind_of_layer_has_the_same_bits_when_it_runs_again(kind: str) -> None:
+    """Other sizes and parts left out, gates, L2 norms, layers without positions and with three, norms after."""
+    kept = step_of_packed_rows(VARIANTS[kind], KEEP)
+    assert all(bool(tensor.any()) for tensor in kept)
+    for one in (UNIFORM[0], UNIFORM[1], BLOCK[0], SELECTIVE[-1], SELECTIVE[0]):
+        assert same(step_of_packed_rows(VARIANTS[kind], one), tuple(kept)), name(one)
 
 
 @pytest.mark.parametrize("one", [UNIFORM[1], SELECTIVE[-1]], ids=name)
