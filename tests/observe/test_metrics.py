@@ -37,7 +37,7 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
 def test_a_line_that_is_no_json_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nstep 2\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is no JSON \(.*\)\. Mend the line, or move"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is no JSON \(.*\)\. Remove the line, or move"):
         cut_after(path, 2)
     assert path.read_text() == '{"step": 1}\nstep 2\n{"step": 3}\n'
 
