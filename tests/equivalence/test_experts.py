@@ -269,7 +269,7 @@ GROUPED = {
     "dp4 ep2, zero 3": ParallelConfig(dp=4, ep=2, zero=3), "dp4 ep2 etp2": ParallelConfig(dp=4, ep=2, etp=2),
 }  # fmt: skip
 """Experts on two ranks: whole, with optimizer state or weights divided over the ranks that hold the same, in parts."""
-GROUPED_IN_EVERY_RUN = ("dp2 ep2", "dp2 ep2, zero 3")
+GROUPED_IN_EVERY_RUN = ("dp2 ep2",)
 
 
 @contextmanager

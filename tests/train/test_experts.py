@@ -1,6 +1,7 @@
 """The balancing bias moves by counts of all ranks and microbatches, once a step."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from megalith.data.loader import Loader, Masks
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
 from megalith.kernels.tokens import BalanceShare
+from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -27,6 +29,8 @@ from megalith.train.experts import (
     use_of_experts,
     with_routing,
 )
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
 from megalith.train.rules import run_problems
 from megalith.train.step import train_step
 from megalith.verify.ranks import RaggedRows
@@ -172,6 +176,17 @@ def test_what_layers_without_experts_did_is_not_written() -> None:
     assert problem.startswith(
         "observe.per_layer=true with model.moe=null: it tells what experts of each layer did. Set "
     )
+
+
+def test_metrics_of_a_run_tell_of_every_layer_where_it_asks_for_it(tmp_path: Path) -> None:
+    run = replace(run_with(RouterConfig()), observe=ObserveConfig(per_layer=True, plots=False, peak_tflops=1.0))
+    run = replace(run, train=replace(run.train, steps=1, eval_steps=0), schedule=replace(run.schedule, decay_steps=1))
+    run_training(run, RunFolder(tmp_path), mesh_of_one(), torch.device("cpu"), show=False)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert {name for name in row if name.startswith("moe_layers_1_")} == {
+        f"moe_layers_1_{name}" for name in ("load", "entropy", "idle_experts", "refused", "tokens")
+    }
+    assert [sum(row[f"moe_layers_{layer}_tokens"]) for layer in (0, 1)] == [2 * row["tokens"]] * 2
 
 
 def told(rank: int, world: int, parallel: ParallelConfig) -> list[LayerUse]:
