@@ -11,6 +11,7 @@ from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
 from megalith.recipes.gpt2 import gpt2_124m
 from megalith.recipes.gpt_oss import gpt_oss_20b
+from megalith.recipes.granite import granite_2b
 from megalith.recipes.llama2 import llama2_7b, llama2_70b
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 from megalith.recipes.llama4 import llama4_scout
@@ -50,6 +51,7 @@ _RECIPES = (
     llama3_1b,
     olmo2_1b,
     gemma_2b,
+    granite_2b,
     gemma2_2b,
     starcoder2_3b,
     smollm3_3b,
