@@ -55,6 +55,18 @@ def test_text_read_once_is_the_text_read_again_for_every_token(
     assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
 
 
+@pytest.mark.parametrize("chunked", [False, True])
+def test_text_that_outgrows_the_first_room_of_a_window_and_the_window_is_the_same(
+    chunked: bool, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "FIRST_ROOM", 4)
+    seen = AttentionConfig(window=13, window_layers=(True, False), chunked=chunked)
+    model = tiny.model(tiny.config(attention=seen, max_seq_len=64), dtype=torch.float64)
+    found = texts(list(generate(model, PROMPTS, replace(GREEDY, max_new_tokens=45))))
+    assert found == [slowly(model, prompt, 45) for prompt in PROMPTS]
+    assert all(len(set(text)) > 2 for text in found), "texts that repeat one token show little"
+
+
 LONG = RopeConfig(
     scaling="longrope", factor=6.0, original_max_position=16, short_factors=(1.0, 1.0), long_factors=(3.0, 9.0),
 )  # fmt: skip

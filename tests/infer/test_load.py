@@ -168,8 +168,8 @@ def test_texts_end_where_the_tokenizer_or_the_folder_says(tmp_path: Path, tiny: 
     theirs = load_writer(open_source(str(tmp_path / "b"), 1), mesh_of_one(), CPU, torch.float32)
     assert theirs.stops == {256}, "the last id has no meaning when nobody named it"
     convert(open_pretrained(tmp_path / "b"), tmp_path / "c", "megalith")
-    ours = load_writer(open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32)
-    assert ours.stops == {256}, "nor in a checkpoint that was made from the folder"
+    kept = load_writer(open_source(str(tmp_path / "c"), 1), mesh_of_one(), CPU, torch.float32)
+    assert kept.stops == {256}, "nor in a checkpoint that was made from the folder"
     numbers = save(tmp_path / "d", model, TokenizerConfig(kind="null", vocab_size=300))
     assert load_writer(open_source(str(numbers), 1), mesh_of_one(), CPU, torch.float32).stops == {299}
 
