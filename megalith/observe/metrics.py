@@ -80,7 +80,8 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
             row = json.loads(line)
         except ValueError as error:
             raise DataError(
-                f"{path}: line {number} is no JSON ({error}). Remove the line, or move the file away: a new one is begun."
+                f"{path}: line {number} is no JSON ({error}). Remove the line, or move the file away: a new one is "
+                f"begun."
             ) from error
         yield row, end
 
