@@ -57,7 +57,7 @@ from megalith.train.folder import RunFolder, changed_settings, left_as_found, se
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
-from megalith.train.trace import RoutingTrace
+from megalith.train.trace import RoutingTrace, cut_traces
 
 _log = logging.getLogger(__name__)
 
@@ -289,11 +289,14 @@ class _Loop:
             self.progress.say(f"step {row['step']}: {self.folder.metrics} cannot be written ({error}); the run goes on")
 
     def _open_trace(self) -> RoutingTrace | None:
-        """None when no step that is still to come is traced."""
+        """None when no step that is still to come is traced, or this rank cannot go on from the lines that it has."""
         steps, done = self.run_config.observe.routing_trace, self.state.step
-        if done >= steps:
+        try:
+            cut_traces(self.folder.routing, self.mesh, resume_at=done)
+        except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
+            _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
-        return RoutingTrace(self.folder.routing, self.mesh, steps=steps, resume_at=done)
+        return RoutingTrace(self.folder.routing, self.mesh, steps=steps) if done < steps else None
 
     def _write_trace(self, routing: Routing, batches: StepBatches) -> None:
         """Add this rank's lines. A full disk ends no run, but the trace."""

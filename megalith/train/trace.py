@@ -17,16 +17,10 @@ from megalith.train.replay import parts
 class RoutingTrace:
     """Writes a rank's lines while the first steps of a run go on; its file appears with the first of them."""
 
-    def __init__(self, folder: Path, mesh: Mesh, *, steps: int, resume_at: int) -> None:
-        """Of the first `steps` steps. Lines of steps after `resume_at`, left by a run that was killed, are cut off.
-
-        Every rank looks after its own file, the first also after those of ranks that there are no more.
-        """
+    def __init__(self, folder: Path, mesh: Mesh, *, steps: int) -> None:
+        """Of the first `steps` steps; call `cut_traces` before where a run goes on."""
         self.path = _file_of(folder, mesh.world.rank)
         self._mesh, self._steps = mesh, steps
-        gone = [path for path in folder.glob("rank_*.jsonl") if path > _file_of(folder, mesh.world.size - 1)]
-        for path in [self.path, *(gone if mesh.world.rank == 0 else [])]:
-            cut_after(path, resume_at)
 
     def begin(self, step: int) -> Routing | None:
         """What routers write their choices into during a step; None when it is not traced."""
@@ -49,6 +43,19 @@ class RoutingTrace:
             with contextlib.suppress(OSError):
                 cut_after(self.path, step - 1)
             raise
+
+
+def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
+    """Cut off lines of steps after `resume_at`, left by a run that was killed.
+
+    Every rank looks after its own file, the first also after those of ranks that there are no more.
+
+    Raises:
+        DataError, OSError: a file is damaged, or the disk refused; on this rank alone.
+    """
+    gone = [path for path in folder.glob("rank_*.jsonl") if path > _file_of(folder, mesh.world.size - 1)]
+    for path in [_file_of(folder, mesh.world.rank), *(gone if mesh.world.rank == 0 else [])]:
+        cut_after(path, resume_at)
 
 
 def rows_of(step: int, routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[dict[str, Any]]:  # Any: JSON

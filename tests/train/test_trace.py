@@ -138,6 +138,27 @@ def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> 
     assert rows(tmp_path) == rows(whole), "later steps leave it as it is"
 
 
+def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(tmp_path: Path) -> None:
+    train(0, 1, mixture(train__steps="1"), tmp_path)
+    file = tmp_path / "routing" / "rank_00000.jsonl"
+    first = file.read_text()
+    file.write_text(first + first.replace('"step":1', '"step":2'))
+    train(0, 1, mixture(observe__routing_trace="0"), tmp_path)
+    assert file.read_text() == first
+
+
+def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(0, 1, mixture(train__steps="1"), tmp_path)
+    file = tmp_path / "routing" / "rank_00000.jsonl"
+    damaged = file.read_text() + "\0\0\n"
+    file.write_text(damaged)
+    train(0, 1, mixture(), tmp_path)
+    assert file.read_text() == damaged
+    assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
+    told = capsys.readouterr().err
+    assert "this rank's routing trace ends at step 1, the run goes on" in told and "is no JSON" in told
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +173,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(
 
 
 def test_a_step_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, resume_at=0)
+    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3)
     monkeypatch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "experts": [[1, 0]]}])
     written.write(1, Routing(), [])
     whole = written.path.read_text()
