@@ -18,13 +18,16 @@ from megalith.config.optim import PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import PlanError
+from megalith.kernels.experts import Groups
+from megalith.kernels.rebuilt import rebuilt
 from megalith.kernels.tokens import tokens_of_rows
 from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
 from megalith.nn.block import Block
 from megalith.nn.init import fill
 from megalith.observe.flight import Flight
 from megalith.parallel import engine as engines
-from megalith.parallel.fsdp import FullySharded, Gathered, Unit, _refuse_shared_chunks
+from megalith.parallel.expert import Sent
+from megalith.parallel.fsdp import FullySharded, Gathered, Unit, _refuse_shared_chunks, _show_what_is_rebuilt
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.testing.inject import replaced
@@ -327,6 +330,30 @@ def test_only_the_layer_at_work_is_gathered() -> None:
         assert forward == [1, 1, 1, 1]
         assert backward == [1, 1, 1, 1]  # and the next one's message, on its way
         assert end == [0]
+
+
+class _Looked(torch.nn.Module):
+    """Keeps what it is given."""
+
+    def forward(self, sent: Sent) -> Sent:
+        return sent
+
+
+def test_who_looks_at_the_inputs_of_experts_sees_rows_that_are_rebuilt_and_may_replace_them() -> None:
+    experts, seen = _Looked(), list[Tensor]()
+
+    def look(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        seen.append(args[0].rows)
+        return (args[0]._replace(rows=args[0].rows * 1), *args[1:])
+
+    experts.register_forward_pre_hook(look, prepend=True)  # as FSDP2 does
+    _show_what_is_rebuilt(experts)
+    rows = rebuilt(torch.ones(2, 3, requires_grad=True))
+    sent = experts(Sent(rows, torch.ones(2), Groups((2,))))
+    assert seen == [rows.value] and sent.rows.value.grad_fn is not None
+    assert sent.rows.inputs == rows.inputs and sent.rows.again == rows.again
+    plain = torch.ones(2, 3)
+    assert torch.equal(experts(Sent(plain, torch.ones(2), Groups((2,)))).rows, plain)
 
 
 def _fresh(rank: int, world: int) -> None:
