@@ -210,10 +210,18 @@ def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them itself."""
     ends = groups.on_device(dy.device)
     dw = torch.nn.functional.grouped_mm(dy.t(), x, offs=ends)
-    if dy.device.type != "cpu":
+    return (dw if dy.device.type == "cpu" else without_rows_zero_(dw, groups, ends)).flatten(0, 1)
+
+
+def without_rows_zero_(dw: Tensor, groups: Groups, ends: Tensor) -> Tensor:
+    """dw [e, o, i], with zeros for experts that have no rows; where the host knows them, nothing else is touched."""
+    if groups.counts is None:
         empty = ends.diff(prepend=ends.new_zeros(1)) == 0
-        dw = dw.masked_fill_(empty.view(-1, 1, 1), 0.0)
-    return dw.flatten(0, 1)
+        return dw.masked_fill_(empty.view(-1, 1, 1), 0.0)
+    for expert, count in enumerate(groups.counts):
+        if count == 0:
+            dw[expert].zero_()
+    return dw
 
 
 FUSED = GroupedProducts(fused_forward, fused_input_grad, fused_weight_grad)

@@ -20,6 +20,7 @@ from megalith.kernels.grouped_linear import (
     groups_of,
     put_grouped_product_,
     reference_grouped_linear,
+    without_rows_zero_,
 )
 from megalith.kernels.rebuilt import Rebuilt
 from megalith.testing.inject import replaced
@@ -54,6 +55,15 @@ class Recorder:
 
     def rows(self, rows: Tensor, dy: Tensor) -> None:
         raise AssertionError("experts hand over grouped products")
+
+
+def test_experts_without_rows_get_zeros_whether_or_not_the_host_knows_them() -> None:
+    ends = groups_of(torch.tensor(UNEVEN)).on_device(torch.device("cpu"))
+    for groups in (Groups(tuple(UNEVEN)), Groups(None, ends)):
+        dw = seeded(E, O, I)
+        found = without_rows_zero_(dw.clone(), groups, ends)
+        for expert, count in enumerate(UNEVEN):
+            assert torch.equal(found[expert], dw[expert] if count else torch.zeros(O, I, dtype=dw.dtype))
 
 
 def each_way(x: Tensor, w: Tensor, dy: Tensor, groups: Groups, products: GroupedProducts) -> Sequence[Tensor]:
