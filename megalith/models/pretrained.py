@@ -191,6 +191,10 @@ def locate(source: str) -> Path:
     path = Path(source)
     if not path.exists() and (RUNS / source).is_dir():
         path = RUNS / source
+    if path.is_file():
+        raise CheckpointError(
+            f"{source} is a file. Pass the folder of a run, checkpoint or model, such as {path.parent} if it is one."
+        )
     if not path.is_dir():
         advice = did_you_mean(source, storage.list_names(RUNS)) or ""
         raise CheckpointError(

@@ -67,6 +67,11 @@ def test_a_source_without_a_model_says_what_is_there(tmp_path: Path, monkeypatch
     (tmp_path / "runs" / "quickstart").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="quikstart: no such folder.* Did you mean quickstart?"):
         locate("quikstart")
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors is a file\. Pass the folder of .*, such as \. if it"
+    ):
+        locate("model.safetensors")
     with pytest.raises(CheckpointError, match="zzz: no such folder.*Pass the folder of a run, checkpoint or model"):
         locate("zzz")
     (tmp_path / "runs" / "quickstart" / "config.yaml").write_text("")
