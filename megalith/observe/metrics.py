@@ -78,11 +78,14 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
             return
         try:
             row = json.loads(line)
+            problem = "" if isinstance(row, dict) and isinstance(row.get("step"), int) else "it has no step"
         except ValueError as error:
+            problem = str(error)
+        if problem:
             raise DataError(
-                f"{path}: line {number} is no JSON ({error}). Remove the line, or move the file away: a new one is "
-                f"begun."
-            ) from error
+                f"{path}: line {number} is no row of a step ({problem}). Remove the line, or move the file away: a new "
+                f"one is begun."
+            )
         yield row, end
 
 

@@ -10,7 +10,7 @@ from megalith.plan.devices import DEVICES, accelerator_named
 
 
 def modules_again(recompute: RecomputeConfig) -> tuple[RecomputedModule, ...]:
-    """The parts of every layer that backward computes again on their own; none is a part of another.
+    """The parts of every layer that backward computes again on their own; `mlp` has shared_experts in it.
 
     Raises:
         PlanError: nobody has chosen them yet.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.data.loader import Batch
+from megalith.errors import DataError
 from megalith.kernels.replay import Routing
 from megalith.observe.metrics import cut_after
 from megalith.parallel.mesh import Mesh
@@ -40,7 +41,7 @@ class RoutingTrace:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         except OSError:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, DataError):
                 cut_after(self.path, step - 1)
             raise
 

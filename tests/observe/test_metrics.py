@@ -34,12 +34,15 @@ def test_an_evaluation_row_of_the_last_saved_step_stays(tmp_path: Path) -> None:
     assert [row.get("eval_loss") for row in read_metrics(path)] == [None, 1]
 
 
-def test_a_line_that_is_no_json_is_named_and_nothing_is_cut(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["step 2", "{}", "[2]", "2", "null", '{"step": "2"}'])
+def test_a_line_that_is_no_row_is_named_and_nothing_is_cut(line: str, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\nstep 2\n{"step": 3}\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl: line 2 is no JSON \(.*\)\. Remove the line, or move"):
+    text = '{"step": 1}\n' + line + '\n{"step": 3}\n'
+    path.write_text(text)
+    told = r"metrics\.jsonl: line 2 is no row of a step \(.+\)\. Remove the line, or move"
+    with pytest.raises(DataError, match=told):
         cut_after(path, 2)
-    assert path.read_text() == '{"step": 1}\nstep 2\n{"step": 3}\n'
+    assert path.read_text() == text
 
 
 def test_counts_are_a_list_in_the_file_and_a_histogram_with_a_bar_for_each_in_tensorboard(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytes
     assert file.read_text() == damaged
     assert read_metrics(tmp_path / "metrics.jsonl")[-1]["step"] == 3
     told = capsys.readouterr().err
-    assert "this rank's routing trace ends at step 1, the run goes on" in told and "is no JSON" in told
+    assert "this rank's routing trace ends at step 1, the run goes on" in told and "is no row of a step" in told
 
 
 def test_a_full_disk_ends_the_trace_and_not_the_run(
