@@ -56,7 +56,7 @@ def open_source(source: str, tp: int, *, base: str | None = None) -> Pretrained:
         counts = sorted({*range(1, min(heads, 16) + 1), *divisors(heads)})
         fits = ", ".join(str(count) for count in counts if not _model_problems(opened, count))
         raise ConfigError(
-            f"--nproc={tp}: so many processes cannot share {opened.path} with {_why_not(opened, tp, problems[0])}. "
+            f"--nproc={tp}: so many processes cannot share {opened.path}: {_why_not(opened, tp, problems[0])}. "
             f"Set --nproc to one of {fits}."
         )
     return opened
@@ -79,8 +79,8 @@ def _why_not(opened: Pretrained, tp: int, problem: str) -> str:
     those of a run's settings, which nobody set here."""
     if key_value_heads_fit(_run(opened, tp), tp) is not None:
         return (
-            f"model.num_heads={opened.model.num_heads} and model.num_kv_heads={opened.model.num_kv_heads}: each has "
-            f"whole key/value heads, or as many others share each"
+            f"each has whole key/value heads of model.num_heads={opened.model.num_heads} and "
+            f"model.num_kv_heads={opened.model.num_kv_heads}, or as many others share each"
         )
     reason = re.sub(r"parallel\.\w+=\d+ with ", "", problem.partition(". Set ")[0])
     return re.sub(r"parallel\.\w+=\d+", f"--nproc={tp}", reason)

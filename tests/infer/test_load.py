@@ -218,11 +218,13 @@ def test_processes_that_do_not_fit_for_another_reason_are_told_that_one(tmp_path
     with pytest.raises(ConfigError) as told:
         open_source(str(path), 3)
     assert str(told.value).endswith(
-        "with model.moe.biases=true: an expert's output bias would be added by every rank that has a part of the "
+        ": model.moe.biases=true: an expert's output bias would be added by every rank that has a part of the "
         "expert. Set --nproc to one of 1, 2, 4."
     )
     narrow = save(tmp_path / "narrow", tiny.model(tiny.config(vocab_size=300, ffn_hidden_size=3)), TokenizerConfig())
-    with pytest.raises(ConfigError, match=r"--nproc=4 is more than model.ffn_hidden_size=3 or .* one of 1, 2\.$"):
+    with pytest.raises(
+        ConfigError, match=r"cannot share [^:]+: --nproc=4 is more than model.ffn_hidden_size=3 or .* one of 1, 2\.$"
+    ):
         open_source(str(narrow), 4)
 
 
