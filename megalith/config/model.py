@@ -109,7 +109,7 @@ class ModelConfig:
     """With `gated`: added to up(x)."""
 
     embedding_scale: float = 1.0
-    """What embeddings are multiplied by."""
+    """What embeddings are multiplied by, with the vectors of learnt positions that are added to them."""
 
     residual_scale: float = 1.0
     """What attention and MLP are multiplied by before they are added to the residual stream."""

@@ -1,4 +1,4 @@
-"""What becomes of the embeddings before the first layer: a scale, a learnt vector for every place, dropout."""
+"""What becomes of the embeddings before the first layer: a learnt vector for every place, a scale, dropout."""
 
 from dataclasses import dataclass
 
@@ -68,11 +68,11 @@ class Entrance(nn.Module):
         has several; `places`: the table of learnt positions, where this rank has it already."""
         super().__init__()
         steps: list[Step] = []
-        if config.embedding_scale != 1.0:
-            steps.append(Scale(config.embedding_scale, dtype))
         if config.positions == "learned":
             self.positions = LearnedPositions(config, region, dtype=dtype, ahead=number, shared=places)
             steps.append(self.positions)
+        if config.embedding_scale != 1.0:
+            steps.append(Scale(config.embedding_scale, dtype))
         if config.fp32_residual:
             steps.append(Widened(stream_dtype(config, dtype)))
         self.steps = (*steps, *dropping("embedding", number, config.dropout.embedding, region))

@@ -39,9 +39,9 @@ def test_every_place_of_a_document_has_its_vector_and_documents_begin_again(laye
     entrance, x = built(layers, positions="learned", embedding_scale=2.0), layers.inputs(5)
     table = torch.arange(32 * 18, dtype=torch.float64).view(32, 18)
     y = entrance(x, layers.tokens(config, [3, 2]))
-    assert torch.equal(y, 2 * x + table[torch.tensor([0, 1, 2, 0, 1])])
+    assert torch.equal(y, 2 * (x + table[torch.tensor([0, 1, 2, 0, 1])])), "the scale is of both, as muP has it"
     y.sum().backward()
-    assert entrance.positions.weight.grad.sum(1).tolist()[:4] == [36.0, 36.0, 18.0, 0.0]
+    assert entrance.positions.weight.grad.sum(1).tolist()[:4] == [72.0, 72.0, 36.0, 0.0]
 
 
 def test_a_rank_with_a_part_of_the_tokens_takes_the_places_of_these(layers: SimpleNamespace) -> None:
