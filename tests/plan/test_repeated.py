@@ -1,0 +1,102 @@
+"""Tests of megalith/plan/repeated.py: the closed form against what torch counts in models that compute again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.layers import LayersConfig
+from megalith.config.lora import LoraConfig
+from megalith.config.mla import MLAConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.mtp import MTPConfig
+from megalith.config.recompute import RecomputeConfig, RecomputedModule
+from megalith.kernels.tokens import tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, initialise
+from megalith.nn.kernels import use_kernels
+from megalith.parallel.mesh import mesh_of_one
+from megalith.plan.repeated import repeated_flops
+from megalith.plan.stages import Stage, whole_model
+from megalith.recipes import resolve
+
+DOCUMENTS = (5, 11, 2)
+MODEL = ModelConfig(
+    vocab_size=48, vocab_multiple=1, hidden_size=24, num_layers=3, num_heads=4, num_kv_heads=2, ffn_hidden_size=40,
+    attention=AttentionConfig(causal=False),
+)  # fmt: skip
+"""All tokens of a document see one another, so that the plain definition forms no score that is hidden."""
+
+LATENT = replace(MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=12, q_rank=10, nope_dim=8, rope_dim=4, value_dim=6))
+MIXTURE = replace(MODEL, moe=MoEConfig(experts=4, top_k=2, ffn_hidden_size=16, shared_ffn_hidden_size=20))
+FURTHER = replace(MODEL, mtp=MTPConfig(depths=2))
+UNLIKE = replace(MODEL, layers=LayersConfig(attention=("full", "none", "linear"), mlp=("linear", "full", "full")))
+
+
+def chosen(*modules: RecomputedModule) -> RecomputeConfig:
+    return RecomputeConfig(granularity="selective", modules=modules, check=True)
+
+
+def counted(model: ModelConfig, recompute: RecomputeConfig) -> int:
+    """Operations that torch counts in one forward and backward of the model of plain definitions."""
+    decoder = Decoder(model, mesh_of_one(), dtype=torch.float64, recompute=recompute)
+    allocate(decoder, torch.device("cpu"))
+    initialise(decoder, seed=1)
+    use_kernels([decoder], "reference", mesh_of_one())
+    tokens = tokens_of_lengths(list(DOCUMENTS))
+    ids = torch.randint(0, model.vocab_size, (tokens.num_tokens,), generator=torch.Generator().manual_seed(2))
+    with FlopCounterMode(display=False) as counter:
+        losses = decoder.losses(ids, ids, tokens, further=((ids, ids),) * model.mtp.depths)
+        torch.stack(losses).sum().backward()
+    return int(counter.get_total_flops())
+
+
+def repeated(model: ModelConfig, recompute: RecomputeConfig, *, lora: LoraConfig | None = None) -> int:
+    run = replace(resolve("tiny_cpu"), model=model, recompute=recompute, lora=lora)
+    squares = sum(length**2 for length in DOCUMENTS)
+    stages = (whole_model(model.num_layers),)
+    return repeated_flops(run, stages, tokens=sum(DOCUMENTS), squared_lengths=squares)
+
+
+FULL = RecomputeConfig(granularity="full", check=True)
+CASES = {
+    "whole layers": (MODEL, FULL),
+    "two of three layers": (MODEL, replace(FULL, method="block", num_layers=2)),
+    "two layers together": (UNLIKE, replace(FULL, num_layers=2)),
+    "further predictions": (FURTHER, FULL),
+    "parts of further predictions": (FURTHER, chosen("core_attention", "norm")),
+    "attention and mlp": (MODEL, chosen("core_attention", "mlp")),
+    "activations alone": (MODEL, chosen("mlp_act", "norm")),
+    "from short vectors on": (LATENT, chosen("mla_up_proj", "core_attention")),
+    "a mixture": (MIXTURE, chosen("mlp", "shared_experts")),
+    "experts for all": (MIXTURE, chosen("shared_experts")),
+    "unlike layers": (UNLIKE, chosen("mlp", "core_attention")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_runs_again_is_what_torch_counts_more(name: str) -> None:
+    """With `check`, which runs every region to its end; without it backward stops at what is saved last."""
+    model, recompute = CASES[name]
+    more = counted(model, recompute) - counted(model, RecomputeConfig())
+    assert more == repeated(model, recompute)
+    assert (more > 0) == (name != "activations alone")
+
+
+def test_nothing_is_done_twice_where_everything_is_kept() -> None:
+    assert repeated(FURTHER, RecomputeConfig()) == 0
+
+
+def test_layers_below_every_adapter_do_not_run_again() -> None:
+    every, above = LoraConfig(), LoraConfig(layers=(2,))
+    assert repeated(MODEL, FULL, lora=every) == 3 * repeated(MODEL, FULL, lora=above) > 0
+    assert repeated(MODEL, chosen("mlp"), lora=every) == 3 * repeated(MODEL, chosen("mlp"), lora=above)
+
+
+def test_each_stage_chooses_among_its_own_layers() -> None:
+    run = replace(resolve("tiny_cpu"), model=MODEL, recompute=replace(FULL, method="block"))
+    stages = (Stage(range(2), embedding=True), Stage(range(2, 3), loss=True))
+    found = repeated_flops(run, stages, tokens=8, squared_lengths=64)
+    assert found == 2 * repeated_flops(run, (whole_model(3),), tokens=8, squared_lengths=64)
