@@ -9,6 +9,9 @@ SplitPattern = Literal["v1", "v2", "cl100k"]
 FILES = ("huggingface", "sentencepiece", "tiktoken")
 """Kinds that are read from files."""
 
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+"""What the names of the two files of a GPT-2 tokenizer end with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerConfig:
@@ -18,8 +21,9 @@ class TokenizerConfig:
     """`byte` needs no file; `huggingface`, `sentencepiece` and `tiktoken` read `path`; `null` writes ids as digits and
     goes with mock data."""
     path: str | None = None
-    """huggingface: folder with tokenizer.json, that file, or a hub name already in the local cache; sentencepiece:
-    tokenizer.model, or its folder; tiktoken: a .tiktoken file or a JSON vocabulary; unset with the other kinds."""
+    """huggingface: folder with tokenizer.json, that file, a hub name already in the local cache, or the vocab.json of a
+    GPT-2 tokenizer with its merges.txt beside it; sentencepiece: tokenizer.model, or its folder; tiktoken: a .tiktoken
+    file or a JSON vocabulary; unset with the other kinds."""
     vocab_size: int | None = None
     """Number of ids of the `null` tokenizer, the last of which ends documents, or of a tiktoken vocabulary in JSON;
     unset: the others know their own."""
@@ -33,6 +37,15 @@ class TokenizerConfig:
     """tiktoken: texts of the special tokens, in order; in a .tiktoken file they follow the vocabulary."""
     num_special_tokens: int = 1000
     """tiktoken: ids at the beginning that a JSON vocabulary keeps for special tokens."""
+
+
+def merges_beside(vocabulary: str) -> str | None:
+    """Where the merges of a GPT-2 vocabulary are looked for; None: its file is not named as one.
+
+    >>> merges_beside("gpt2/gpt2-vocab.json"), merges_beside("tokenizer.json")
+    ('gpt2/gpt2-merges.txt', None)
+    """
+    return f"{vocabulary.removesuffix(VOCABULARY)}{MERGES}" if vocabulary.endswith(VOCABULARY) else None
 
 
 def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:

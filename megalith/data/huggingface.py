@@ -1,4 +1,4 @@
-"""Tokenizers of the Hugging Face `tokenizers` library: read from tokenizer.json, or trained here."""
+"""Tokenizers of the Hugging Face `tokenizers` library: read from tokenizer.json or GPT-2's two files, or trained."""
 
 import hashlib
 import json
@@ -13,19 +13,22 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from megalith.config.tokenizer import MERGES, VOCABULARY, merges_beside
 from megalith.data.marked import Spans
 from megalith.errors import DataError
 
 END_OF_TEXT = "<|endoftext|>"
 # What well-known tokenizers call it, for folders whose tokenizer_config.json does not say.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_OF_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")  # whose two files say all; others cut texts in another way
 
 
 class HuggingFaceTokenizer:
-    """A tokenizer.json. `eod` is the token named, else the end-of-sequence token of its tokenizer_config.json."""
+    """A tokenizer.json, or a GPT-2 vocabulary and its merges. `eod` is the token named, else the end-of-sequence token
+    of its tokenizer_config.json."""
 
     def __init__(self, path: str, *, eod: str | None = None, add_special_tokens: bool = True) -> None:
-        """`path` is a folder, a tokenizer.json, or a hub name in the local cache.
+        """`path` is a folder, a tokenizer.json, a hub name in the local cache, or a vocab.json beside its merges.txt.
 
         Raises:
             DataError: there is no tokenizer, it cannot be read, or it has no token `eod`.
@@ -38,7 +41,10 @@ class HuggingFaceTokenizer:
         settings = _read_settings(file.with_name("tokenizer_config.json"))
         self.bos = self._id(_token_text(settings.get("bos_token")))
         self._eod = self._find_eod(eod, _token_text(settings.get("eos_token")))
-        contents = file.read_bytes() + f"eod={self._eod} special={add_special_tokens}".encode()
+        merges = merges_beside(str(file))
+        self.of_gpt2 = merges is not None
+        contents = file.read_bytes() + (b"" if merges is None else Path(merges).read_bytes())
+        contents += f"eod={self._eod} special={add_special_tokens}".encode()
         self.fingerprint = f"huggingface-{hashlib.blake2b(contents, digest_size=16).hexdigest()}"
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,6 +64,14 @@ class HuggingFaceTokenizer:
                 f"Set tokenizer.eod to the text of one of its tokens."
             )
         return self._eod
+
+    def written(self) -> dict[str, bytes]:
+        """The same tokenizer as the files that all libraries read, by their names."""
+        eod = None if self._eod is None else self._tokenizer.id_to_token(self._eod)
+        return {
+            "tokenizer.json": self._tokenizer.to_str(pretty=True).encode(),
+            "tokenizer_config.json": _settings_of(eod).encode(),
+        }
 
     def encode(self, text: str) -> list[int]:
         """The ids of one text."""
@@ -137,13 +151,13 @@ def _reopen(path: str, eod: str | None, add_special_tokens: bool) -> HuggingFace
 
 
 def find_tokenizer_file(path: str) -> Path:
-    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache.
+    """The tokenizer.json of a folder, of a file name, or of a hub name in the local cache; or a GPT-2 vocab.json.
 
     Raises:
         DataError: there is none.
     """
     place = Path(path)
-    for file in (place, place / "tokenizer.json"):
+    for file in (place, place / "tokenizer.json", *([place / VOCABULARY] if (place / MERGES).is_file() else [])):
         if file.is_file():
             return file
     if place.is_dir():
@@ -174,6 +188,9 @@ def _cached_file(name: str) -> Path | None:
 
 
 def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type information
+    merges = merges_beside(str(file))
+    if merges is not None:
+        return _of_gpt2(file, Path(merges))
     try:
         return tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exceptions
@@ -181,6 +198,45 @@ def _read(file: Path) -> Any:  # tokenizers.Tokenizer, which has no type informa
             f"tokenizer.path={file}: not a tokenizer that the installed tokenizers {tokenizers.__version__} can read "
             f"({error}). Use another file, or install a newer version of tokenizers."
         ) from error
+
+
+def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
+    """Byte-level BPE as GPT-2 has it, of a vocabulary and its merges. Source: Radford et al. 2019, section 2.2."""
+    kind = _read_settings(vocabulary.with_name("tokenizer_config.json")).get("tokenizer_class")
+    if kind not in _OF_GPT2:
+        raise DataError(
+            f"{vocabulary}: of a {kind}, which does more than vocabulary and merges say. Use its tokenizer.json, as "
+            f"transformers' save_pretrained writes it."
+        )
+    if not merges.is_file():
+        raise DataError(f"tokenizer.path={vocabulary}: its merges {merges.name} must be beside it. Copy them there.")
+    try:
+        model = tokenizers.models.BPE.from_file(str(vocabulary), str(merges))
+    except Exception as error:  # the library raises bare Exceptions
+        raise DataError(
+            f"tokenizer.path={vocabulary}: with {merges.name} no vocabulary of byte pairs ({error}). Use the two files "
+            f"that came together."
+        ) from error
+    tokenizer = _byte_level(model)
+    if tokenizer.token_to_id(END_OF_TEXT) is not None:
+        tokenizer.add_special_tokens([END_OF_TEXT])
+    return tokenizer
+
+
+def _byte_level(model: Any) -> Any:  # a model and a Tokenizer of the library
+    """Any text survives encoding and decoding."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _settings_of(eod: str | None) -> str:
+    """A tokenizer_config.json."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eod, "clean_up_tokenization_spaces": False,
+    }  # fmt: skip
+    return json.dumps({name: value for name, value in settings.items() if value is not None}, indent=2)
 
 
 def _read_settings(file: Path) -> dict[str, Any]:
@@ -218,9 +274,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
         raise DataError(
             f"tokenizer {path}: cannot be written ({error}). Use a folder, old or new, that you can write to."
         ) from error
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = _byte_level(tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
@@ -228,12 +282,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, path: str) -> HuggingFac
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    _write_whole(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
+    _write_whole(folder / "tokenizer_config.json", _settings_of(END_OF_TEXT))
     _write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     return HuggingFaceTokenizer(path)
 

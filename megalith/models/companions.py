@@ -4,14 +4,16 @@ A run on conversations decides two things that no file of its base says: the cha
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megalith import storage
 from megalith.data.chat_template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate, find_template
+from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
-from megalith.models.hf import GENERATION, TOKENIZER_FILES
+from megalith.models.hf import COMPANIONS, GENERATION, TOKENIZER_FILES
 from megalith.models.pretrained import Pretrained
 
 
@@ -24,6 +26,8 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
         DataError: the tokenizer that the model was trained with is gone, or the template.
     """
     files = {name: _intact(file) for name, file in source.companions().items()}
+    if made := _of_gpt2(source, files):
+        files = made | {name: contents for name, contents in files.items() if name in COMPANIONS}
     if source.tokenizer.kind == "null" or not source.tuning():
         return files
     tokenizer = build_tokenizer(source.tokenizer)
@@ -54,6 +58,14 @@ def _intact(file: Path) -> bytes:
             part = "an object" if not isinstance(found, dict) else 'a "model" in it'
             raise DataError(f"{file}: expected {part}, found {str(found)!r:.40}. Copy it again, or remove it.")
     return contents
+
+
+def _of_gpt2(source: Pretrained, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """A tokenizer of two files as the one file that every library reads, whatever the model beside it is called."""
+    if source.tokenizer.kind != "huggingface" or "tokenizer.json" in files:
+        return {}
+    tokenizer = build_tokenizer(source.tokenizer)
+    return tokenizer.written() if isinstance(tokenizer, HuggingFaceTokenizer) and tokenizer.of_gpt2 else {}
 
 
 def own_template(source: Pretrained, tokenizer: Tokenizer) -> ChatTemplate | None:

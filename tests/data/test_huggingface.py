@@ -1,11 +1,13 @@
 """Hugging Face tokenizers: the same ids as transformers, the right end token, and clear refusals."""
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
 import pytest
 import tokenizers
+import transformers
 from transformers import PreTrainedTokenizerFast
 
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
@@ -36,6 +38,54 @@ def test_ids_equal_those_of_transformers(folder: str) -> None:
         assert ours.encode(text) == theirs(text).input_ids
         assert ours.decode(ours.encode(text)) == text
     assert (ours.eod, ours.vocab_size) == (theirs.eos_token_id, len(theirs))
+
+
+def two_files(folder: str, target: Path, name: str = "") -> Path:
+    """The vocabulary and the merges of a tokenizer.json, as GPT-2's were published."""
+    model = json.loads((Path(folder) / "tokenizer.json").read_text())["model"]
+    target.mkdir()
+    (target / f"{name}vocab.json").write_text(json.dumps(model["vocab"]))
+    lines = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (target / f"{name}merges.txt").write_text("\n".join(["#version: 0.2", *lines, ""]), encoding="utf-8")
+    return target / f"{name}vocab.json"
+
+
+@pytest.mark.parametrize("name", ["", "gpt2-"])
+def test_a_vocabulary_and_its_merges_are_the_tokenizer_of_gpt2(folder: str, tmp_path: Path, name: str) -> None:
+    file = two_files(folder, tmp_path / "two", name)
+    ours = HuggingFaceTokenizer(str(file))
+    theirs = transformers.GPT2Tokenizer.from_pretrained(two_files(folder, tmp_path / "theirs").parent)
+    for start in range(0, len(TEXT), 3):
+        assert (
+            ours.encode(TEXT[start:])
+            == theirs(TEXT[start:]).input_ids
+            == HuggingFaceTokenizer(folder).encode(TEXT[start:])
+        )
+    assert (ours.eod, ours.vocab_size, ours.decode(ours.encode(TEXT))) == (0, 300, TEXT)
+    assert pickle.loads(pickle.dumps(ours)).fingerprint == ours.fingerprint
+    (tmp_path / "one").mkdir()
+    for written, contents in ours.written().items():
+        (tmp_path / "one" / written).write_bytes(contents)
+    again = PreTrainedTokenizerFast.from_pretrained(tmp_path / "one")
+    assert again(TEXT).input_ids == ours.encode(TEXT) and again.eos_token_id == ours.eod
+    if not name:
+        assert HuggingFaceTokenizer(str(file.parent)).fingerprint == ours.fingerprint, "by the folder, too"
+
+
+def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(folder: str, tmp_path: Path) -> None:
+    file = two_files(folder, tmp_path / "two")
+    (file.parent / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
+    with pytest.raises(DataError, match=r"of a CodeGenTokenizer, which does more .* Use its tokenizer\.json"):
+        HuggingFaceTokenizer(str(file))
+    (file.parent / "tokenizer_config.json").unlink()
+    (file.parent / "merges.txt").write_text("not in the vocabulary\n")
+    with pytest.raises(DataError, match=r"with merges\.txt no vocabulary of byte pairs .*Use the two files that came"):
+        HuggingFaceTokenizer(str(file))
+    (file.parent / "merges.txt").unlink()
+    with pytest.raises(DataError, match=r"its merges merges\.txt must be beside it\. Copy them there"):
+        HuggingFaceTokenizer(str(file))
+    with pytest.raises(DataError, match=r"the folder has no tokenizer\.json, only \['vocab\.json'\]"):
+        HuggingFaceTokenizer(str(file.parent))
 
 
 def test_training_twice_gives_the_same_file(folder: str, tmp_path: Path) -> None:

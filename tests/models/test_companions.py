@@ -142,6 +142,26 @@ def test_another_tokenizer_has_other_ids(tmp_path: Path, tiny: SimpleNamespace) 
     assert "temperature" not in json.loads(files["generation_config.json"]) and files["LICENSE"] == b"as you like"
 
 
+def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = base(tmp_path / "base", tiny)
+    words = json.loads((folder / "tokenizer.json").read_text())["model"]
+    (tmp_path / "gpt2-vocab.json").write_text(json.dumps(words["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in words["merges"]]
+    (tmp_path / "gpt2-merges.txt").write_text("\n".join(merges), encoding="utf-8")
+    run = tune(tmp_path / "run", folder, {"data.sft.template": "identity"}, tmp_path / "gpt2-vocab.json")
+    for kind in ("huggingface", "megalith"):
+        assert main(["convert", str(run), str(tmp_path / kind), "--to", kind]) == 0
+        there = {path.name for path in (tmp_path / kind).iterdir()}
+        assert {"tokenizer.json", "tokenizer_config.json"} <= there and "gpt2-vocab.json" not in there
+        (tmp_path / "gpt2-vocab.json").rename(tmp_path / "moved-vocab.json")
+        found = build_tokenizer(opened(tmp_path / kind).tokenizer)
+        (tmp_path / "moved-vocab.json").rename(tmp_path / "gpt2-vocab.json")
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / kind)
+        assert found.encode("What is seven?") == theirs("What is seven?").input_ids
+        assert theirs.eos_token_id == found.eod == 0
+
+
 def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
     tmp_path: Path, tiny: SimpleNamespace
 ) -> None:

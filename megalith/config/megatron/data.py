@@ -8,6 +8,7 @@ from megalith.config.fields import Plain
 from megalith.config.megatron.arguments import Arguments
 from megalith.config.megatron.draft import Draft
 from megalith.config.megatron.sft import translate_sft
+from megalith.config.tokenizer import merges_beside
 
 _PATHS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 
@@ -94,9 +95,11 @@ def _sampler(draft: Draft) -> None:
 KINDS = {
     "HuggingFaceTokenizer": "huggingface", "SentencePieceTokenizer": "sentencepiece",
     "GPTSentencePieceTokenizer": "sentencepiece", "Llama2Tokenizer": "sentencepiece", "TikTokenizer": "tiktoken",
-    "SFTTokenizer": "huggingface",
+    "SFTTokenizer": "huggingface", "GPT2BPETokenizer": "huggingface",
 }  # fmt: skip
 """Megatron's tokenizers that are read from files, and ours."""
+
+GPT2 = "GPT2BPETokenizer"
 
 TIKTOKEN_VOCABULARY = 131_072
 """Ids of a TikTokenizer without --vocab-size."""
@@ -107,8 +110,9 @@ def tokenizer_settings(arguments: Arguments) -> dict[str, tuple[str, Plain]]:
     kind = KINDS.get(str(arguments.value("--tokenizer-type")))
     if kind is None:
         return {}
+    flag = _named_by(arguments)
     found: dict[str, tuple[str, Plain]] = {
-        "kind": ("--tokenizer-type", kind), "path": ("--tokenizer-model", arguments.value("--tokenizer-model")),
+        "kind": ("--tokenizer-type", kind), "path": (flag, arguments.value(flag)),
     }  # fmt: skip
     if arguments.value("--tokenizer-hf-no-include-special-tokens"):
         found["add_special_tokens"] = ("--tokenizer-hf-no-include-special-tokens", False)
@@ -124,6 +128,11 @@ def tokenizer_settings(arguments: Arguments) -> dict[str, tuple[str, Plain]]:
     return found
 
 
+def _named_by(arguments: Arguments) -> str:
+    """The argument that names a tokenizer's files."""
+    return "--vocab-file" if arguments.value("--tokenizer-type") == GPT2 else "--tokenizer-model"
+
+
 def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
     kind, size = draft.arguments.value("--tokenizer-type"), draft.arguments.value("--vocab-size")
     if kind == "NullTokenizer":
@@ -133,9 +142,9 @@ def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
             draft.put("--vocab-size", "model.vocab_size", size)
             text = "the last of these ids ends documents; Megatron before 0.18 adds one more id for that"
             draft.say("explained", "--vocab-size", text)
-    elif kind in KINDS:
+    elif kind in KINDS and (kind != GPT2 or _merges_are_beside(draft)):
         _from_files(draft, tokenizer_vocab)
-    else:
+    elif kind not in KINDS:
         text = (
             f"only {', '.join(KINDS)} and NullTokenizer are read. Save the same tokenizer as a Hugging Face folder "
             f"(tokenizer.json) and use --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER"
@@ -143,8 +152,28 @@ def _tokenizer(draft: Draft, tokenizer_vocab: int | None) -> None:
         draft.say("not mapped", "--tokenizer-type", text, "model")
 
 
+def _merges_are_beside(draft: Draft) -> bool:
+    """Whether the two files of a GPT-2 tokenizer are called and lie as they are looked for here; said, if not."""
+    vocabulary, merges = (str(draft.arguments.value(flag) or "") for flag in ("--vocab-file", "--merge-file"))
+    wanted = merges_beside(vocabulary)
+    if wanted is not None and wanted == merges:
+        draft.say("already", "--merge-file", "merges are looked for beside the vocabulary, where these are")
+        return True
+    if vocabulary and merges:
+        flag, text = (
+            "--merge-file",
+            "vocabulary and merges must lie in one folder, as NAMEvocab.json and NAMEmerges.txt",
+        )
+    else:
+        flag, text = "--tokenizer-type", f"the default, {GPT2}, is read from --vocab-file and --merge-file"
+    text += ". Pass such files, or --tokenizer-type HuggingFaceTokenizer --tokenizer-model FOLDER (tokenizer.json)"
+    draft.say("not mapped", flag, text, "model")
+    return False
+
+
 def _from_files(draft: Draft, tokenizer_vocab: int | None) -> None:
-    draft.need("--tokenizer-model", "the tokenizer's file or folder, or its name on the hub")
+    named = _named_by(draft.arguments)
+    draft.need(named, "the tokenizer's file or folder, or its name on the hub")
     for name, (flag, value) in tokenizer_settings(draft.arguments).items():
         draft.put(flag, f"tokenizer.{name}", value)
     size = draft.arguments.value("--vocab-size")
@@ -153,12 +182,11 @@ def _from_files(draft: Draft, tokenizer_vocab: int | None) -> None:
     elif draft.settings.get("tokenizer.kind") == "tiktoken":
         draft.put("--vocab-size", "model.vocab_size", TIKTOKEN_VOCABULARY, "left out: as in Megatron")
     elif tokenizer_vocab is not None:
-        draft.put("--tokenizer-model", "model.vocab_size", tokenizer_vocab, "counted in its files")
+        draft.put(named, "model.vocab_size", tokenizer_vocab, "counted in its files")
     else:
-        model = draft.arguments.value("--tokenizer-model")
         draft.problems.append(
-            f"--tokenizer-model {model}: the tokenizer's files are not on this machine, so the size of the vocabulary "
-            f"is not known. Pass --vocab-size with the number of its ids."
+            f"{named} {draft.arguments.value(named)}: the tokenizer's files are not on this machine, so the size of "
+            f"the vocabulary is not known. Pass --vocab-size with the number of its ids."
         )
 
 

@@ -218,8 +218,8 @@ TOKENS = (
             "MistralTokenizer", "TikTokenizer", "MultimodalTokenizer", "NullTokenizer", "NullMultimodalTokenizer",
             "SFTTokenizer",
         ),
-        how="HuggingFaceTokenizer: huggingface; SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer: "
-        "sentencepiece; TikTokenizer: tiktoken; NullTokenizer: null; SFTTokenizer: huggingface",
+        how="HuggingFaceTokenizer, GPT2BPETokenizer, SFTTokenizer: huggingface; SentencePieceTokenizer, "
+        "GPTSentencePieceTokenizer, Llama2Tokenizer: sentencepiece; TikTokenizer: tiktoken; NullTokenizer: null",
     ),
     Row(
         name="--tiktoken-pattern", takes="choice", fields=("tokenizer.pattern",), default="v2", choices=("v1", "v2"),
@@ -227,6 +227,8 @@ TOKENS = (
     Row(name="--tiktoken-num-special-tokens", takes="int", fields=("tokenizer.num_special_tokens",), default=1000),
     Row(name="--tiktoken-special-tokens", takes="words", fields=("tokenizer.special_tokens",)),
     Row(name="--tokenizer-model", takes="text", fields=("tokenizer.path",)),
+    Row(name="--vocab-file", takes="text", fields=("tokenizer.path",), how="of GPT2BPETokenizer"),
+    Row(name="--merge-file", takes="text", fields=("tokenizer.path",), how="must lie beside the vocabulary"),
     Row(
         name="--tokenizer-hf-no-include-special-tokens", takes="nothing", fields=("tokenizer.add_special_tokens",),
         how="false",

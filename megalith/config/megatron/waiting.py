@@ -176,10 +176,10 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="the tokenizer is read from its own files: see --tokenizer-type",
         flags="""
-            --disable-tokenizer-sentencepiece-ignore-extra-whitespaces! --legacy-tokenizer! --merge-file
+            --disable-tokenizer-sentencepiece-ignore-extra-whitespaces! --legacy-tokenizer!
             --no-tokenizer-sentencepiece-ignore-extra-whitespaces! --tokenizer-metadata
             --tokenizer-sentencepiece-legacy!
-            --tokenizer-special-tokens --trust-remote-code! --vocab-file
+            --tokenizer-special-tokens --trust-remote-code!
         """,
     ),
 )  # fmt: skip

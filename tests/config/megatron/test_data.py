@@ -3,6 +3,7 @@
 import pytest
 
 from megalith.config.data import data_problems
+from megalith.config.megatron.translate import named_tokenizer
 from tests.config.megatron.conftest import Translate
 
 REAL = ("--mock-data",)
@@ -111,6 +112,23 @@ def test_other_libraries_read_their_own_files(tiny: Translate) -> None:
     assert (tiktoken.tokenizer.pattern, tiktoken.tokenizer.special_tokens) == ("v1", ("<a>", "<b>"))
 
 
+def test_a_gpt2_tokenizer_is_read_from_its_two_files(tiny: Translate) -> None:
+    files = "--vocab-file a/gpt2-vocab.json --merge-file a/gpt2-merges.txt"
+    done = tiny(files, without=HUB, tokenizer_vocab=50257)
+    assert done.run is not None and done.run.model.vocab_size == 50257
+    assert (done.run.tokenizer.kind, done.run.tokenizer.path) == ("huggingface", "a/gpt2-vocab.json")
+    assert any(
+        entry.flag.startswith("--merge-file") and "beside the vocabulary" in entry.text for entry in done.entries
+    )
+    assert named_tokenizer(files.split()) == done.run.tokenizer
+    unknown = tiny(files, without=HUB)
+    assert "--vocab-file a/gpt2-vocab.json: the tokenizer's files are not on this machine" in unknown.problems[0]
+    apart = tiny("--vocab-file a/gpt2-vocab.json --merge-file b/gpt2-merges.txt", without=HUB)
+    assert "must lie in one folder, as NAMEvocab.json and NAMEmerges.txt. Pass such" in apart.refusals(strict=False)[0]
+    neither = tiny(without=HUB).refusals(strict=False)
+    assert "the default, GPT2BPETokenizer, is read from --vocab-file and --merge-file" in neither[0]
+
+
 @pytest.mark.parametrize("added", ["--tokenizer-type BertWordPieceCase", "--vocab-file v --merge-file w"])
 def test_other_tokenizers_are_refused_with_a_way_out(tiny: Translate, added: str) -> None:
     refusals = tiny(added, without=HUB).refusals(strict=False)
@@ -128,7 +146,12 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tiny: Translate) -> None:
     for added, multiple in sizes.items():
         run = tiny(added).run
         assert run is not None and run.model.vocab_multiple == multiple
-    for size, tp, rows in ((50257, 1, 50304), (50257, 2, 50432), (50257, 8, 51200), (128256, 8, 129024)):
+    known = (
+        (50257, 1, 50304), (50257, 2, 50432), (50257, 4, 50688), (50257, 8, 51200), (32000, 2, 32000),
+        (32000, 8, 32768),
+        (128256, 2, 128256), (128256, 8, 129024), (151936, 1, 151936), (151936, 2, 152064), (151936, 8, 152576),
+    )  # fmt: skip
+    for size, tp, rows in known:
         run = tiny(f"--vocab-size {size} --tensor-model-parallel-size {tp}").run
         assert run is not None and run.model.padded_vocab_size() == rows
 
