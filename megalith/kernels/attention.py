@@ -3,11 +3,13 @@
 Several ways serve: tiles of whole documents on CPUs, kernels/tiled_attention.py; torch's kernel, kernels/sdpa.py;
 intervals of the keys for windows, caps, sinks and dropped weights, kernels/span_attention.py; and on GPUs torch's
 kernels for documents of many lengths, kernels/varlen_attention.py, and for scores of many kinds,
-kernels/flex_attention.py. Masks and biases of single pairs go to torch's kernel, too, document by document.
+kernels/flex_attention.py. Biases of single pairs go to torch's kernel, too, document by document, and so do masks, but
+for those beside windows, caps, sinks and dropped weights: these take the ways that know intervals.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -21,35 +23,35 @@ from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
 from megalith.kernels.tokens import Tokens
+from megalith.kernels.visible import SeenPairs, Visible
 from megalith.plan.context import spans_of_lengths
 
 Way = Literal["tiles", "torch", "spans", "varlen", "flex"]
 
-Masks = Sequence[Tensor | None]
-"""Of each document, bool [queries, keys]: which keys each query may see at most; None: no more is hidden."""
-
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, visible: Masks | None = None, kernel: Kernel = "auto",
+    *, kernel: Kernel = "auto",
 ) -> Tensor:  # fmt: skip
     """Softmax attention inside each document; every n/g query heads share one key/value head.
 
     q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], any strides -> [t, n, d_v]. A document's queries are the last of its
     keys, so a key/value cache may stand in front of them; where neither causality nor a window asks for places, they
-    may as well be other tokens, of another number. `sinks` [n]: see `masked_attention`. `visible`: masks beside what
-    `scores` hide. For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such scores,
-    else the plain definition.
+    may as well be other tokens, of another number. `sinks` [n]: see `masked_attention`. Masks of the tokens hide keys
+    beside what `scores` hide. For bf16, scores and softmax are fp32. kernel="torch": torch's kernel where it knows such
+    scores, else the plain definition.
     """
     lengths = tokens.lengths
-    if scores.window is not None and scores.chunked and visible is None:
+    if tokens.visible is not None:
+        return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
+    if scores.window is not None and scores.chunked:
         k, v, lengths = in_chunks(k, v, lengths, scores.window)
         scores = replace(scores, window=None, chunked=False)
-    if scores.window is not None and visible is None:
+    if scores.window is not None:
         k, v, lengths = within_reach(k, v, lengths, scores.window)
         scores = scores if scores.hides(max(keys for _, keys in lengths)) else replace(scores, window=None)
-    if visible is not None or scores.relative is not None:
-        return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, visible, kernel)
+    if scores.relative is not None:
+        return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else "torch"
@@ -65,24 +67,23 @@ def attention(
 
 
 def reference_attention(
-    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, visible: Masks | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None
+) -> Tensor:
     """What `attention` computes, document by document, in plain operations."""
-    return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks, visible)
+    return _document_by_document(q, k, v, tokens.lengths, tokens, scores, sinks)
 
 
 def _document_by_document(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
-    visible: Masks | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None
+) -> Tensor:
     counts, every = zip(*lengths, strict=True)
+    masks = _masks(tokens, lengths, scores, q.device)
     numbers = None
     if scores.dropout is not None and tokens.dropout is not None:
         numbers = list(zip(tokens.dropout.numbers.split(counts), tokens.dropout.numbers_of_keys.split(every)))
     outs = []
     for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
-        mask, factors = _mask(*lengths[n], scores, None if visible is None else visible[n], q.device), None
+        mask, factors = next(masks), None
         if scores.dropout is not None and numbers is not None:
             first = scores.dropout.first_head
             heads = range(first, first + q.shape[1])
@@ -100,10 +101,15 @@ def _bias(tokens: Tokens, queries: int, keys: int, scores: Scores) -> Tensor | N
     return distance_biases(tokens.biases, queries, keys, max_distance=scores.relative, causal=scores.causal)
 
 
-def _mask(queries: int, keys: int, scores: Scores, mask: Tensor | None, device: torch.device) -> Tensor | None:
-    """What scores and a document's mask let its queries see: bool [queries, keys]; None: everything."""
-    seen = keys_seen(queries, keys, scores, device=device)
-    return seen if mask is None else mask if seen is None else seen & mask
+def _masks(tokens: Tokens, lengths: Lengths, scores: Scores, device: torch.device) -> Iterator[Tensor | None]:
+    """For each document, of whose keys the last may be left: what its queries see by `scores` and by its mask, bool
+    [queries or 1, keys]; None: everything."""
+    own: list[Tensor | None] = [None] * len(lengths)
+    if tokens.visible is not None:
+        own, scores = tokens.visible.of_documents(tokens.lengths, lengths), tokens.visible.scores(scores)
+    for (queries, keys), mask in zip(lengths, own, strict=True):
+        seen = keys_seen(queries, keys, scores, device=device)
+        yield seen if mask is None else mask if seen is None else seen & mask
 
 
 def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
@@ -115,30 +121,92 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
 
 def _pair_by_pair(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
-    visible: Masks | None, kernel: Kernel,
+    kernel: Kernel,
 ) -> Tensor:  # fmt: skip
     """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the rest."""
     known = known_to_torch(replace(scores, window=None, relative=None), sinks)
     if kernel == "reference" or not known:
-        return _document_by_document(q, k, v, lengths, tokens, scores, sinks, visible)
+        return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     v = v.contiguous()  # as a part of the projection it would keep all of it for backward; of the rest copies are kept
-    masks: Masks = [None] * len(lengths) if visible is None else visible
-    rows = len(lengths) if visible is None and len(set(lengths)) == 1 else 1  # alike: one call, and one bias for all
+    masks = _masks(tokens, lengths, scores, q.device)
+    rows = len(lengths) if len(set(lengths)) == 1 else 1  # alike: one call, and one bias for all
+    if rows > 1 and tokens.visible is not None:
+        masks = iter([_stacked(list(masks))])
     lengths = lengths[:1] if rows > 1 else lengths
     counts, every = [queries * rows for queries, _ in lengths], [keys * rows for _, keys in lengths]
     outs = []
     for n, (queries, keys, values) in enumerate(zip(q.split(counts), k.split(every), v.split(every), strict=True)):
-        seen, bias = _mask(*lengths[n], scores, masks[n], q.device), _bias(tokens, *lengths[n], scores)
+        seen, bias = next(masks), _bias(tokens, *lengths[n], scores)
         outs.append(sdpa_masked(queries, keys, values, seen, bias, rows=rows, scale=scores.scale))
     return torch.cat(outs)
 
 
+def _stacked(masks: list[Tensor | None]) -> Tensor | None:
+    """Masks [queries or 1, keys] of documents of one length as one: [documents, queries or 1, keys]."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    shape = torch.broadcast_shapes(*(mask.shape for mask in given))
+    everything = given[0].new_ones(())
+    return torch.stack([(everything if mask is None else mask).expand(shape) for mask in masks])
+
+
+def _with_masks(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, visible: Visible, scores: Scores, sinks: Tensor | None,
+    kernel: Kernel,
+) -> Tensor:  # fmt: skip
+    """Attention where tokens have masks. No way that knows none is asked."""
+    hiding = visible.scores(scores)
+    kept = seen_at_most(tokens.lengths, hiding)
+    k, v = _last_keys(k, v, tokens.lengths, kept)
+    window = hiding.window if hiding.chunked or hiding.hides(max(keys for _, keys in kept)) else None
+    scores, hiding = replace(scores, window=window), replace(hiding, window=window)
+    way = way_with_masks(q, v, scores, sinks) if kernel == "auto" else "torch"
+    if way == "torch":
+        return _pair_by_pair(q, k, v, kept, tokens, scores, sinks, kernel)
+    lengths = kept
+    if hiding.window is not None and hiding.chunked:
+        lengths, hiding = lengths_of_chunks(kept, hiding.window), replace(hiding, window=None, chunked=False)
+    seen = SeenPairs(visible, torch.arange(len(q), device=q.device), _numbers_of_keys(tokens.lengths, kept, q.device))
+    if way == "flex":
+        from megalith.kernels.flex_attention import flexible_attention
+
+        return flexible_attention(q, k, _alone_in_memory(v, q, k), lengths, hiding, sinks, seen)
+    run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans  # as without masks
+    return run(q, k, v, lengths, hiding, sinks, dropped_between(tokens, scores), seen)
+
+
+def way_with_masks(q: Tensor, v: Tensor, scores: Scores, sinks: Tensor | None) -> Way:
+    """The fastest way that knows these scores and masks: torch's kernel has all pairs in its mask, so it is none for
+    windows. Biases by distance go there, or to the plain definition, whatever else there is."""
+    if scores.relative is not None or known_to_torch(scores, sinks):
+        return "torch"
+    if q.device.type == "cpu":
+        return "spans"
+    from megalith.kernels import flex_attention
+
+    return "flex" if flex_attention.takes(q, v, scores) else "spans"
+
+
+def seen_at_most(lengths: Lengths, scores: Scores) -> Lengths:
+    """(queries, keys) of each document without the keys of a cache that lie before every query's window or chunk."""
+    if scores.window is None:
+        return lengths
+    return _of_chunks(lengths, scores.window) if scores.chunked else _of_windows(lengths, scores.window)
+
+
+def _numbers_of_keys(lengths: Lengths, kept: Lengths, device: torch.device) -> Tensor:
+    """Which of all keys are left of documents of which the last keys are: int64 [t_kv]."""
+    ends = accumulate(keys for _, keys in lengths)
+    return torch.cat([torch.arange(end - left, end, device=device) for end, (_, left) in zip(ends, kept, strict=True)])
+
+
 def _spans(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None,
-    dropped: DroppedWeights | None,
+    dropped: DroppedWeights | None, seen: SeenPairs | None = None,
 ) -> Tensor:  # fmt: skip
     spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
-    return span_attention(q, k, v, spans, scores, sinks, dropped)
+    return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
 
 
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:
@@ -214,8 +282,12 @@ def within_reach(k: Tensor, v: Tensor, lengths: Lengths, window: int) -> tuple[T
 
     So a token that is read from a cache costs no more than its window. A cache may have dropped those keys itself.
     """
-    kept = tuple((queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths)
+    kept = _of_windows(lengths, window)
     return *_last_keys(k, v, lengths, kept), kept
+
+
+def _of_windows(lengths: Lengths, window: int) -> Lengths:
+    return tuple((queries, min(keys, queries + window - 1) if queries else 0) for queries, keys in lengths)
 
 
 def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor, Tensor, Lengths]:
@@ -224,8 +296,12 @@ def in_chunks(k: Tensor, v: Tensor, lengths: Lengths, size: int) -> tuple[Tensor
     Whatever knows documents so computes attention in chunks, at no more than its cost. A cache may have dropped whole
     runs itself.
     """
-    kept = tuple((queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths)
+    kept = _of_chunks(lengths, size)
     return *_last_keys(k, v, lengths, kept), lengths_of_chunks(kept, size)
+
+
+def _of_chunks(lengths: Lengths, size: int) -> Lengths:
+    return tuple((queries, queries + (keys - queries) % size if queries else 0) for queries, keys in lengths)
 
 
 def lengths_of_chunks(lengths: Lengths, size: int) -> Lengths:

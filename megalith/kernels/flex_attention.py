@@ -2,7 +2,8 @@
 
 Each query sees an interval of the keys. Which blocks of 128 queries and 128 keys have anything to see, and which are
 seen whole, is planned on the host; only in the others is every pair looked at. A sink is a part of softmax that has no
-value: it takes away a share of the output that follows from the log of the sum of exponentials.
+value: it takes away a share of the output that follows from the log of the sum of exponentials. Masks hide keys of the
+intervals: with them every block that is not left out is looked at pair by pair.
 Source: Dong et al. 2024, arXiv:2412.05496.
 """
 
@@ -19,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from megalith.kernels.gpu import has_triton
 from megalith.kernels.scores import PLAIN, Scores
 from megalith.kernels.sdpa import Lengths
+from megalith.kernels.visible import FREE, SeenPairs
 
 BLOCK = 128
 """Queries, and keys, of a block: what torch's programs are tuned for."""
@@ -42,13 +44,15 @@ def takes(q: Tensor, v: Tensor, scores: Scores) -> bool:
 
 def flexible_attention(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, compiled: bool = True,
+    seen: SeenPairs | None = None, *, compiled: bool = True,
 ) -> Tensor:  # fmt: skip
     """Softmax attention inside each document: q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v] -> [t, n, d_v].
 
-    sinks [n]. `compiled=False`: the same in plain operations, with all pairs in memory, for tests on CPUs.
+    sinks [n]; `seen`: which pairs masks let see. `compiled=False`: the same in plain operations, with all pairs in
+    memory, for tests on CPUs.
     """
-    mask = block_mask(lengths, scores.window, scores.after, q.device)
+    asked = lengths, scores.window, scores.after
+    mask = block_mask(*asked, q.device) if seen is None else masked_blocks(*asked, seen)
     run: Any = _compiled() if compiled else flex_attention  # what it gives depends on return_aux
     out, found = run(
         *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
@@ -110,8 +114,9 @@ class Blocks(NamedTuple):
     whole_keys: Ints
 
 
-def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK) -> Blocks:
-    """From `intervals` [t, 2] to blocks: of t and num_keys tokens, the last block of either may be short.
+def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK, *, borders: bool = False) -> Blocks:
+    """From `intervals` [t, 2] to blocks: of t and num_keys tokens, the last block of either may be short. With
+    `borders` there may be more of them in any block, and none is whole.
 
     >>> plan = plan_blocks(intervals(((4, 4),), None, 0), 4, block=2)
     >>> plan.mixed.tolist(), plan.whole.tolist(), plan.whole_keys[1, 0]
@@ -125,7 +130,7 @@ def plan_blocks(seen: Ints, num_keys: int, block: int = BLOCK) -> Blocks:
     latest, earliest = (f.reduceat(seen[:, i], starts) for f, i in ((np.maximum, 0), (np.minimum, 1)))
     whole = (edges[None] >= latest[:, None]) & (ends[None] <= earliest[:, None])
     full_queries = starts + block <= len(seen)  # the kernel takes a whole block for one without borders
-    whole &= full_queries[:, None] & (edges + block <= num_keys)[None]
+    whole &= full_queries[:, None] & (edges + block <= num_keys)[None] & (not borders)
     return Blocks(*_counted(touched & ~whole), *_counted(whole))
 
 
@@ -151,3 +156,27 @@ def block_mask(lengths: Lengths, window: int | None, after: int | None, device: 
     return BlockMask.from_kv_blocks(
         mixed, mixed_keys, whole, whole_keys, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(len(seen), num_keys)
     )
+
+
+def masked_blocks(lengths: Lengths, window: int | None, after: int | None, seen: SeenPairs) -> BlockMask:
+    """The same where masks hide keys, too."""
+    device, visible = seen.queries.device, seen.visible
+    bounds, num_keys = intervals(lengths, window, after), sum(keys for _, keys in lengths)
+    touched = plan_blocks(bounds, num_keys, borders=True)
+    mixed, mixed_keys = (torch.from_numpy(part).to(device, non_blocking=True)[None, None] for part in touched[:2])
+    interval, numbers = torch.from_numpy(bounds).to(device, non_blocking=True), seen.keys
+    # Tensors of which nothing is asked stand for what is not there, so that one program is compiled for all.
+    everything = torch.ones(1, dtype=torch.bool, device=device)
+    text = everything.expand(num_keys).contiguous() if visible.keys is None else visible.keys[numbers]
+    pairs = everything if visible.pairs is None else visible.pairs
+    starts = torch.full_like(seen.queries, FREE) if visible.rows is None else visible.rows[seen.queries]
+    last = len(pairs) - 1
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        inside = (key >= interval[query, 0]) & (key < interval[query, 1]) & text[key]
+        place = (starts[query] + numbers[key]).clamp(0, last)
+        return inside & (pairs[place] | (starts[query] < FREE // 2))
+
+    return BlockMask.from_kv_blocks(
+        mixed, mixed_keys, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(len(bounds), num_keys)
+    )  # fmt: skip

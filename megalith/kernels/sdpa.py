@@ -55,9 +55,10 @@ def sdpa_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None, *, rows: int = 1,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Documents of one length in which query i sees key j where mask[i, j], bool [q, kv]; None: all see all.
+    """Documents of one length in which query i sees key j where mask[i, j]; None: all see all.
 
-    `bias` [n, q, kv] is added to the scores. Queries that see nothing give 0.
+    The mask is of every row, bool [q or 1, kv], or of each, [rows, q or 1, kv]. `bias` [n, q, kv] is added to the
+    scores. Queries that see nothing give 0.
     """
     if mask is None and bias is None and rows == 1:
         return _sdpa_document(q, k, v, scale, False)
@@ -67,9 +68,10 @@ def sdpa_masked(
         return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
     blind = ~mask.any(-1, keepdim=True)  # torch's kernels do not agree on what such a query gives, nor on its gradient
     seen = mask | blind
+    seen = seen.unsqueeze(1) if seen.dim() == 3 else seen  # the same for all heads
     given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
     out = _call(q, k, v, given, causal=False, scale=scale, rows=rows)
-    return out.masked_fill(blind.repeat(rows, 1).unsqueeze(-1), 0)
+    return out.masked_fill(blind.expand(rows, q.shape[0] // rows, 1).reshape(-1, 1, 1), 0)
 
 
 def _call(

@@ -5,7 +5,7 @@ merge into that for all of them: both are weighted by their share of the sum. Ba
 from which any piece's probabilities follow. A query that sees no key gives 0 and lse -inf. A sink, a score that stands
 for no key, is what a query has found before it sees the first one: nothing, with lse = sink. Weights that are dropped
 count in the sum all the same: what is dropped is decided after softmax. Biases by distance are looked up tile by tile,
-so that no more than a tile's scores are ever there.
+so that no more than a tile's scores are ever there. So are masks of single pairs, which hide keys of the intervals.
 
 Tensors are ordered by head, as `by_head` gives them: q [heads, shared, length, d], k and v [heads, keys, d], where
 `heads` counts key/value heads of all rows, and `shared` the query heads that use each. Widths of k and v may differ.
@@ -32,6 +32,7 @@ from megalith.kernels.linear import Context
 from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
+from megalith.kernels.visible import SeenPairs
 from megalith.plan.context import Spans, Tile
 
 
@@ -61,15 +62,16 @@ def _by_head(sinks: Tensor, q: Tensor) -> Tensor:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores = PLAIN,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
 ) -> None:  # fmt: skip
     """Let queries see these keys, too: merges into `result`, in place. What `scores` hide is in the spans, which
-    weights are dropped in `dropped`, and what scores gain in `biases`."""
+    weights are dropped in `dropped`, what scores gain in `biases`, and which pairs masks let see in `seen`."""
     wide_q, wide_k = wide(q), wide(k)
     for tile, heads in _work(q, spans):
         s = _scores(wide_q, wide_k, tile, heads, scores)
         s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
-        p, largest, total = _exponentials(s, tile, v.dtype)
+        mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
+        p, largest, total = _exponentials(s, tile, v.dtype, mask)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
         found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
@@ -99,6 +101,7 @@ class Gradients(NamedTuple):
 def attend_backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, dout: Tensor, delta: Tensor, spans: Spans, into: Gradients,
     scores: Scores = PLAIN, dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
+    seen: SeenPairs | None = None,
 ) -> None:  # fmt: skip
     """Add what these keys contribute to the gradients, given the lse over all keys and `delta` = sum of dout · out.
 
@@ -112,7 +115,8 @@ def attend_backward(
         s = _scores(wide_q, wide_k, tile, heads, scores)
         slope = None if scores.softcap is None else _slope(s, scores.softcap)
         s = s if biases is None else s.add_(biases.of_tile(tile, _kv_heads(heads, q, spans), q.shape[1]))
-        p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype)
+        mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
+        p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype, mask)
         factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
         kept = narrow if factors is None else narrow * factors.to(narrow.dtype)
         into.dv[keys] += torch.bmm(kept.transpose(1, 2), drows)
@@ -169,22 +173,24 @@ def _slope(s: Tensor, cap: float) -> Tensor:
     return s.square().mul_(-1 / cap**2).add_(1)
 
 
-def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _exponentials(scores: Tensor, tile: Tile, dtype: torch.dtype, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """exp(score - largest) of the keys seen in `dtype`, 0 elsewhere; the largest; the sum. Overwrites the scores."""
     largest, total = scores.new_empty(scores.shape[:2]), scores.new_empty(scores.shape[:2])
-    if cpu.takes(scores) and dtype in cpu.DTYPES:
+    if mask is None and cpu.takes(scores) and dtype in cpu.DTYPES:  # the compiled pass knows intervals alone
         return _loop(scores, tile, dtype, largest, total, known=False), largest, total
-    _hide(scores, tile)
+    _hide(scores, tile, mask)
     torch.amax(scores, -1, out=largest).clamp_(min=torch.finfo(scores.dtype).min)  # -inf where nothing is seen
     p = scores.sub_(largest.unsqueeze(-1)).exp_()
     return p.to(dtype), largest, torch.sum(p, -1, out=total)
 
 
-def _probabilities(scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _probabilities(
+    scores: Tensor, tile: Tile, lse: Tensor, dtype: torch.dtype, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """exp(score - lse) of the keys seen, 0 elsewhere: as it is, and in `dtype`. Overwrites the scores."""
-    if cpu.takes(scores) and dtype in cpu.DTYPES:
+    if mask is None and cpu.takes(scores) and dtype in cpu.DTYPES:
         return scores, _loop(scores, tile, dtype, lse.contiguous(), lse, known=True)
-    _hide(scores, tile)
+    _hide(scores, tile, mask)
     # lse of a query without any key is -inf, and so is its score: 0, not NaN.
     p = scores.sub_(lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp_()
     return p, p.to(dtype)
@@ -202,8 +208,11 @@ def _loop(scores: Tensor, tile: Tile, dtype: torch.dtype, largest: Tensor, total
     return p
 
 
-def _hide(scores: Tensor, tile: Tile) -> None:
-    """Set the scores of keys that a query does not see to -inf."""
+def _hide(scores: Tensor, tile: Tile, mask: Tensor | None) -> None:
+    """Set the scores of keys that a query does not see to -inf: outside its interval, and where its `mask`, bool
+    [heads, 1, rows or 1, keys], is False."""
+    if mask is not None:
+        scores.unflatten(1, (-1, tile.stop - tile.start)).masked_fill_(~mask, -math.inf)
     if tile.visible is None:
         return
     place = np.arange(tile.last - tile.first)
@@ -215,7 +224,7 @@ class SpanAttention(Function):
     """Attention of queries to all the keys they see, at once; keeps q, k, v, the output and the lse."""
 
     reference = staticmethod(
-        lambda q, k, v, spans, scores, sinks, dropped, values, distances: reference_span_attention(
+        lambda q, k, v, spans, scores, sinks, dropped, values, distances, seen: reference_span_attention(
             q, k, v, spans, scores, sinks, biases=_paired(values, distances)
         )
     )
@@ -223,17 +232,18 @@ class SpanAttention(Function):
     @staticmethod
     def forward(
         ctx: Context, q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores, sinks: Tensor | None,
-        dropped: DroppedWeights | None, values: Tensor | None, distances: Distances | None,
+        dropped: DroppedWeights | None, values: Tensor | None, distances: Distances | None, seen: SeenPairs | None,
     ) -> Tensor:  # fmt: skip
         """q [t, n, d], k [t_kv, g, d], v [t_kv, g, d_v], sinks [n], values [n, distances] -> [t, n, d_v]."""
         heads, dtype = k.shape[1], q.dtype
         q, k, v = (rows_by_head(x, heads, spans.repeats) for x in (q, k, v))
         k, v = k.squeeze(1), v.squeeze(1)
         result = nothing_found(q, v.shape[-1], sinks, off_by_one=scores.off_by_one)
-        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances))
+        attend(q, k, v, spans, result, scores, dropped, _paired(values, distances), seen)
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, k, v, out, result.lse, sinks, values)
         ctx.spans, ctx.kv_heads, ctx.scores, ctx.dropped, ctx.distances = spans, heads, scores, dropped, distances
+        ctx.seen = seen
         return out
 
     @staticmethod
@@ -247,7 +257,7 @@ class SpanAttention(Function):
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dout = rows_by_head(dout, heads, repeats)
         biases = _paired(values, ctx.distances)
-        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases)
+        attend_backward(q, k, v, lse, dout, delta, ctx.spans, sums, ctx.scores, ctx.dropped, biases, ctx.seen)
         dq, dk, dv = (x.to(q.dtype) for x in (dq, dk, dv))
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         return (
@@ -259,6 +269,7 @@ class SpanAttention(Function):
             dsinks,
             None,
             None if sums.dvalues is None else sums.dvalues.to(values.dtype),
+            None,
             None,
         )
 
@@ -284,22 +295,23 @@ def output_share(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def span_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
 ) -> Tensor:  # fmt: skip
     """Softmax attention of each query to its interval of the keys: q [t, n, d], k, v [t_kv, g, d] -> [t, n, d_v].
 
-    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in `biases`; sinks [n].
+    What `scores` hide is in the spans, which weights are zero in `dropped`, what scores gain in `biases`, and which
+    pairs masks let see in `seen`; sinks [n].
     """
     if q.is_meta:
         return reference_span_attention(q, k, v, spans, scores, sinks, biases=biases)
     values, distances = (None, None) if biases is None else (biases.values, biases.distances)
-    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped, values, distances)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = SpanAttention.apply(q, k, v, spans, scores, sinks, dropped, values, distances, seen)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
 def reference_span_attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    dropped: DroppedWeights | None = None, biases: PairBiases | None = None,
+    dropped: DroppedWeights | None = None, biases: PairBiases | None = None, seen: SeenPairs | None = None,
 ) -> Tensor:  # fmt: skip
     """The same in plain operations, row by row, with the intervals as a mask."""
     visible = None
@@ -311,5 +323,6 @@ def reference_span_attention(
     outs, bias = [], None if biases is None else biases.of_row(spans.repeats)
     for row, tensors in enumerate(zip(q_rows, k_rows, v_rows, strict=True)):
         factors = None if dropped is None else dropped.of_row(row, spans.repeats, q.shape[1], q.dtype)
-        outs.append(masked_attention(*tensors, visible, scores, sinks, bias=bias, factors=factors))
+        mask = visible if seen is None or visible is None else visible & seen.of_row(row, spans.repeats)
+        outs.append(masked_attention(*tensors, mask, scores, sinks, bias=bias, factors=factors))
     return torch.cat(outs)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.kernels.replay import Decided, Route
+from megalith.kernels.visible import Visible
 from megalith.plan.context import Numbers, Slices, Slicing, Spans, plan_spans
 
 
@@ -75,6 +76,10 @@ class Tokens:
     route: Route | None = None
     """What routers write down of this microbatch, or follow; None: neither."""
 
+    visible: Visible | None = None
+    """What of its document each query may see at most, as `kernels/masks.py` gives it; None: no more is hidden than
+    layers hide. Where ranks share tokens, `whole` alone has it."""
+
     context: "Context | None" = None
     """Which tokens of the microbatch these are, when ranks share it. `cu_q` and `lengths` then count queries that are
     here, and keys wherever they are."""
@@ -100,7 +105,10 @@ class BalanceShare(NamedTuple):
     """How many this rank has in the step."""
 
     weight: float
-    """What a mean over the microbatch counts: 1 / (microbatches of all ranks), times the loss scale of fp16."""
+    """What a mean over the microbatch counts: `part` / (microbatches of all ranks), times the loss scale of fp16."""
+
+    part: float = 1.0
+    """How many of the step's tokens it has, as a multiple of an even part."""
 
 
 class DropoutKey(NamedTuple):

@@ -41,13 +41,14 @@ from megalith.kernels.span_attention import (
 )
 from megalith.kernels.tiled_attention import by_token
 from megalith.kernels.tokens import Context, Join, Tokens
+from megalith.kernels.visible import SeenPairs
 from megalith.parallel.autograd import Moves, all_to_all, gather
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.rings import Started, start_passing
 from megalith.plan.context import Slicing, Spans, kind_of_layer
 
-Pair = TypeVar("Pair", DroppedWeights, PairBiases)
+Pair = TypeVar("Pair", DroppedWeights, PairBiases, SeenPairs)
 
 
 class Attend(Protocol):
@@ -101,9 +102,10 @@ class Ring:
     ) -> Tensor:
         """One step for each rank; the next rank's keys and values travel meanwhile."""
         context = _context(tokens)
-        spans = context.spans_of_groups(1, **sight(scores))
+        spans = context.spans_of_groups(1, **sight(scores, context))
         dropped, biases = dropped_of_groups(tokens, scores, 1), biases_of_groups(tokens, scores, 1)
-        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, biases, overlap=self.overlap)
+        seen = seen_of_groups(context, 1)
+        return ring_attention(q, k, v, self.group, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +122,11 @@ class Gathered:
         context = _context(tokens)
         everything = reorder(gather(torch.cat([k, v], -1), self.group), context.everyone)
         k, v = everything.split([k.shape[-1], v.shape[-1]], -1)
-        spans, dropped = context.spans_of_all(**sight(scores)), None
+        spans, dropped = context.spans_of_all(**sight(scores, context)), None
         if scores.dropout is not None and tokens.dropout is not None:
             dropped = DroppedWeights(scores.dropout, tokens.dropout.numbers, _numbers_of_all(context))
-        return self.find(q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores))
+        seen = seen_of_all(context)
+        return self.find(q, k, v, spans, scores, sinks, dropped, biases_of_all(tokens, scores), seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +146,9 @@ class HeadExchange:
         if scores.causal or context.slices.source is None:
             out = attention(q, k, v, whole, scores, sinks)
         else:  # documents end with padding, which nobody may see
-            spans = context.spans_of_whole(**sight(scores))
+            spans, seen = context.spans_of_whole(**sight(scores, context)), seen_of_whole(context)
             biases = biases_of_whole(whole, context, scores)
-            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases)
+            out = span_attention(q, k, v, spans, scores, sinks, dropped_between(whole, scores), biases, seen)
         return tokens_for_heads(out, self.group, context.everyone)
 
 
@@ -163,12 +166,12 @@ class HeadsThenRing:
         """The neighbours' chunks together are the two chunks of a coarser ring."""
         context = _context(tokens)
         q, k, v = heads_for_tokens(q, k, v, self.near, context.neighbours)
-        spans = context.spans_of_groups(self.near.size, **sight(scores))
+        spans = context.spans_of_groups(self.near.size, **sight(scores, context))
         scores, sinks = scores_of_my_heads(scores, self.near, q.shape[1]), of_my_heads(sinks, self.near)
         mine = replace(tokens, biases=of_my_heads(tokens.biases, self.near))
         dropped = dropped_of_groups(tokens, scores, self.near.size)
-        biases = biases_of_groups(mine, scores, self.near.size)
-        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, biases, overlap=self.overlap)
+        biases, seen = biases_of_groups(mine, scores, self.near.size), seen_of_groups(context, self.near.size)
+        out = ring_attention(q, k, v, self.ring, spans, scores, sinks, dropped, biases, seen, overlap=self.overlap)
         return tokens_for_heads(out, self.near, context.neighbours)
 
 
@@ -186,9 +189,37 @@ class Sight(TypedDict):
     chunked: bool
 
 
-def sight(scores: Scores) -> Sight:
-    """What scores say of it."""
+def sight(scores: Scores, context: Context) -> Sight:
+    """What scores say of it, but for what masks say in their place."""
+    visible = context.whole.visible
+    scores = scores if visible is None else visible.scores(scores)
     return Sight(window=scores.window, right=scores.right, causal=scores.causal, chunked=scores.chunked)
+
+
+# --- masks: every rank has those of whole documents, and looks at its own queries' rows
+
+
+def seen_of_groups(context: Context, near: int) -> list[SeenPairs] | None:
+    """Which pairs of my group of `near` neighbours' tokens with those of every such group masks let see; None: all."""
+    visible = context.whole.visible
+    if visible is None:
+        return None
+    parts = context.numbers_of_groups(near)
+    return [SeenPairs(visible, parts[context.rank // near], keys) for keys in parts]
+
+
+def seen_of_all(context: Context) -> SeenPairs | None:
+    """The same of my tokens with all tokens, in natural order."""
+    visible = context.whole.visible
+    if visible is None:
+        return None
+    return SeenPairs(visible, context.numbers_of_groups(1)[context.rank], _every_number(context))
+
+
+def seen_of_whole(context: Context) -> SeenPairs | None:
+    """The same of all tokens among themselves, in natural order."""
+    visible = context.whole.visible
+    return None if visible is None else SeenPairs(visible, _every_number(context), _every_number(context))
 
 
 # --- dropped weights: the hash of a pair needs the numbers of both tokens, wherever they are
@@ -336,18 +367,21 @@ def _by_rank(x: Tensor, ranks: int) -> Tensor:
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans],
     scores: Scores = PLAIN, sinks: Tensor | None = None, dropped: Sequence[DroppedWeights] | None = None,
-    biases: Sequence[PairBiases] | None = None, *, overlap: bool = True,
+    biases: Sequence[PairBiases] | None = None, seen: Sequence[SeenPairs] | None = None, *, overlap: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of my tokens to those of all ranks of `group`: q [t, n, d], k [t, g, d], v [t, g, d_v] -> [t, n, d_v].
 
     spans[r]: what my queries see of the keys of rank number r, and so what `scores` hide; dropped[r]: which of their
-    weights are zero; biases[r]: what their scores gain, from the same values for all. sinks [n].
+    weights are zero; biases[r]: what their scores gain, from the same values for all; seen[r]: which pairs masks let
+    see. sinks [n].
     Without `overlap` every message is waited for before anything else is done; the numbers are the same.
     """
     if group.size == 1:
-        return span_attention(q, k, v, spans[0], scores, sinks, _of_rank(dropped, 0), _of_rank(biases, 0))
+        return span_attention(
+            q, k, v, spans[0], scores, sinks, _of_rank(dropped, 0), _of_rank(biases, 0), _of_rank(seen, 0)
+        )  # fmt: skip
     values = None if biases is None else biases[0].values
-    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, values, biases, overlap)  # type: ignore[no-untyped-call]  # torch's own
+    out: Tensor = RingAttention.apply(q, k, v, group, spans, scores, sinks, dropped, values, biases, seen, overlap)  # type: ignore[no-untyped-call]  # torch's own
     return out
 
 
@@ -364,7 +398,7 @@ class RingAttention(Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Group, spans: Sequence[Spans], scores: Scores,
         sinks: Tensor | None, dropped: Sequence[DroppedWeights] | None, values: Tensor | None,
-        biases: Sequence[PairBiases] | None, overlap: bool,
+        biases: Sequence[PairBiases] | None, seen: Sequence[SeenPairs] | None, overlap: bool,
     ) -> Tensor:  # fmt: skip
         heads, repeats, dtype = k.shape[1], spans[0].repeats, q.dtype
         widths = [k.shape[-1], v.shape[-1]]
@@ -374,13 +408,14 @@ class RingAttention(Function):
             coming = _while_computing(start_passing(held, group), overlap) if step < group.size - 1 else None
             owner = _owner(group, step)
             attend(
-                q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner), _of_rank(biases, owner)
-            )
+                q, *_both(held, widths), spans[owner], result, scores, _of_rank(dropped, owner),
+                _of_rank(biases, owner), _of_rank(seen, owner),
+            )  # fmt: skip
             held = held if coming is None else coming.wait()
         out = by_token(result.out.to(dtype), heads)
         ctx.save_for_backward(q, own, out, result.lse, sinks, values)
         ctx.group, ctx.spans, ctx.kv_heads, ctx.widths, ctx.scores = group, spans, heads, widths, scores
-        ctx.overlap, ctx.dropped = overlap, dropped
+        ctx.overlap, ctx.dropped, ctx.seen = overlap, dropped, seen
         ctx.distances = None if biases is None else [of_rank.distances for of_rank in biases]
         return out
 
@@ -392,7 +427,7 @@ class RingAttention(Function):
         repeats = spans[0].repeats
         delta = rows_by_head(output_share(dout, out, lse.dtype), heads, repeats).squeeze(-1)
         dq, dvalues = torch.zeros_like(q, dtype=lse.dtype), zeros_for(values, lse.dtype)
-        pairs = _Pairs(ctx.dropped, values, ctx.distances, dvalues)
+        pairs = _Pairs(ctx.dropped, values, ctx.distances, dvalues, ctx.seen)
         find = _Finder(q, rows_by_head(dout, heads, repeats), lse, delta, widths, ctx.scores, dq, pairs)
         first, last = _halves(spans[group.rank])
         coming, travelling = _while_computing(start_passing(own, group), overlap), None
@@ -409,7 +444,7 @@ class RingAttention(Function):
         dsinks = None if sinks is None else sink_gradient(sinks, lse, delta)
         dvalues = None if dvalues is None else dvalues.to(values.dtype)
         dq = by_token(dq.to(q.dtype), heads)
-        return dq, *dkv.split(widths, -1), None, None, None, dsinks, None, dvalues, None, None
+        return dq, *dkv.split(widths, -1), None, None, None, dsinks, None, dvalues, None, None, None
 
 
 def _of_rank(each: Sequence[Pair] | None, rank: int) -> Pair | None:
@@ -425,6 +460,8 @@ class _Pairs:
     distances: Sequence[Distances] | None
     dvalues: Tensor | None
     """The gradient of the values: the sum so far."""
+
+    seen: Sequence[SeenPairs] | None
 
     def biases(self, rank: int) -> PairBiases | None:
         """With the keys of one rank."""
@@ -451,7 +488,7 @@ class _Finder:
         into = Gradients(self.dq, *_both(sums, self.widths), self.pairs.dvalues)
         attend_backward(
             self.q, *_both(kv, self.widths), self.lse, self.dout, self.delta, spans, into, self.scores,
-            _of_rank(self.pairs.dropped, owner), self.pairs.biases(owner),
+            _of_rank(self.pairs.dropped, owner), self.pairs.biases(owner), _of_rank(self.pairs.seen, owner),
         )  # fmt: skip
         return sums
 

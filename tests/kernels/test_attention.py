@@ -15,10 +15,13 @@ from megalith.kernels.attention import (
     attention,
     in_chunks,
     reference_attention,
+    seen_at_most,
     way_of,
+    way_with_masks,
     within_reach,
 )
 from megalith.kernels.dropout import dropped_weights
+from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.relative_bias import reference_biases
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
@@ -176,35 +179,180 @@ def test_off_by_one_needs_no_large_scores_to_stay_finite() -> None:
         assert bool(torch.isfinite(y).all())
 
 
-MASKED = tokens_of_queries([(4, 4), (2, 5), (0, 0), (3, 3)])
-MASKS = [torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [1, 1, 0, 1], [0, 0, 0, 0]]).bool(), None, None,
-         torch.tensor([[0, 1, 1], [1, 0, 0], [1, 1, 1]]).bool()]  # fmt: skip
+def drawn(tokens: Tokens, seed: int = 0) -> list[Tensor | None]:
+    """Masks of all documents but every third, with a query here and there that may see nothing."""
+    draw = torch.Generator().manual_seed(seed)
+    masks = [torch.rand(queries, keys, generator=draw) < 0.6 for queries, keys in tokens.lengths]
+    return [
+        None if n % 3 == 2 else mask & (torch.rand(len(mask), 1, generator=draw) < 0.9) for n, mask in enumerate(masks)
+    ]
+
+
+def unpadded(tokens: Tokens, seed: int = 1) -> Tensor:
+    keys = sum(keys for _, keys in tokens.lengths)
+    return torch.rand(keys, generator=torch.Generator().manual_seed(seed)) < 0.8
+
+
+def by_hand(
+    q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, masks: list[Tensor | None], scores: Scores, sinks: Tensor | None,
+    *, alone: bool = False,
+) -> Tensor:  # fmt: skip
+    """Every document by the definition, with what it sees spelled out."""
+    outs, counts, every = [], *zip(*tokens.lengths)
+    for queries, keys, values, mask in zip(q.split(counts), k.split(every), v.split(every), masks):
+        rule = keys_seen(len(queries), len(keys), scores, device=q.device)
+        if alone:  # the mask takes the place of causality; a window ends where it did
+            band = scores.window is not None and not scores.chunked
+            rule = rule if band else keys_seen(len(queries), len(keys), replace(scores, causal=False), device=q.device)
+        seen = rule if mask is None else mask if rule is None else mask & rule
+        outs.append(masked_attention(queries, keys, values, seen, scores, sinks))
+    return torch.cat(outs)
+
+
+MASKS = ["pairs", "padding", "both", "alone"]
+
+
+def masked(tokens: Tokens, kind: str) -> tuple[Tokens, list[Tensor | None]]:
+    """Tokens with masks, and which pairs those let see."""
+    masks: list[Tensor | None] = [None] * len(tokens.lengths)
+    if kind in ("pairs", "both"):
+        masks = drawn(tokens)
+        tokens = with_masks(tokens, masks)
+    if kind == "alone":
+        masks = [torch.rand(size, generator=torch.Generator().manual_seed(2)) < 0.7 for size in tokens.lengths]
+        tokens = with_masks(tokens, masks, alone=True)
+    if kind in ("padding", "both"):
+        text = unpadded(tokens)
+        tokens = with_padding(tokens, text)
+        hidden = text.split([keys for _, keys in tokens.lengths])
+        masks = [one[None] if mask is None else mask & one for mask, one in zip(masks, hidden)]
+    return tokens, masks
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_masks_hide_keys_beside_what_the_scores_hide(variant: str, kernel: Kernel) -> None:
-    scores, has_sinks = VARIANTS[variant]
-    inputs = qkv(MASKED, heads=4, kv_heads=2, d=6, d_v=4)
-    sinks = sinks_of(4) if has_sinks else None
-    y = attention(*inputs, MASKED, scores, sinks, visible=MASKS, kernel=kernel)
-    expected = reference_attention(*inputs, MASKED, scores, sinks, visible=MASKS)
-    torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    assert not y[3].any(), "a query that sees nothing gives 0"
-    for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)):
-        assert bool(torch.isfinite(mine).all())
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("layout", ["long rows", "long documents", "rows", "cache", "padded"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_hide_keys_beside_what_the_scores_hide(kind: str, layout: str, kernel: Kernel) -> None:
+    tokens, masks = masked(LAYOUTS[layout], kind)
+    for scores, has_sinks in VARIANTS.values():
+        inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=6, d_v=4), sinks_of(4) if has_sinks else None
+        y = attention(*inputs, tokens, scores, sinks, kernel=kernel)
+        expected = by_hand(*inputs, tokens, masks, scores, sinks, alone=kind == "alone")
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=y.dtype)
+        wanted = inputs if sinks is None else [*inputs, sinks]
+        for mine, theirs in zip(torch.autograd.grad(y, wanted, dy), torch.autograd.grad(expected, wanted, dy)):
+            assert bool(torch.isfinite(mine).all())
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
 
 
-def test_a_key_that_a_mask_hides_changes_no_bit_and_has_no_gradient() -> None:
-    q, k, v = qkv(MASKED, heads=4, kv_heads=2)
-    scores = Scores(causal=False)
-    y = attention(q, k, v, MASKED, scores, visible=MASKS)
-    changed = k.detach().clone()
-    changed[2] += 1.0  # hidden from queries 1 to 3
-    assert torch.equal(attention(q, changed, v, MASKED, scores, visible=MASKS)[1:4], y[1:4])
-    (dk,) = torch.autograd.grad(y[1:4].sum(), k)
-    assert not dk[2].any()
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_attention_in_narrow_types_stays_near_float64(dtype: torch.dtype, kernel: Kernel) -> None:
+    tokens, _ = masked(LAYOUTS["long documents"], "both")
+    bound = 1e-5 if dtype == torch.float32 else 3e-2
+    for scores, has_sinks in VARIANTS.values():
+        inputs, sinks = qkv(tokens, heads=4, kv_heads=2, d=8, dtype=dtype), sinks_of(4) if has_sinks else None
+        exact = [x.detach().double().requires_grad_() for x in inputs]
+        y = attention(*inputs, tokens, scores, None if sinks is None else sinks.to(dtype), kernel=kernel)
+        expected = reference_attention(*exact, tokens, scores, sinks)
+        torch.testing.assert_close(y.double(), expected, rtol=bound, atol=bound)
+        for mine, theirs in zip(torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), exact)):
+            torch.testing.assert_close(mine.double(), theirs, rtol=4 * bound, atol=4 * bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kernel", ["auto", "torch", "reference"])
+def test_what_masks_hide_changes_no_bit_and_has_no_gradient(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Keys and values that are padding, and pairs that a mask hides; queries that see nothing give 0."""
+    text, layout = torch.rand(140, generator=torch.Generator().manual_seed(3)) < 0.7, LAYOUTS["long rows"]
+    text[:3] = False  # so that the first queries of a causal document see nothing
+    hidden = torch.ones(70, 70, dtype=torch.bool)
+    hidden[4:40, 20:30] = False
+    tokens = with_padding(with_masks(layout, [hidden, None]), text)
+    for scores, has_sinks in VARIANTS.values():
+        q, k, v = qkv(tokens, heads=4, kv_heads=2, dtype=dtype)
+        sinks = sinks_of(4).detach().to(dtype) if has_sinks else None
+        y = attention(q, k, v, tokens, scores, sinks, kernel=kernel)
+        other = [torch.where(text[:, None, None], x, x + 3.0).detach() for x in (k, v)]
+        assert torch.equal(attention(q, *other, tokens, scores, sinks, kernel=kernel), y)
+        other = [x.detach().clone() for x in (k, v)]
+        for x in other:
+            x[20:30] += 3.0
+        assert torch.equal(attention(q, *other, tokens, scores, sinks, kernel=kernel)[4:20], y[4:20])
+        if scores.causal:
+            assert not y[:3].any()
+        dq, dk, dv = torch.autograd.grad(y.square().sum(), (q, k, v))
+        assert not dk[~text].any() and not dv[~text].any() and bool(torch.isfinite(dq).all())
+        assert not scores.causal or not dq[:3].any()
+        y = attention(q, k, v, tokens, scores, sinks, kernel=kernel)
+        assert not any(part[20:30].any() for part in torch.autograd.grad(y[4:20].sum(), (k, v)))
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masked_text_read_from_a_cache_is_the_tail_of_the_whole(kind: str) -> None:
+    """Also where a cache has dropped what no later query sees."""
+    whole, masks = masked(tokens_of_rows(1, 12), kind)
+    for scores, has_sinks in VARIANTS.values():
+        if not scores.causal:
+            continue
+        q, k, v = (x.detach() for x in qkv(whole, heads=4, kv_heads=2, d_v=6))
+        sinks = sinks_of(4).detach() if has_sinks else None
+        expected = attention(q, k, v, whole, scores, sinks)
+        for first, last in ((3, 4), (3, 12), (11, 12), (0, 7)):
+            part = tokens_of_queries([(last - first, last)])
+            own = masks[0].expand(12, 12)[first:last, :last] if masks[0] is not None else None
+            part = with_masks(part, [own], alone=kind == "alone")
+            if kind == "alone" and last < 12 and (scores.window is None or scores.chunked):
+                continue  # queries look at what comes later
+            y = attention(q[first:last], k[:last], v[:last], part, scores, sinks)
+            torch.testing.assert_close(y, expected[first:last], rtol=1e-12, atol=1e-12)
+            ((_, left),) = seen_at_most(part.lengths, scores)
+            assert torch.equal(
+                attention(q[first:last], k[last - left : last], v[last - left : last], part, scores, sinks), y
+            )
+
+
+def test_masks_alone_let_a_causal_layer_see_later_tokens() -> None:
+    tokens = with_masks(tokens_of_rows(1, 6), [torch.ones(6, 6, dtype=torch.bool)], alone=True)
+    q, k, v = qkv(tokens, heads=4, kv_heads=2)
+    torch.testing.assert_close(
+        attention(q, k, v, tokens), attention(q, k, v, tokens_of_rows(1, 6), Scores(causal=False))
+    )
+    windowed = attention(q, k, v, tokens_of_rows(1, 6), Scores(window=3))
+    torch.testing.assert_close(attention(q, k, v, tokens, Scores(window=3)), windowed)
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_masks_hide_pairs_of_which_weights_are_dropped_and_scores_biased(kind: str) -> None:
+    tokens, _ = masked(LAYOUTS["long documents"], kind)
+    table = torch.linspace(-2, 3, 8 * 4, dtype=torch.float64).view(8, 4).requires_grad_()
+    tokens = replace(tokens, biases=table, dropout=DropoutKey(5, torch.arange(tokens.num_tokens)))
+    for dropout, relative, cap in ((0.4, None, None), (0.4, 20, 2.0), (None, 20, None), (None, 20, 2.0)):
+        drop = None if dropout is None else WeightDropout(dropout, 99, 2)
+        scores = Scores(window=30, softcap=cap, relative=relative, dropout=drop)
+        inputs = qkv(tokens, heads=4, kv_heads=2)
+        y, expected = attention(*inputs, tokens, scores), reference_attention(*inputs, tokens, scores)
+        torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
+        wanted = [*inputs, table] if relative else inputs
+        for mine, theirs in zip(torch.autograd.grad(y.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)):
+            torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tiled_attention", "sdpa_attention"):
+        monkeypatch.setattr(ways, name, None)
+    for layout in LAYOUTS.values():
+        for scores, has_sinks in VARIANTS.values():
+            tokens, _ = masked(layout, "both")
+            attention(*qkv(tokens, heads=4, kv_heads=2), tokens, scores, sinks_of(4) if has_sinks else None)
+    q = torch.empty(1, 2, 8)
+    strange = Scores(window=3)
+    assert [way_with_masks(q, q, scores, None) for scores in (PLAIN, Scores(causal=False), strange)] == [
+        "torch", "torch", "spans",
+    ]  # fmt: skip
+    assert way_with_masks(q, q, replace(strange, relative=4), torch.zeros(2)) == "torch"
+    assert way_with_masks(q.to("meta"), q.to("meta"), strange, None) == "spans"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

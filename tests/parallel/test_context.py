@@ -17,15 +17,17 @@ from megalith.config.parallel import ParallelConfig
 from megalith.data.loader import Batch, with_dropout
 from megalith.kernels import span_attention
 from megalith.kernels.attention import attention, reference_attention
+from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices
+from megalith.kernels.visible import SeenPairs, Visible
 from megalith.observe.meter import metered
 from megalith.parallel import context
 from megalith.parallel.context import Ring, build_attend, my_slicing
 from megalith.parallel.group import Group
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.rings import Started
-from megalith.plan.context import KINDS, Slices, plan_slices
+from megalith.plan.context import KINDS, Slices, Slicing, plan_slices
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, relative_error
@@ -43,6 +45,7 @@ class Case:
     heads: tuple[int, int] = (4, 2)
     document: bool = False
     a2a: int | None = None
+    masks: Literal["beside", "alone"] | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -73,10 +76,23 @@ class Case:
         return {name: weight.requires_grad_() for name, weight in found.items()}
 
 
+def with_case_masks(case: Case, tokens: Tokens) -> Tokens:
+    """Some pairs are hidden, and some queries see nothing; beside masks, one document has none, and some keys are
+    padding."""
+    if case.masks is None:
+        return tokens
+    draw = torch.Generator().manual_seed(6)
+    masks = [(torch.rand(n, n, generator=draw) < 0.6) & (torch.rand(n, 1, generator=draw) < 0.9) for n in case.lengths]
+    if case.masks == "alone":
+        return with_masks(tokens, masks, alone=True)
+    text = torch.rand(sum(case.lengths), generator=draw) < 0.8
+    return with_padding(with_masks(tokens, [None, *masks[1:]]), text)
+
+
 def shared(case: Case, mesh: Mesh, world: int) -> tuple[Slices, Tokens]:
     slicing = my_slicing(case.parallel(world), mesh)
     slices = plan_slices(case.lengths, row=case.row, slicing=slicing)
-    tokens = tokens_of_slices(slices, slicing)
+    tokens = with_case_masks(case, tokens_of_slices(slices, slicing))
     if case.scores.dropout is None:
         return slices, tokens
     batch = Batch(tokens.positions, tokens.positions, tokens, num_labels=0, lengths=())
@@ -109,7 +125,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     q, k, v, dout = case.whole(dtype)
     learnt = case.learnt(dtype)
     inputs = [x.requires_grad_() for x in (q, k, v)] + list(learnt.values())
-    tokens = tokens_of_lengths(list(case.lengths))
+    tokens = with_case_masks(case, tokens_of_lengths(list(case.lengths)))
     numbers = torch.tensor([row * case.row + place for row in (5, 9) for place in range(case.row)])[: len(q)]
     tokens = replace(tokens, dropout=DropoutKey(1, numbers), biases=learnt.get("biases"))
     out = reference_attention(q, k, v, tokens, case.scores, learnt.get("sinks"))
@@ -205,6 +221,32 @@ CASES = {
         )
         for kind in KINDS[:3]
     },
+    **{
+        f"{kind}, masks {how}, {name}": (
+            4 if kind == "a2a+ring" else 2,
+            Case(
+                kind,
+                lengths=lengths,
+                row=24,
+                document=document,
+                scores=scores,
+                sinks=sinks,
+                a2a=2 if kind == "a2a+ring" else None,
+                masks=how,
+            ),
+        )
+        for kind in KINDS
+        for how, name, lengths, document, scores, sinks in (
+            ("beside", "rows", (24, 24), False, PLAIN, False),
+            ("beside", "both ways, each document sliced", RAGGED, True, BOTH_WAYS, False),
+            ("beside", "everything, documents", RAGGED, False, BIASED_ALL, True),
+            ("alone", "each document sliced", RAGGED, True, PLAIN, True),
+            ("alone", "chunks, documents", RAGGED, False, Scores(window=5, chunked=True), False),
+            ("alone", "a window, each document sliced", RAGGED, True, WINDOW, False),
+        )
+    },
+    "gather of three, masks alone, one key head": (3, Case("gather", heads=(3, 1), masks="alone")),
+    "ring, masks in tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1), masks="alone")),
     "ring, biases in tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1), scores=BIASED)),
     "ring, tiles of whole chunks": (2, Case(lengths=(288,), row=288, heads=(2, 1))),
 }
@@ -232,6 +274,57 @@ def _changed(rank: int, world: int, case: Case) -> list[bool]:
         outs.append(build_attend(case.parallel(world).context, 0, mesh)(q, k, v, tokens))
     changed = (outs[0] != outs[1]).flatten(1).any(1) & (read >= 0)
     return [bool(changed[tokens.document == number].any()) for number in range(len(case.lengths))]
+
+
+def _hidden_keys(rank: int, world: int, case: Case) -> tuple[bool, bool, bool]:
+    """Whether other keys where padding is change a bit; whether gradients of those are zero; whether the first queries,
+    which see nothing, find 0."""
+    mesh = build_mesh(model_grid(case.parallel(world), case.model, world), rank=rank)
+    slices, tokens = shared(case, mesh, world)
+    read = torch.from_numpy(slices.as_read(rank))
+    text = torch.arange(sum(case.lengths)) % 5 != 2
+    text[:2] = False
+    tokens, attend = with_padding(tokens, text), build_attend(case.parallel(world).context, 0, mesh)
+    q, k, v, dout = (x[read.clamp(min=0)] for x in case.whole(torch.float32))
+    hidden = ~text[read.clamp(min=0)] | (read < 0)
+    k, v = k.requires_grad_(), v.requires_grad_()
+    out = attend(q, k, v, tokens)
+    other = attend(q, *(torch.where(hidden[:, None, None], x + 1, x) for x in (k, v)), tokens)
+    dk, dv = torch.autograd.grad(out, (k, v), dout)
+    first = (read >= 0) & (read < 2)
+    return torch.equal(out, other), not dk[hidden].any() and not dv[hidden].any(), not out[first].any()
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather", "a2a"])
+def test_padding_changes_no_bit_and_has_no_gradient_on_any_rank(kind: ContextKind) -> None:
+    found = run_ranks(_hidden_keys, 2, Case(kind, lengths=(5, 3, 8), row=16, document=True))
+    assert found == [(True, True, True)] * 2
+
+
+def _without_my_own_rows(rank: int, world: int, case: Case) -> list[Tensor]:
+    if rank == 0:
+        return _attend(rank, world, case)
+
+    class OtherRows(SeenPairs):
+        """Masks of the first rank's queries."""
+
+        def __init__(self, visible: Visible, queries: Tensor, keys: Tensor) -> None:
+            super().__init__(visible, context_numbers(case, world), keys)
+
+    with replaced(context, "SeenPairs", OtherRows):
+        return _attend(rank, world, case)
+
+
+def context_numbers(case: Case, world: int) -> Tensor:
+    slicing = Slicing(ranks=world, rank=0)
+    return torch.from_numpy(plan_slices(case.lengths, row=case.row, slicing=slicing).numbers[0])
+
+
+@pytest.mark.parametrize("kind", ["ring", "gather"])
+def test_a_rank_that_takes_the_rows_of_another_is_seen(kind: ContextKind) -> None:
+    case = Case(kind, masks="alone")
+    joined = [torch.stack(list(same)).sum(0) for same in zip(*run_ranks(_without_my_own_rows, 2, case))]
+    assert all(relative_error(a, b) > 0.01 for a, b in zip(joined, reference(case), strict=True))
 
 
 @pytest.mark.parametrize("document", [False, True])
