@@ -20,10 +20,14 @@ if TYPE_CHECKING:  # it loads torch
 
 @dataclass(frozen=True, kw_only=True)
 class InfoOptions:
-    """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor."""
+    """What a checkpoint holds: step, ranks that saved it, tensors, sizes. Reads no tensor unless asked for values."""
 
     path: Positional[str]
     """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then its newest one."""
+    only: str | None = None
+    """List the tensors whose names fit this pattern: "*" are all, model.* all weights."""
+    values: bool = False
+    """Read these tensors, by default all, and tell how their values are spread."""
     json: bool = False
     """Print one JSON document."""
 
@@ -34,6 +38,8 @@ class VerifyOptions:
 
     path: Positional[str]
     """A step_NNNNNNN folder, or a run, its name under runs/, or a checkpoints folder: then all of them."""
+    deep: bool = False
+    """Also look at every value: tensors with elements that are nan or infinite are damaged, too."""
     json: bool = False
     """Print one JSON document."""
 
@@ -71,7 +77,10 @@ def main(argv: list[str]) -> int:
 def show_info(argv: list[str]) -> int:
     """Print what a checkpoint holds."""
     options = parse_options(InfoOptions, argv, prog="megalith checkpoint info")
-    found = describe(newest_in(folder_named(options.path)))
+    path = newest_in(folder_named(options.path))
+    found = describe(path)
+    if options.only is not None or options.values:
+        found["listed"] = listed(path, options.only or "*", values=options.values)
     if options.json:
         print_json(found)
         return 0
@@ -80,15 +89,51 @@ def show_info(argv: list[str]) -> int:
     print(f"  parameters  {found['parameters']:,}")
     for role, size in found["roles"].items():
         print(f"  {role:<11} {size['tensors']:,} tensors, {size['numel']:,} elements of {', '.join(size['dtypes'])}")
+    for tensor in found.get("listed", []):
+        print(f"  {_tensor_in_words(tensor)}")
     return 0
+
+
+def listed(path: Path, only: str, *, values: bool) -> list[dict[str, Any]]:  # JSON
+    """Shape, dtype and number of boxes of the tensors that fit a pattern; with `values` how these are spread.
+
+    Raises:
+        CheckpointError: none fits, or a file is damaged.
+    """
+    from megalith.checkpoint.load import open_checkpoint
+    from megalith.checkpoint.statistics import names_matching, statistics_of
+
+    opened = open_checkpoint(path)
+    tensors = {name: opened.manifest.tensors[name] for name in names_matching(opened, only)}
+    return [
+        {"name": name, "shape": list(tensor.shape), "dtype": tensor.dtype, "boxes": len(tensor.boxes)}
+        | (asdict(statistics_of(opened, name)) if values else {})
+        for name, tensor in tensors.items()
+    ]
+
+
+def _tensor_in_words(tensor: dict[str, Any]) -> str:  # JSON
+    told = f"{tensor['name']}  {tensor['shape']} {tensor['dtype']} in {tensor['boxes']} boxes"
+    if "mean" not in tensor:
+        return told
+    spread = ", ".join(f"{word} {tensor[word]:.4g}" for word in ("mean", "std", "least", "largest"))
+    lost = f", {tensor['not_finite']:,} not finite" if tensor["not_finite"] else ""
+    return f"{told}: {spread}{lost}"
 
 
 def verify(argv: list[str]) -> int:
     """Print what is wrong with some checkpoints; 1 if anything is."""
-    from megalith.checkpoint.load import verify_checkpoint
+    from megalith.checkpoint.load import open_checkpoint, verify_checkpoint
+    from megalith.checkpoint.statistics import values_that_are_no_numbers
 
     options = parse_options(VerifyOptions, argv, prog="megalith checkpoint verify")
     found = {str(path): verify_checkpoint(path) for path in checkpoints_in(folder_named(options.path))}
+    if options.deep:
+        found |= {
+            path: values_that_are_no_numbers(open_checkpoint(Path(path)))
+            for path, problems in found.items()
+            if not problems
+        }
     if options.json:
         print_json(found)
         return int(any(found.values()))

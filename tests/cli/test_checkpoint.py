@@ -54,6 +54,38 @@ def test_info_tells_the_step_and_what_is_in_it(run: Path, capsys: pytest.Capture
     assert found["roles"]["weights"] == {"tensors": 1, "numel": 7, "dtypes": ["bfloat16"]}
 
 
+def test_info_lists_tensors_and_tells_how_their_values_are_spread(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call("info", run, "--only", "model.*") == 0
+    told = capsys.readouterr().out
+    assert "  model.norm.weight  [7] bfloat16 in 1 boxes\n" in told and "optimizer.exp_avg.norm.weight" not in told
+    assert call("info", run, "--values") == 0
+    told = capsys.readouterr().out
+    assert "model.norm.weight  [7] bfloat16 in 1 boxes: mean 2, std 0, least 2, largest 2\n" in told
+    assert "optimizer.exp_avg.norm.weight  [7] float32 in 1 boxes: mean 0, std 0, least 0, largest 0\n" in told
+    assert call("info", run, "--only", "model.*", "--values", "--json") == 0
+    (tensor,) = json.loads(capsys.readouterr().out)["listed"]
+    assert (tensor["shape"], tensor["mean"], tensor["not_finite"]) == ([7], 2.0, 0)
+    assert call("info", run, "--only", "head.*") == 2
+    assert "--only=head.* matches none of the tensors of" in capsys.readouterr().err
+
+
+def test_a_sound_checkpoint_may_hold_values_that_are_no_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = torch.tensor([1.0, float("nan"), float("-inf"), 2.0])
+    entries = [Entry(whole("norm.weight", (4,)), "param", weights, True)]
+    save_checkpoint(
+        tmp_path / "checkpoints", 3, entries, {"train": {}}, alone("world"), config_text="name: x\n", keep=None
+    )  # fmt: skip
+    assert call("verify", tmp_path) == 0
+    assert call("verify", tmp_path, "--deep") == 1
+    assert "model.norm.weight: 2 of 4 elements are nan or infinite" in capsys.readouterr().out
+    assert call("info", tmp_path, "--values") == 0
+    assert "mean 1.5, std 0.5, least 1, largest 2, 2 not finite\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("where", [".", "checkpoints", "checkpoints/step_0000002"])
 def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("verify", run / where) == 0
