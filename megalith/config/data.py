@@ -8,7 +8,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal
 
-from megalith.config.sft import SFTConfig, sft_problems
+from megalith.config.mock import MockLengths, mock_problems
+from megalith.config.sft import Overlong, SFTConfig, sft_problems
 from megalith.errors import ConfigError
 
 Sampler = Literal["sequential", "cyclic", "cyclic_per_rank"]
@@ -61,6 +62,11 @@ class DataConfig:
     """How many documents the mock corpus has."""
     mock_max_tokens: int = 4096
     """Mock documents are shorter than this."""
+    mock_lengths: MockLengths = field(default_factory=MockLengths)
+    """How long mock documents are."""
+    overlong: Overlong = "error"
+    """With train.tokens_per_microbatch, what becomes of a document of text that is longer than train.seq_len: refused,
+    cut at its end, or left out; both are counted."""
     sft: SFTConfig = field(default_factory=SFTConfig)
     """Conversations to be fine-tuned on."""
 
@@ -189,7 +195,7 @@ def _source_problems(data: DataConfig) -> list[str]:
 def _text_problems(data: DataConfig) -> list[str]:
     """Settings of running text, which conversations have no use for."""
     usual = DataConfig()
-    names = ("split", "documents", "eod_mask_loss", "keep_partial_valid", "num_train_samples", "sampler")
+    names = ("split", "documents", "eod_mask_loss", "keep_partial_valid", "num_train_samples", "sampler", "overlong")
     given = [f"data.{name}={getattr(data, name)}" for name in names if getattr(data, name) != getattr(usual, name)]
     if not data.sft.used() or not given:
         return []
@@ -210,4 +216,4 @@ def _number_problems(data: DataConfig) -> list[str]:
         problems.append(f"data.mock_num_documents={data.mock_num_documents} must be 1 or more.")
     if data.mock_max_tokens < 2:
         problems.append(f"data.mock_max_tokens={data.mock_max_tokens} must be 2 or more.")
-    return problems
+    return problems + mock_problems(data.mock_lengths, most=data.mock_max_tokens - 1, used=data.mock)

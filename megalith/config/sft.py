@@ -28,6 +28,8 @@ class SFTConfig:
     packing: Packing = "best_fit"
     """How conversations share rows. best_fit: each where it leaves the least room; greedy: one after the other until
     the next does not fit; row: the conversations of one line of the file have a row of their own."""
+    packs: str | None = None
+    """A file of `megalith data pack`: which conversations share rows, instead of `packing`."""
     overlong: Overlong = "error"
     """What becomes of a conversation that is longer than a row: refused, cut at its end, or left out; both are
     counted."""
@@ -56,6 +58,11 @@ def sft_problems(sft: SFTConfig) -> list[str]:
         problems.append(
             f"data.sft.valid_path={' '.join(sft.valid_path)} without data.sft.path: it is the validation split of one. "
             f"Set data.sft.path, or remove it."
+        )
+    if sft.packs is not None and sft.packing != SFTConfig().packing:
+        problems.append(
+            f"data.sft.packing={sft.packing} with data.sft.packs={sft.packs}: the file says which conversations share "
+            f"rows. Remove one of them."
         )
     if not _is_date(sft.date):
         problems.append(f"data.sft.date={sft.date!r} must be a date like 2024-07-26.")

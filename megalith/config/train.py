@@ -28,7 +28,15 @@ class LoopConfig:
     """Rows that one rank computes at once; the rest of its share is accumulated."""
 
     seq_len: int = 1024
-    """Tokens per row."""
+    """Tokens per row; with `tokens_per_microbatch`, of the longest document."""
+
+    tokens_per_microbatch: int | None = None
+    """Read whole documents, or conversations, in packs of at most so many tokens instead of rows: those that one rank
+    computes at once (ranks along cp share packs of cp times as many). A step then has `global_batch_size` documents in
+    as many microbatches as they need, and ranks along dp work alike. Unset: rows of `seq_len`."""
+
+    balance_rows: bool = False
+    """Deal rows of conversations to ranks along dp so that they cost them alike; the rows of a step stay the same."""
 
     label_smoothing: float = 0.0
     """Share of each label that all other tokens of the vocabulary divide evenly, in the losses that are minimised and

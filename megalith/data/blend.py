@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from megalith.data.cache import Arrays
 from megalith.data.loops import fill_exhaustive_order, fill_weighted_order, loop_for
-from megalith.data.sample import Dataset, Sample
+from megalith.data.sample import Dataset, Indexed, Row, Sample
 from megalith.errors import DataError
 
 MAX_MEMBERS = 32766  # the member of each sample is an int16
@@ -108,7 +108,7 @@ class BlendedDataset:
     def __len__(self) -> int:
         return self.num_samples
 
-    def sample(self, k: int) -> Sample:
+    def sample(self, k: int) -> Row:
         """Sample k, with the place of its member in the blend.
 
         Raises:
@@ -121,5 +121,14 @@ class BlendedDataset:
             )
         member = int(self._order.members[k])
         sample = self._members[member].sample(int(self._order.samples[k]))
-        assert isinstance(sample, Sample), "only running text is blended"
-        return replace(sample, dataset_id=self._ids[member])
+        return replace(sample, dataset_id=self._ids[member]) if isinstance(sample, Sample) else sample
+
+
+class BlendedDocuments(BlendedDataset):
+    """The same of members that read whole documents."""
+
+    def lengths_of(self, k: int) -> tuple[int, ...]:
+        """Tokens that are read of document k."""
+        member = self._members[int(self._order.members[k])]
+        assert isinstance(member, Indexed), "members of one kind"
+        return member.lengths_of(int(self._order.samples[k]))

@@ -21,6 +21,7 @@ from megalith.config.data import (
 )
 from megalith.data.blend import (
     BlendedDataset,
+    BlendedDocuments,
     BlendOrder,
     exhaustive_order,
     member_sizes,
@@ -28,9 +29,10 @@ from megalith.data.blend import (
     weighted_order,
 )
 from megalith.data.cache import load_or_build
+from megalith.data.documents import DocumentDataset
 from megalith.data.indexed import IndexedDataset, missing_store_message
 from megalith.data.mock import MockStore
-from megalith.data.pretrain import ContinuedDataset, PretrainDataset, WindowPlan, check_ids, continued
+from megalith.data.pretrain import PretrainDataset, WindowPlan, check_ids, continued
 from megalith.data.sample import Dataset, TokenStore
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import Tokenizer
@@ -62,6 +64,7 @@ def build_datasets(
     vocab_size: int,
     eod: int,
     train_longer: Sequence[int] = (),
+    whole_documents: bool = False,
     tokenizer: Tokenizer | None = None,
     tokenizer_path: str | None = None,
 ) -> Splits:
@@ -69,6 +72,7 @@ def build_datasets(
 
     `train_longer`: the counts that a run was made longer to since it began with `train_samples`, ascending. What comes
     first stays as it is, whatever follows; where every sample is read once there may be fewer than the last count.
+    `whole_documents`: a sample is a document, or a conversation, of at most seq_len tokens, and no row of so many.
     Every process may call this at once: indices are built by one of them and mapped by all. `eod` ends the documents
     of mock data; stored data has its own. `tokenizer` and where it lies are for conversations, which are text still.
 
@@ -83,13 +87,14 @@ def build_datasets(
         counts = {"train": rows, "valid": valid_samples, "test": test_samples}
         build = partial(
             build_conversations, data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, tokenizer=tokenizer,
-            tokenizer_path=tokenizer_path,
+            tokenizer_path=tokenizer_path, alone=whole_documents,
         )  # fmt: skip
         return _conversation_splits(counts, build)
     missing = _missing_stores(data)
     if missing:
         raise DataError("\n".join(f"data: expected a token store at {message}" for message in missing))
-    builder = _Builder(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
+    kind = _Documents if whole_documents else _Builder
+    builder = kind(data, seq_len=seq_len, seed=seed, vocab_size=vocab_size, eod=eod)
     pinned = data.num_train_samples if train_samples else None
     train = builder.split("train", pinned or train_samples, train_longer)
     ends = data.sampler == "sequential"
@@ -102,7 +107,10 @@ def build_datasets(
                 else "Set weights in front of the prefixes so that they repeat, or set train.steps lower."
             )
         )
-    return Splits(train, builder.split("valid", valid_samples), builder.split("test", test_samples))
+    valid, test = builder.split("valid", valid_samples), builder.split("test", test_samples)
+    made = {"train": train, "valid": valid, "test": test}.items()
+    notes = tuple(f"{name}: {one.report}" for name, one in made if isinstance(one, DocumentDataset))
+    return Splits(train, valid, test, notes)
 
 
 def _conversation_splits(counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]) -> Splits:
@@ -126,6 +134,8 @@ def _missing_stores(data: DataConfig) -> list[str]:
 
 class _Builder:
     """Builds the splits of one run, opening each store once."""
+
+    blended = BlendedDataset
 
     def __init__(self, data: DataConfig, *, seq_len: int, seed: int, vocab_size: int, eod: int) -> None:
         self._data = data
@@ -192,7 +202,7 @@ class _Builder:
             lambda: order_arrays(weighted_order(kept, sizes[-1].total)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return BlendedDataset(members, [prefixes[place] for place in used], used, order, fingerprint)
+        return self.blended(members, [prefixes[place] for place in used], used, order, fingerprint)
 
     def _unweighted(
         self, name: str, prefixes: Sequence[str], share: tuple[float, float], num_samples: int | None
@@ -208,7 +218,7 @@ class _Builder:
             lambda: order_arrays(exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return BlendedDataset(members, prefixes, range(len(members)), order, fingerprint)
+        return self.blended(members, prefixes, range(len(members)), order, fingerprint)
 
     def _member(
         self,
@@ -219,7 +229,7 @@ class _Builder:
         longer: Sequence[int] = (),
         *,
         repeat_short: bool = False,
-    ) -> PretrainDataset | ContinuedDataset:
+    ) -> Dataset:
         store = self._store(prefix)
         plan = WindowPlan(
             seq_len=self._seq_len,
@@ -243,7 +253,11 @@ class _Builder:
         if prefix not in self._stores:
             if self._data.mock:
                 self._stores[prefix] = MockStore(
-                    self._vocab_size, self._eod, self._data.mock_num_documents, self._data.mock_max_tokens
+                    self._vocab_size,
+                    self._eod,
+                    self._data.mock_num_documents,
+                    self._data.mock_max_tokens,
+                    self._data.mock_lengths,
                 )
             else:
                 self._stores[prefix] = IndexedDataset(prefix, mmap=self._data.mmap)
@@ -252,6 +266,21 @@ class _Builder:
 
     def _blend_folder(self) -> Path | None:
         return None if self._data.cache_path is None else Path(self._data.cache_path)
+
+
+class _Documents(_Builder):
+    """The same, where a sample is a whole document."""
+
+    blended = BlendedDocuments
+
+    def _member(
+        self, name: str, prefix: str, share: tuple[float, float], num_samples: int | None, longer: Sequence[int] = (),
+        *, repeat_short: bool = False,
+    ) -> Dataset:  # fmt: skip
+        return DocumentDataset(
+            self._store(prefix), share=share, split=name, seq_len=self._seq_len, overlong=self._data.overlong,
+            seed=self._seed, num_samples=num_samples and max([num_samples, *longer]), vocab_size=self._vocab_size,
+        )  # fmt: skip
 
 
 def _probe(store: TokenStore, vocab_size: int) -> None:

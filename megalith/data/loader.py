@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megalith.config.data import Sampler
-from megalith.data.sample import Dataset, PackedSample, Row, Sample
+from megalith.data.packs import joined, numbers_of
+from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
+from megalith.errors import DataError
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices, with_places
-from megalith.parallel.group import Group, start_all_reduce_
+from megalith.parallel.group import Group, gather_objects, start_all_reduce_
 from megalith.plan.batches import cyclic_sample_ids, sample_ids
 from megalith.plan.context import WHOLE, Slicing, plan_slices
+from megalith.plan.deal import Budget, Deal, DocumentCost, deal_rows, imbalance
 from megalith.plan.packing import documents_from_eod, labels_inside_documents, tokens_further_on
 
 Ids = NDArray[np.int64]
@@ -50,6 +55,9 @@ class Batch:
     num_further: tuple[int, ...] = ()
     """Labels of each depth that count, as `num_labels`."""
 
+    part: float = 1.0
+    """How many of the step's tokens it has, as a multiple of an even part; rows all have the same."""
+
     @property
     def squared_lengths(self) -> int:
         """Sum of the squares of its documents' lengths."""
@@ -69,6 +77,15 @@ class StepBatches:
 
     num_read: int = 0
     """Tokens of the global batch as they were read, without filler."""
+
+    num_places: int = 0
+    """The same with filler."""
+
+    lengths: tuple[int, ...] | None = None
+    """Of all documents of the global batch, where they are known before they are read."""
+
+    imbalance: float | None = None
+    """How much longer the busiest data-parallel rank works than all do on average, as a share, where that is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,46 +111,98 @@ class Loader:
     def __init__(
         self, dataset: Dataset, masks: Masks, dp: Group, *, global_batch_size: int, micro_batch_size: int,
         consumed: int, steps: int, device: torch.device, slicing: Slicing = WHOLE, sampler: Sampler = "sequential",
-        dropout_seed: int | None = None, further: int = 0,
+        dropout_seed: int | None = None, further: int = 0, budget: Budget | None = None, everyone: Group | None = None,
+        cost: DocumentCost | None = None, balanced: bool = False,
     ) -> None:  # fmt: skip
         """`dropout_seed`: the seed of a run that trains with dropout; unset: nothing is dropped. `further`: depths that
-        predict further ahead."""
+        predict further ahead. `budget`: the dataset's samples are documents, to be packed by it; `everyone`: all ranks,
+        which then make sure that they deal alike. `cost`: what the ranks' work is compared by; `balanced`: rows are
+        dealt by it."""
         self.dataset, self.masks, self.dp, self.device, self.slicing = dataset, masks, dp, device, slicing
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.sampler, self.dropout_seed, self.further = sampler, dropout_seed, further
+        self.budget, self.everyone, self.balanced = budget, everyone or dp, balanced
+        self.cost = DocumentCost() if cost is None else cost
         self._position = consumed
         self._left = steps
         self._ahead = self._read()
 
     def next(self) -> StepBatches:
-        """The next step's microbatches; the step after it is read on the way."""
-        assert self._ahead is not None, "more steps asked for than the loader was made for"
-        microbatches, count, work = self._ahead
-        self._ahead = self._read()
-        if work is not None:
-            work.wait()
-        read, own, *further = (int(number) for number in count)
-        return StepBatches(microbatches, own, tuple(further), read)
+        """The next step's microbatches; the step after it is read on the way.
 
-    def _read(self) -> tuple[list[Batch], Tensor, dist.Work | None] | None:
+        Raises:
+            DataError: ranks have packed the documents of the step in different ways.
+        """
+        assert self._ahead is not None, "more steps asked for than the loader was made for"
+        step, count, deal, works = self._ahead
+        self._ahead = self._read()
+        for work in works:
+            work.wait()
+        if deal is not None:
+            check_alike(deal.num_microbatches, count[-2:].tolist(), self.everyone)
+        read, own, *further = count[: 2 + self.further].tolist()
+        return replace(step, num_labels=own, num_further=tuple(further), num_read=read)
+
+    def _read(self) -> "_Ahead | None":
         """Read a step, and start counting its labels over the data-parallel ranks."""
         if self._left == 0:
             return None
         self._left -= 1
-        rows, places = self._rows(), self._places()
+        if self.budget is None:
+            step, deal = self._read_rows(), None
+        else:
+            step, deal = self._read_packs(self.budget)
         self._position += self.global_batch_size
+        counts = [(batch.num_read, batch.num_labels, *batch.num_further) for batch in step.microbatches]
+        sums = [sum(depth) for depth in zip(*counts, strict=True)]
+        seen = [] if deal is None else [deal.digest(), deal.digest() ** 2]
+        count = torch.tensor([*sums, *seen], device=self.device)
+        works = [start_all_reduce_(count[: len(sums)], self.dp)]
+        works += [start_all_reduce_(count[len(sums) :], self.everyone)] if seen else []
+        return _Ahead(step, count, deal, [work for work in works if work is not None])
+
+    def _read_rows(self) -> StepBatches:
+        """My rows of the next step."""
+        rows, places, told = self._rows(), self._places(), StepBatches([], 0)
+        if isinstance(self.dataset, Indexed):
+            rows, told = self._known_rows(self.dataset)
+            places = rows
+        samples = [[self.dataset.sample(k) for k in ids] for ids in rows]
         batches = [
-            build_batch(
-                [self.dataset.sample(k) for k in ids], self.masks, device=self.device, slicing=self.slicing,
-                further=self.further,
-            )
-            for ids in rows
-        ]  # fmt: skip
+            build_batch(each, self.masks, device=self.device, slicing=self.slicing, further=self.further)
+            for each in samples
+        ]
         if self.dropout_seed is not None:
             batches = [with_dropout(batch, at, seed=self.dropout_seed) for batch, at in zip(batches, places)]
-        counts = [(batch.num_read, batch.num_labels, *batch.num_further) for batch in batches]
-        count = torch.tensor([sum(depth) for depth in zip(*counts, strict=True)], device=self.device)
-        return batches, count, start_all_reduce_(count, self.dp)
+        size = len(samples[0][0].ids) - isinstance(samples[0][0], Sample)
+        return replace(told, microbatches=batches, num_places=self.global_batch_size * size)
+
+    def _known_rows(self, dataset: Indexed) -> tuple[list[list[int]], StepBatches]:
+        """My rows of the next step, by microbatch, and what is known of all ranks' before they are read."""
+        dp, count = self.dp, self.global_batch_size
+        lengths = [dataset.lengths_of(self._position + number) for number in range(count)]
+        costs = [sum(map(self.cost, row)) for row in lengths]
+        deal = deal_rows(costs, dp=dp.size, rows=self.micro_batch_size, balanced=self.balanced)
+        ranks = [sum(costs[row] for rows in deal[rank :: dp.size] for row in rows) for rank in range(dp.size)]
+        mine = [[self._position + row for row in rows] for rows in deal[dp.rank :: dp.size]]
+        return mine, StepBatches([], 0, lengths=tuple(chain(*lengths)), imbalance=imbalance(ranks))
+
+    def _read_packs(self, budget: Budget) -> tuple[StepBatches, Deal]:
+        """My packs of the next step's documents."""
+        first, dataset = self._position, self.dataset
+        assert isinstance(dataset, Indexed), "only documents can be packed"
+        lengths = [sum(dataset.lengths_of(first + number)) for number in range(self.global_batch_size)]
+        deal = budget.deal(lengths, self.dp.size)
+        even = sum(lengths) / len(deal.packs)
+        batches = [
+            build_pack(
+                dataset, [first + number for number in pack], budget, device=self.device, slicing=self.slicing,
+                further=self.further, dropout_seed=self.dropout_seed, even=even,
+            )
+            for pack in deal.of(self.dp.rank)
+        ]  # fmt: skip
+        places = len(deal.packs) * budget.capacity
+        return StepBatches(batches, 0, (), 0, places, tuple(lengths), deal.imbalance), deal
 
     def _rows(self) -> list[list[int]]:
         """The samples of the next step that this rank reads, microbatch by microbatch."""
@@ -151,6 +220,37 @@ class Loader:
             consumed=self._position, global_batch_size=self.global_batch_size, dp=self.dp.size,
             micro_batch_size=self.micro_batch_size, dp_rank=self.dp.rank, total=total,
         )  # fmt: skip
+
+
+class _Ahead(NamedTuple):
+    """A step that has been read, whose labels are being counted."""
+
+    step: StepBatches
+    sums: Tensor
+    """int64: tokens read, labels, those of every further depth; with a deal, its digest and the square of that."""
+
+    deal: Deal | None
+    works: list[dist.Work]
+
+
+def check_alike(microbatches: int, sums: Sequence[int], everyone: Group) -> None:
+    """Make sure that all ranks have dealt alike, before any waits for a microbatch that another does not have.
+
+    sums: of the digests of all ranks, and of their squares: only equal numbers have (Σ d)² = ranks · Σ d². Collective
+    over `everyone` where they differ.
+
+    Raises:
+        DataError: on every rank, with the counts of those that differ.
+    """
+    total, squares = sums
+    if total**2 == everyone.size * squares:
+        return
+    found = dict(zip(everyone.ranks, gather_objects(microbatches, everyone), strict=True))
+    counts = ", ".join(f"{count} on rank {rank}" for rank, count in list(found.items())[:8])
+    raise DataError(
+        f"ranks have dealt out the documents of a step in different ways (microbatches: {counts}). Make sure that all "
+        f"of them run the same version and read the same files, and run the same command again."
+    )
 
 
 @lru_cache(maxsize=2)  # a step may end one epoch and begin the next
@@ -182,6 +282,38 @@ def build_batch(
         own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),
         num_further=tuple(int((labels >= 0).sum()) for _, labels in pairs[1:]),
     )  # fmt: skip
+
+
+def build_pack(
+    dataset: Dataset, documents: Sequence[int], budget: Budget, *, device: torch.device, slicing: Slicing = WHOLE,
+    further: int = 0, dropout_seed: int | None = None, even: float = 0.0,
+) -> Batch:  # fmt: skip
+    """One microbatch of these documents, or of none; filler is padding, to which experts pay no heed.
+
+    `even`: tokens that a microbatch of the step has on average.
+    """
+    samples = [dataset.sample(k) for k in documents]
+    row = joined([sample for sample in samples if isinstance(sample, PackedSample)], budget)
+    batch = build_batch([row], Masks(), device=device, slicing=slicing, further=further)
+    batch = _with_numbers(batch, numbers_of(documents, row, budget.longest), seed=dropout_seed)
+    return replace(batch, part=row.num_valid / even if even else 1.0)
+
+
+def _with_numbers(batch: Batch, numbers: Ids, *, seed: int | None) -> Batch:
+    """The batch with padding where `numbers` [t], of all that was read, are below 0; with dropout if it has a seed."""
+    context = batch.tokens.context
+    source = None if context is None else context.slices.source
+    every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
+    mine = every if context is None else every[context.slices.numbers[context.rank]]
+    if context is not None:
+        context = replace(context, whole=_marked(context.whole, every, seed))
+    return replace(batch, tokens=replace(_marked(batch.tokens, mine, seed), context=context))
+
+
+def _marked(tokens: Tokens, numbers: Ids, seed: int | None) -> Tokens:
+    device = tokens.positions.device
+    dropout = None if seed is None else DropoutKey(seed, _flat(numbers, device))
+    return replace(tokens, valid=_flat(numbers >= 0, device), dropout=dropout)
 
 
 def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int]]:
@@ -259,5 +391,5 @@ def _share(
     return shared, tokens_of_slices(slices, slicing, device=device)
 
 
-def _flat(array: Ids, device: torch.device) -> Tensor:
+def _flat(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array).reshape(-1)).to(device)

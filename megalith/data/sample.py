@@ -1,7 +1,8 @@
 """What a loader reads: one sample of a dataset, and the store of tokens beneath it."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,14 +36,16 @@ class PackedSample:
 
     ids: NDArray[np.int64]  # [seq_len], what is read; zeros in the filler
     labels: NDArray[np.int64]  # [seq_len], the next token of the same document; -1 where there is no loss
-    lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more
+    lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more, or several
     num_valid: int  # tokens before the filler
     places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
 
     @property
     def read_lengths(self) -> tuple[int, ...]:
         """Of the documents without the filler."""
-        return self.lengths[:-1] if self.num_valid < len(self.ids) else self.lengths
+        if self.num_valid == len(self.ids):
+            return self.lengths
+        return tuple(length for length, end in zip(self.lengths, accumulate(self.lengths)) if end <= self.num_valid)
 
     def blank(self) -> "PackedSample":
         """A row as long, all of it filler."""
@@ -65,7 +68,7 @@ class Dataset(Protocol):
         """A text that changes when the tokens or their order do; kept in checkpoints."""
 
     def sample(self, k: int) -> Row:
-        """Sample k; all of a dataset are of one kind.
+        """Sample k; all of a dataset are of one kind, and equally long unless they are single documents.
 
         Raises:
             DataError: there is no sample k, or it holds a token id outside the vocabulary.
@@ -73,6 +76,14 @@ class Dataset(Protocol):
 
     def __len__(self) -> int:
         """The same as `num_samples`."""
+
+
+@runtime_checkable
+class Indexed(Protocol):
+    """A dataset that knows how long the documents of its samples are before it reads them."""
+
+    def lengths_of(self, k: int) -> tuple[int, ...]:
+        """Tokens that are read of each document of sample k."""
 
 
 class TokenStore(Protocol):

@@ -16,11 +16,12 @@ from megalith.config.sft import SFTConfig
 from megalith.data.cache import Arrays, load_or_build
 from megalith.data.chat_template import ChatTemplate, Piece, find_template
 from megalith.data.conversations import MADE_UP, Conversation, conversation_sources, made_up, read_conversations
+from megalith.data.packs import Room, read_packs
 from megalith.data.pretrain import check_ids
 from megalith.data.sample import PackedSample
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
-from megalith.plan.fill import Filled, fill_best, fill_by_group, fill_in_order
+from megalith.plan.fill import Filled, fill_apart, fill_best, fill_by_group, fill_in_order
 from megalith.plan.keys import key
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class Report:
     """Of these, predicted."""
 
     seq_len: int
+    """Of rows; 0 where each conversation is by itself."""
 
     def __str__(self) -> str:
         share, fill = self.supervised / max(1, self.tokens), self.tokens / max(1, self.rows * self.seq_len)
@@ -87,10 +89,8 @@ class Report:
             "left out without a token to learn": self.masked,
         }  # fmt: skip
         told = "".join(f", {count} {what}" for what, count in lost.items() if count)
-        return (
-            f"{self.conversations} conversations{told}; {self.rows} rows an epoch, {fill:.1%} filled, {share:.1%} of "
-            f"their tokens learnt"
-        )
+        rows = f"{self.rows} rows an epoch, {fill:.1%} filled" if self.seq_len else f"{self.rows} an epoch"
+        return f"{self.conversations} conversations{told}; {rows}, {share:.1%} of their tokens learnt"
 
 
 def tokenise(conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, *, everything: bool) -> Arrays:
@@ -170,9 +170,10 @@ class ConversationDataset:
 
     def __init__(
         self, name: str, store: Tokenised, sft: SFTConfig, *, seq_len: int, seed: int, num_samples: int | None,
-        vocab_size: int, cache: Path | None = None,
+        vocab_size: int, cache: Path | None = None, alone: bool = False,
     ) -> None:  # fmt: skip
-        """`num_samples`: at least so many rows, in whole epochs; None: one epoch.
+        """`num_samples`: at least so many rows, in whole epochs; None: one epoch. `alone`: each conversation in a row
+        of its own length.
 
         Raises:
             DataError: a conversation is too long and must not be, none has anything to learn, or token ids do not fit
@@ -181,8 +182,11 @@ class ConversationDataset:
         self._name, self._store, self._sft, self._seq_len, self._seed = name, store, sft, seq_len, seed
         check_ids(store.tokens, vocab_size, f"data.sft ({name})")
         self._lengths, self._kept, counts = _usable(store, sft, seq_len, name)
+        self._alone = alone
+        self._packs = None if sft.packs is None else read_packs(sft.packs, self.room())
+        packing = "none" if alone else sft.packing if self._packs is None else f"packs {self._packs.digest}"
         self.fingerprint = (
-            f"conversations {store.digest} seq_len={seq_len} packing={sft.packing} overlong={sft.overlong} "
+            f"conversations {store.digest} seq_len={seq_len} packing={packing} overlong={sft.overlong} "
             f"shuffle={f'{sft.shuffle} seed={seed}' if sft.shuffle == 'epoch' else sft.shuffle}"
         )
         arrays = load_or_build(cache, f"{self.fingerprint} rows={num_samples}", lambda: self._epochs(num_samples))
@@ -204,7 +208,8 @@ class ConversationDataset:
                 f"the {self._name} conversations were packed into {self.num_samples} rows, and row {k} was asked for. "
                 f"Set train.steps to a value that needs fewer."
             )
-        ids, labels = np.zeros(self._seq_len, np.int64), np.full(self._seq_len, -1, np.int64)
+        size = sum(self.lengths_of(k)) if self._alone else self._seq_len
+        ids, labels = np.zeros(size, np.int64), np.full(size, -1, np.int64)
         lengths, end = [], 0
         for number in self._rows.row(k).tolist():
             length, first = int(self._lengths[number]), int(self._store.starts[number])
@@ -213,8 +218,16 @@ class ConversationDataset:
             labels[end : end + length] = np.where(self._store.learnt[first + 1 : first + length + 1], tokens[1:], -1)
             lengths.append(length)
             end += length
-        filler = [self._seq_len - end] if end < self._seq_len else []
+        filler = [size - end] if end < size else []
         return PackedSample(ids, labels, (*lengths, *filler), end)
+
+    def lengths_of(self, k: int) -> tuple[int, ...]:
+        """Tokens that are read of each conversation of row k."""
+        return tuple(self._lengths[self._rows.row(k)].tolist())
+
+    def room(self) -> Room:
+        """What a packing is made for."""
+        return Room(self._store.digest, self._seq_len, self._sft.overlong, self._lengths, self._kept)
 
     def _epochs(self, num_samples: int | None) -> Arrays:
         """Epochs until there are as many rows."""
@@ -232,10 +245,14 @@ class ConversationDataset:
         """The rows of one epoch."""
         sft, shuffled = self._sft, self._sft.shuffle == "epoch"
         draw = np.random.default_rng(key(self._seed, "sft", "epoch", epoch))
-        together = sft.packing == "row"
+        together = sft.packing == "row" and not self._alone
         order = draw.permutation(self._kept) if shuffled and not together else self._kept
         lengths = self._lengths[order].tolist()
-        if together:
+        if self._packs is not None:
+            order, filled = np.arange(len(self._lengths)), self._packs.filled
+        elif self._alone:
+            filled = fill_apart(lengths)
+        elif together:
             filled = fill_by_group(lengths, self._lines(), self._seq_len)
         else:
             filled = (fill_best if sft.packing == "best_fit" else fill_in_order)(lengths, self._seq_len)
@@ -255,7 +272,7 @@ class ConversationDataset:
         return Report(
             conversations=len(self._store.rows), truncated=counts.truncated, dropped=counts.dropped,
             masked=counts.masked, rows=rows, tokens=int(self._lengths[kept].sum()),
-            supervised=int(counts.supervised[kept].sum()), seq_len=self._seq_len,
+            supervised=int(counts.supervised[kept].sum()), seq_len=0 if self._alone else self._seq_len,
         )  # fmt: skip
 
 
@@ -302,7 +319,7 @@ def _usable(
 
 def build_conversations(
     data: DataConfig, *, split: str, seq_len: int, seed: int, num_samples: int | None, vocab_size: int,
-    tokenizer: Tokenizer, tokenizer_path: str | None,
+    tokenizer: Tokenizer, tokenizer_path: str | None, alone: bool = False,
 ) -> ConversationDataset:  # fmt: skip
     """One split of a fine-tuning run.
 
@@ -336,7 +353,7 @@ def build_conversations(
     )
     return ConversationDataset(
         split, _tokenised(arrays, names), sft, seq_len=seq_len, seed=seed, num_samples=num_samples,
-        vocab_size=vocab_size, cache=cache,
+        vocab_size=vocab_size, cache=cache, alone=alone,
     )  # fmt: skip
 
 

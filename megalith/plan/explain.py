@@ -431,7 +431,7 @@ def rhythm(workload: Workload) -> Rhythm:
         most = max(most, alive)
     bubble = simulate(schedule, even_costs(schedule.num_stages)).bubble
     return Rhythm(
-        rows_per_microbatch=t.micro_batch_size,
+        rows_per_microbatch=len(workload.lengths),
         tokens_per_microbatch=workload.tokens,
         microbatches=workload.num_microbatches,
         tokens_per_step=t.global_batch_size * t.seq_len,

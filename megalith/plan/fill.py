@@ -85,6 +85,42 @@ def fill_best(lengths: Sequence[int], room: int) -> Filled:
     return _joined(sorted((sorted(row) for row in rows), key=lambda row: row[0]))
 
 
+def fill_first(lengths: Sequence[int], room: int) -> Filled:
+    """Longest first, each into the first row that has room for it; of equal lengths the earlier one first.
+
+    Source: Johnson 1973, "Near-optimal bin packing algorithms": never more than 11/9 of the fewest rows possible, and
+    4. Rows come in the order in which they were begun.
+
+    >>> [row.tolist() for row in map(fill_first([3, 5, 1, 4], 7).row, range(2))]
+    [[1, 2], [0, 3]]
+
+    Raises:
+        PlanError: a document is longer than a row.
+    """
+    _check(lengths, room)
+    size = 1 << max(len(lengths) - 1, 0).bit_length()
+    most = [room] * (2 * size)  # a tree: the most room that any row below a node has
+    rows: list[list[int]] = [[] for _ in lengths]
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        node = 1
+        while node < size:
+            node = 2 * node if most[2 * node] >= lengths[number] else 2 * node + 1
+        rows[node - size].append(number)
+        most[node] -= lengths[number]
+        while node := node // 2:
+            most[node] = max(most[2 * node], most[2 * node + 1])
+    return _joined([sorted(row) for row in rows if row])
+
+
+def fill_apart(lengths: Sequence[int]) -> Filled:
+    """Every document by itself.
+
+    >>> fill_apart([3, 5]).starts.tolist()
+    [0, 1, 2]
+    """
+    return _joined([[number] for number in range(len(lengths))])
+
+
 def fill_by_group(lengths: Sequence[int], groups: Sequence[Hashable], room: int) -> Filled:
     """Neighbours of one group share rows of their own: one, or as many as they need.
 

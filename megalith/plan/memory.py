@@ -363,7 +363,7 @@ def setting_of(
     return Setting(
         model=run.model,
         dtype=run.precision.params,
-        lengths=(workload.row_tokens,) * run.train.micro_batch_size,
+        lengths=workload.lengths,
         tp=run.parallel.tp,
         tp_rank=tp_rank,
         sp=run.parallel.sp,

@@ -456,7 +456,7 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
     p, losses, forwards = workload.run.parallel, moe.balance, passes.all + passes.again
     sharing, everyone, each = p.cp * p.tp, p.cp * p.tp * workload.dp, 8 * moe.experts
     if max(losses.sequence, losses.batch, losses.global_batch, losses.z) > 0:
-        rows = workload.run.train.micro_batch_size
+        rows = len(workload.lengths)
         yield _row(
             "cp_tp", "counts of choices", "all_reduce", ranks=sharing, calls=forwards, nbytes=forwards * rows * each
         )

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
+from megalith.plan.deal import document_multiple, microbatches_of_longest
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.pairs import in_pairs
@@ -58,10 +59,7 @@ class Workload:
     @property
     def document_multiple(self) -> int:
         """What every document is padded to a multiple of; 1 where nothing is padded."""
-        p = self.run.parallel
-        if p.cp == 1 or p.context.slicing == "row":
-            return 1
-        return 2 * p.cp * (p.tp if p.sp else 1)
+        return document_multiple(self.run.parallel)
 
     @property
     def row_tokens(self) -> int:
@@ -72,7 +70,16 @@ class Workload:
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch that one rank computes, padding included."""
-        return self.run.train.micro_batch_size * self.row_tokens // self.run.parallel.cp
+        return sum(self.lengths) // self.run.parallel.cp
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents of a microbatch: rows; or in a pack, as many as there is room for of the longest."""
+        train, row = self.run.train, self.row_tokens
+        if train.tokens_per_microbatch is None:
+            return (row,) * train.micro_batch_size
+        whole, rest = divmod(train.tokens_per_microbatch * self.run.parallel.cp, row)
+        return (row,) * whole + ((rest,) if rest else ())
 
     @property
     def table_holders(self) -> tuple[int, ...]:
@@ -137,7 +144,7 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     """
     p, t = run.parallel, run.train
     grid = model_grid(p, run.model, world)
-    rows = t.global_batch_size // (t.micro_batch_size * grid.size("dp"))
+    rows = microbatches_of_longest(t, p, grid.size("dp"))
     used = pipeline_in_use(p.pipeline, p.pp)
     schedule = build_schedule(
         schedule_name(used), num_ranks=p.pp, num_microbatches=rows, num_chunks=used.vpp, group=used.group

@@ -12,8 +12,8 @@ from torch import Tensor
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Batch, Masks, build_batch
-from megalith.data.sample import Dataset
+from megalith.data.loader import Batch, Masks, build_batch, build_pack
+from megalith.data.sample import Dataset, Indexed
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.decoder import allocate, declared_parameters
@@ -25,6 +25,7 @@ from megalith.parallel.engine import divides
 from megalith.parallel.group import all_reduce_
 from megalith.parallel.mesh import Mesh
 from megalith.plan.context import WHOLE, Slicing
+from megalith.plan.deal import Budget, budget_of
 from megalith.plan.shards import Shard
 from megalith.train.build import DTYPES, weight_entries
 from megalith.train.folder import RunFolder
@@ -84,31 +85,39 @@ AT_ONCE = 8
 """Microbatches per pipeline rank that go through the pipeline together: the bubble is then an eighth at most."""
 
 
+DOCUMENTS = 64
+"""For each data-parallel rank that are packed at a time."""
+
+
 def nothing(rows: int) -> None:
     """Tell nobody how many rows were read."""
 
 
 def evaluate(
     staged: Staged, dataset: Dataset, masks: Masks, *, samples: int, rows: int, tokenizer: Tokenizer,
-    slicing: Slicing = WHOLE, tell: Callable[[int], None] = nothing,
+    slicing: Slicing = WHOLE, tell: Callable[[int], None] = nothing, budget: Budget | None = None,
 ) -> Evaluation:  # fmt: skip
     """Mean loss over the first `samples` samples, `rows` at a time. Collective over the whole mesh; changes nothing.
 
     Samples are dealt out over the data-parallel ranks, some of which may have one less, but all run as many batches;
-    context-parallel ranks share theirs as `slicing` says. What is counted comes from the last stage. `tell` hears how
+    context-parallel ranks share theirs as `slicing` says. With a `budget` samples are documents, which are packed and
+    dealt out some at a time. What is counted comes from the last stage. `tell` hears how
     many rows all ranks have read, as far as this one knows.
     """
     mesh, device, depths, read = staged.mesh, staged.device, staged.run.model.mtp.depths, 0
     sums = torch.zeros(2 + 2 * depths if depths else 1, dtype=torch.float64, device=device)
     counts = torch.zeros(3 + depths, dtype=torch.float64)
     tells = staged.has_loss and mesh.tp.rank == 0
-    batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
+    if budget is None:
+        batches = _batches(dataset, masks, mesh, samples, rows, device, slicing, depths)
+    else:
+        batches = _packs(dataset, budget, mesh, samples, device, slicing, depths)
     while some := list(islice(batches, 1 if mesh.pp.size == 1 else AT_ONCE * mesh.pp.size)):
         found = staged.forward(some)
         if tells:
             sums += found
             counts += sum(_counts(batch, tokenizer) for batch in some)
-        read += len(some) * rows * mesh.dp.size
+        read += len(some) * rows * mesh.dp.size if budget is None else sum(len(batch.lengths) for batch in some)
         tell(min(read, samples))
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
@@ -151,6 +160,7 @@ def run_evaluation(
         run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=counts["train"],
         valid_samples=counts["valid"], test_samples=counts["test"], vocab_size=run.model.vocab_size, eod=tokenizer.eod,
         tokenizer=tokenizer, tokenizer_path=run.tokenizer.path,
+        whole_documents=run.train.tokens_per_microbatch is not None,
     )  # fmt: skip
     dataset: Dataset | None = getattr(splits, split)
     if dataset is None:
@@ -172,6 +182,7 @@ def run_evaluation(
         return evaluate(
             staged, dataset, masks, samples=count, rows=run.train.micro_batch_size, tokenizer=tokenizer,
             slicing=my_slicing(run.parallel, mesh), tell=lambda read: progress.step(read, {}),
+            budget=budget_of(run.train, run.parallel, run.model),
         )  # fmt: skip
 
 
@@ -206,3 +217,17 @@ def _batches(
         yield build_batch(
             [*found, *[empty] * (rows - len(found))], masks, device=device, slicing=slicing, further=depths
         )
+
+
+def _packs(
+    dataset: Dataset, budget: Budget, mesh: Mesh, samples: int, device: torch.device, slicing: Slicing, depths: int
+) -> Iterator[Batch]:
+    """Packs of documents, equally many on every rank: where there are too few, some hold nothing."""
+    assert isinstance(dataset, Indexed), "only documents can be packed"
+    together = DOCUMENTS * mesh.dp.size
+    for first in range(0, samples, together):
+        lengths = [sum(dataset.lengths_of(k)) for k in range(first, min(first + together, samples))]
+        for pack in budget.deal(lengths, mesh.dp.size, forward_only=True).of(mesh.dp.rank):
+            yield build_pack(
+                dataset, [first + number for number in pack], budget, device=device, slicing=slicing, further=depths
+            )

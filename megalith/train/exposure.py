@@ -14,6 +14,7 @@ from megalith.observe.flight import axes_name
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
+from megalith.plan.deal import budget_of
 from megalith.plan.shards import DENSE_AXES
 from megalith.testing.inject import SlowLink, slow_link
 from megalith.train.build import Trainer, build_trainer
@@ -97,16 +98,18 @@ def _step(trainer: Trainer, loader: Loader) -> None:
 def _loader(run: TrainRun, mesh: Mesh, trainer: Trainer, steps: int) -> Loader:
     train = run.train
     eod = run.model.vocab_size - 1
-    data = DataConfig(mock=True, mock_num_documents=1000)
+    data = DataConfig(mock=True, mock_num_documents=1000, overlong="truncate")
     splits = build_datasets(
         data, seq_len=train.seq_len, seed=run.seed, train_samples=steps * train.global_batch_size, valid_samples=0,
         test_samples=0, vocab_size=run.model.vocab_size, eod=eod,
+        whole_documents=train.tokens_per_microbatch is not None,
     )  # fmt: skip
     assert splits.train is not None
     return Loader(
         splits.train, Masks(eod=eod), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=0, steps=steps, device=trainer.device,
         slicing=my_slicing(run.parallel, mesh), further=run.model.mtp.depths,
+        budget=budget_of(train, run.parallel, run.model), everyone=mesh.world,
     )  # fmt: skip
 
 

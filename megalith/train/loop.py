@@ -48,6 +48,7 @@ from megalith.train.build import (
     Trainer,
     build_trainer,
     checkpoint_entries,
+from megalith.plan.deal import budget_of, document_cost
     publish_loaded,
     weight_entries,
 )
@@ -145,10 +146,12 @@ class _Loop:
         run, state = self.run_config, self.state
         if state.step >= run.train.steps:
             self.progress.say(f"{self.folder.path} is already at step {state.step} of {run.train.steps}")
+        self.budget = budget_of(run.train, run.parallel, run.model)
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
         self.metrics = self._open_metrics() if self.writer else None
         self.trace = self._open_trace()
+        self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += attention_notes(run.model.attention)
@@ -192,11 +195,10 @@ class _Loop:
         rows = run.train.global_batch_size
         # Tokens as they were read: what slicing by document pads, or fills rows of conversations, is computed, but is
         # nobody's work.
-        squares = sum(batch.squared_lengths for batch in batches.microbatches)
-        windowed = _windowed(run.model, batches)
+        squares, windowed = _pairs(run.model, batches, self.mesh.dp.size)
         self.flops += trained_step_flops(
-            run.model, run.lora, tokens=batches.num_read, squared_lengths=squares * self.mesh.dp.size,
-            windowed=None if windowed is None else windowed * self.mesh.dp.size,
+            run.model, run.lora, tokens=batches.num_read, squared_lengths=squares,
+            windowed=windowed,
         )  # fmt: skip
         self.read += batches.num_read
         state.step += 1
@@ -210,7 +212,8 @@ class _Loop:
         else:
             state.skipped += 1
             self._note_skipped(result)
-        self.learnt = batches.num_labels / max(1, batches.num_read), batches.num_read / (rows * run.train.seq_len)
+        self.learnt = batches.num_labels / max(1, batches.num_read), batches.num_read / max(1, batches.num_places)
+        self.dealt = batches.imbalance, len(batches.microbatches)
         return result
 
     def _note_skipped(self, result: StepResult) -> None:
@@ -272,7 +275,8 @@ class _Loop:
             row |= row_of_use(uses, weights, per_layer=run.observe.per_layer)
         if result.num_zeros is not None:
             row["grad_zeros"] = result.num_zeros
-        if run.data.sft.used():
+        uneven, packed = self.dealt[0], run.train.tokens_per_microbatch is not None
+        if run.data.sft.used() or packed:
             row |= {"supervised_share": round(self.learnt[0], 4), "fill": round(self.learnt[1], 4)}
         self.flops, self.seconds, self.read = 0, 0.0, 0
         self._write(row)
@@ -294,6 +298,10 @@ class _Loop:
         try:
             cut_traces(self.folder.routing, self.mesh, resume_at=done)
         except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
+        if uneven is not None:
+            row["imbalance"] = round(uneven, 4)
+        if packed:
+            row["microbatches"] = self.dealt[1]
             _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
         return RoutingTrace(self.folder.routing, self.mesh, steps=steps) if done < steps else None
@@ -323,7 +331,7 @@ class _Loop:
         found = evaluate(
             self.trainer.staged, self.data.splits.valid, self._masks(),
             samples=train.eval_steps * train.global_batch_size, rows=train.micro_batch_size, tokenizer=self.tokenizer,
-            slicing=my_slicing(self.run_config.parallel, self.mesh),
+            slicing=my_slicing(self.run_config.parallel, self.mesh), budget=self.budget,
         )  # fmt: skip
         row = {"step": step, "eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
         self._write(row | found.of_depths())
@@ -474,7 +482,8 @@ class _Loop:
             steps=train.steps - self.state.step, device=self.trainer.device,
             slicing=my_slicing(self.run_config.parallel, self.mesh), sampler=self.run_config.data.sampler,
             dropout_seed=dropout_seed(self.run_config),
-            further=self.run_config.model.mtp.depths,
+            further=self.run_config.model.mtp.depths, budget=self.budget, everyone=self.mesh.world,
+            cost=document_cost(self.run_config.model), balanced=train.balance_rows,
         )  # fmt: skip
 
     def _open_metrics(self) -> MetricsFile:
@@ -509,12 +518,18 @@ def keeps_first_weights(run: TrainRun) -> bool:
     return checkpoint.load is None or checkpoint.missing != "error" or bool(checkpoint.skip)
 
 
-def _windowed(model: ModelConfig, batches: StepBatches) -> int | None:
-    """Pairs of tokens that windows leave in my documents, as `step_flops` wants them; None: nothing has a window."""
+def _pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int | None]:
+    """Squared lengths of the step's documents, and pairs of tokens that windows leave in them, as `step_flops` wants
+    them; None: nothing has a window. Where they are not known, other ranks' documents count like mine."""
+    lengths, ranks = batches.lengths, 1
+    if lengths is None:
+        lengths, ranks = tuple(length for batch in batches.microbatches for length in batch.lengths), dp
+    squares = ranks * sum(length**2 for length in lengths)
     if model.attention.window is None:
         return None
     lengths = (length for batch in batches.microbatches for length in batch.lengths)
     return sum(pairs_seen(length, model.attention) for length in lengths)
+            whole_documents=train.tokens_per_microbatch is not None,
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

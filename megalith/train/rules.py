@@ -17,6 +17,7 @@ from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
+from megalith.plan.deal import budget_problems
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
@@ -71,14 +72,17 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
     counts = _count_problems(run)
     problems = counts + number_problems(run)
     if not counts:
-        problems += context_problems(p, run.model, seq_len=t.seq_len)
+        packed = t.tokens_per_microbatch is not None  # whose rules are budget_problems
+        problems += context_problems(p, run.model, seq_len=2 * p.cp * p.tp if packed else t.seq_len)
+        problems += budget_problems(t, p, run.data)
         problems += dropout_problems(run.model.dropout)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
-            problems += batch_problems(
-                global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
-            )
+            if not packed:
+                problems += batch_problems(
+                    global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
+                )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
         problems += fully_sharded_problems(p, run.offload) + relation_problems(run.model)
         problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(run.model, p)
@@ -90,7 +94,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         problems += up_projection_problems(run.recompute, run.model)
         problems += mlp_chunks_problems(
             run.recompute, run.offload, run.model,
-            tokens=t.micro_batch_size * t.seq_len // p.cp // (p.tp if p.sp else 1),
+            tokens=(t.tokens_per_microbatch or t.micro_batch_size * t.seq_len // p.cp) // (p.tp if p.sp else 1),
             adapters_drop=run.lora is not None and run.lora.dropout > 0,
         )  # fmt: skip
     return (
@@ -111,6 +115,9 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
     rows = t.micro_batch_size * dp
     if t.global_batch_size % rows == 0:  # else that is another rule
+    if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
+        most = 4 * max(p.pipeline.group or p.pp, p.pp)
+        return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
         problems += pipeline_schedule_problems(
             p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
         )
@@ -153,7 +160,7 @@ def _count_problems(run: TrainRun) -> list[str]:
     }  # fmt: skip
     optional = {
         "parallel.dp": run.parallel.dp, "parallel.pipeline.group": run.parallel.pipeline.group,
-        "train.threads": run.train.threads,
+        "train.threads": run.train.threads, "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
         "train.eval_every": run.train.eval_every, "checkpoint.keep": run.checkpoint.keep,
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
@@ -233,7 +240,8 @@ def fused_products_need_rings(run: TrainRun, world: int) -> str | None:
 def sp_divides_tokens(run: TrainRun, world: int) -> str | None:
     """Each tensor-parallel rank gets equally many tokens of a microbatch; `context_problems` sees to it with cp."""
     tp, rows, length = run.parallel.tp, run.train.micro_batch_size, run.train.seq_len
-    if not run.parallel.sp or run.parallel.cp > 1 or rows * length % tp == 0:
+    packed = run.train.tokens_per_microbatch is not None
+    if not run.parallel.sp or run.parallel.cp > 1 or packed or rows * length % tp == 0:
         return None
     return (
         f"train.micro_batch_size * train.seq_len = {rows} * {length} = {rows * length} tokens do not divide over "

@@ -121,7 +121,7 @@ class _Running:
         the same, or what backward starts from."""
         batch, given = self.batches[microbatch], dict(zip(("x", "memory"), received, strict=False))
         if self.balance is not None:
-            share = BalanceShare(microbatch, len(self.batches), self.balance)
+            share = BalanceShare(microbatch, len(self.batches), self.balance * batch.part, batch.part)
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
             found = self.model(batch.ids, batch.tokens, **given)

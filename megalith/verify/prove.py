@@ -8,6 +8,7 @@ from megalith.config.kernels import Kernel
 from megalith.config.train import TrainRun
 from megalith.errors import RankError
 from megalith.plan.automatic import chosen_recompute
+from megalith.plan.deal import microbatches_of_longest
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
 from megalith.verify.faults import FAULTS
@@ -80,8 +81,8 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
         return None
     rows = t.micro_batch_size * (p.dp or world // (p.tp * p.cp * p.pp))
     return check_schedule(
-        p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows, overlap=p.overlap,
-        paired=p.overlap_experts,
+        p.pipeline, pp=p.pp, num_microbatches=microbatches_of_longest(t, p, dp), rows=t.micro_batch_size * dp,
+        overlap=p.overlap, paired=p.overlap_experts,
     )  # fmt: skip
 
 

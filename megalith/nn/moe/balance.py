@@ -66,7 +66,7 @@ class Balance:
         weights = choice.weights
         for kind, loss in self.losses(asked, logits, valid, sequence, tokens, record):
             with torch.no_grad():
-                record.losses[share.microbatch, kind] = loss
+                record.losses[share.microbatch, kind] = loss * share.part
             weights = attach(weights, loss, share.weight * self.weights[kind])
         return Choice(choice.experts, weights)
 

@@ -1,0 +1,139 @@
+"""Documents packed by a budget of tokens are learnt as one by one, in float64, whatever the budget and the layout."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config.train import TrainRun
+from megalith.data.build import build_datasets
+from megalith.data.loader import Loader, Masks, StepBatches, build_batch
+from megalith.data.sample import Dataset, Indexed, PackedSample
+from megalith.errors import DataError
+from megalith.observe.metrics import read_metrics
+from megalith.parallel.context import my_slicing
+from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
+from megalith.plan.deal import Budget, Deal, budget_of
+from megalith.testing.inject import replaced
+from megalith.testing.ranks import run_ranks
+from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import FP64, compare
+from megalith.train import step as step_file
+from megalith.train.build import Trainer, build_trainer
+from megalith.train.folder import RunFolder
+from megalith.train.loop import run_training
+from megalith.train.loss import share_of_means
+from megalith.train.rules import check_run
+from megalith.train.step import train_step
+
+CPU = torch.device("cpu")
+BASE = {
+    "precision.params": "fp64", "optim.clip_grad": "0", "train.global_batch_size": "13", "train.micro_batch_size": "1",
+    "train.seq_len": "32", "train.tokens_per_microbatch": "64", "data.mock_max_tokens": "34",
+    "data.mock_lengths.kind": "lognormal", "data.mock_lengths.mean": "12", "data.mock_lengths.sigma": "0.8",
+    "model.max_seq_len": "32", "train.eval_steps": "0", "train.eval_every": "none",
+}  # fmt: skip
+"""Thirteen documents a step, of 1 to 32 tokens that are read."""
+LAYOUTS: dict[str, dict[str, str]] = {
+    "dp2": {"parallel.dp": "2"},
+    "dp2, 128": {"parallel.dp": "2", "train.tokens_per_microbatch": "128"},
+    "pp2": {"parallel.pp": "2"},
+    "pp2 vpp2": {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"},
+    "pp2 vpp2 dp2, 128": {
+        "parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.dp": "2",
+        "train.tokens_per_microbatch": "128",
+    },
+    "cp2": {"parallel.cp": "2", "train.tokens_per_microbatch": "32"},
+    "cp2 by document": {"parallel.cp": "2", "parallel.context.slicing": "document"},
+    "tp2 cp2 sp by document": {
+        "parallel.tp": "2", "parallel.cp": "2", "parallel.sp": "true", "parallel.context.slicing": "document",
+    },
+    "dp2 zero 3": {"parallel.dp": "2", "parallel.zero": "3"},
+}  # fmt: skip
+DEFAULT = {"dp2", "cp2 by document", "pp2 vpp2"}
+ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in LAYOUTS]
+
+
+def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer:
+    run = tiny_run(BASE | settings)
+    check_run(run, world)
+    return build_trainer(run, mesh_of(run, rank, world), CPU)
+
+
+def mesh_of(run: TrainRun, rank: int, world: int) -> Mesh:
+    return mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
+
+
+def documents(run: TrainRun) -> Dataset:
+    train = build_datasets(
+        run.data, seq_len=run.train.seq_len, seed=run.seed, train_samples=26, valid_samples=0, test_samples=0,
+        vocab_size=run.model.vocab_size, eod=256, whole_documents=True,
+    ).train  # fmt: skip
+    assert train is not None
+    return train
+
+
+def packed(trainer: Trainer, *, consumed: int = 0, steps: int = 1) -> Loader:
+    run, mesh = trainer.run, trainer.mesh
+    return Loader(
+        documents(run), Masks(), mesh.dp, global_batch_size=run.train.global_batch_size, micro_batch_size=1,
+        consumed=consumed, steps=steps, device=CPU, slicing=my_slicing(run.parallel, mesh),
+        budget=budget_of(run.train, run.parallel, run.model), everyone=mesh.world,
+    )  # fmt: skip
+
+
+def apart(trainer: Trainer) -> StepBatches:
+    """Every document in a microbatch of its own length, without any filler."""
+    dataset = documents(trainer.run)
+    batches = [build_batch([dataset.sample(k)], Masks(), device=CPU) for k in range(13)]
+    return StepBatches(batches, sum(batch.num_labels for batch in batches))
+
+
+def gradients(trainer: Trainer, batches: StepBatches) -> tuple[float, float, dict[str, Tensor]]:
+    result = train_step(trainer, batches, lr=0.0, weight_decay=0.0)
+    trainer.data.settle()
+    return result.loss, result.grad_norm, {o.shard.name: o.gradient.clone() for o in trainer.data.owned}
+
+
+def alone(layers: str = "2") -> tuple[float, float]:
+    trainer = build({"model.num_layers": layers})
+    return gradients(trainer, apart(trainer))[:2]
+
+
+def _learnt(rank: int, world: int, settings: Mapping[str, str]) -> tuple[float, float, int, float]:
+    trainer = build(settings, rank, world)
+    step = packed(trainer).next()
+    sizes = {batch.tokens.whole.num_tokens for batch in step.microbatches}
+    assert len(sizes) == 1, "the shapes of packs never change"
+    loss, norm, _ = gradients(trainer, step)
+    return loss, norm, len(step.microbatches), float(step.imbalance or 0.0)
+
+
+def test_packed_documents_have_the_loss_and_the_gradients_of_documents_alone_whatever_the_budget() -> None:
+    trainer = build({})
+    loss, norm, expected = gradients(trainer, apart(trainer))
+    assert all(bool(gradient.abs().max() > 0) for gradient in expected.values())
+    counts = []
+    for budget in ("32", "64", "128"):
+        other = build({"train.tokens_per_microbatch": budget})
+        step = packed(other).next()
+        counts.append(len(step.microbatches))
+        found = gradients(other, step)
+        difference = compare(found[2], expected)
+        assert difference.error <= FP64.relative and not difference.unpaired, difference
+        assert found[0] == pytest.approx(loss, rel=1e-12) and found[1] == pytest.approx(norm, rel=1e-12)
+    assert counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_they_have_under_every_axis_and_all_ranks_have_equally_many_packs(name: str) -> None:
+    settings = LAYOUTS[name]
+    world = 2 ** len([key for key in settings if key.endswith((".tp", ".cp", ".pp", ".dp"))])
+    found = run_ranks(_learnt, world, settings)
+    expected = alone(settings.get("model.num_layers", "2"))
+    assert all((loss, norm) == pytest.approx(expected, rel=1e-10) for loss, norm, *_ in found)
+    assert len({count for _, _, count, _ in found}) == 1
