@@ -40,6 +40,19 @@ def test_they_are_the_functions_that_torch_and_transformers_know_by_these_names(
         torch.testing.assert_close(reference_activate(x, name), expected)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("other", "apart", "at"), [("quick_gelu", 0.0203, 2.27), ("gelu_tanh", 4.73e-4, 2.70)], ids=lambda value: str(value)
+)
+def test_kinds_of_gelu_are_as_far_apart_as_is_known_and_no_kernel_takes_one_for_another(
+    other: Activation, apart: float, at: float
+) -> None:
+    x = torch.linspace(-6, 6, 120_001, dtype=torch.float64)
+    for one in (activate, reference_activate):
+        gap = (one(x, "gelu") - one(x, other)).abs()
+        assert gap.max().item() == pytest.approx(apart, rel=5e-3)
+        assert abs(x[gap.argmax()].item()) == pytest.approx(at, abs=0.01)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gradients_are_those_of_finite_differences(activation: Activation) -> None:
     assert torch.autograd.gradcheck(lambda x: activate(x, activation), (2 * seeded(5, 6).requires_grad_(),))

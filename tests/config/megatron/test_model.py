@@ -22,7 +22,10 @@ def test_key_value_heads_follow_the_groups_only_when_queries_are_grouped(tiny: T
     assert default is not None and default.model.num_kv_heads == 1  # Megatron's default of the number of groups
 
 
-@pytest.mark.parametrize(("hidden", "width"), [(96, 256), (1000, 2624), (4096, 10880)])
+@pytest.mark.parametrize(
+    ("hidden", "width"),
+    [(96, 256), (768, 2048), (1000, 2624), (1024, 2688), (4096, 10880), (5120, 13632), (8192, 21824)],
+)
 def test_the_width_of_the_mlp_is_megatrons_when_it_is_left_out(tiny: Translate, hidden: int, width: int) -> None:
     run = tiny(f"--hidden-size {hidden}", without=("--ffn-hidden-size",)).run
     assert run is not None
