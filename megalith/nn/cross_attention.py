@@ -1,5 +1,6 @@
 """Cross attention: tokens look at other features than their own: an encoder's, a picture's, or of an earlier layer."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,9 +9,11 @@ from torch import Tensor, nn
 
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
+from megalith.kernels.masks import with_masks
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
+from megalith.kernels.visible import Visible
 from megalith.nn.attention import LayerCache, output_linear
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -79,15 +82,28 @@ class Looking(nn.Module):
 
 
 class CrossAttention(Looking):
-    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m] -> [t, h]."""
+    """Each token looks at a whole document of a memory of other tokens: x [t, h], memory [t_kv, m] -> [t, h].
 
-    def forward(self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens) -> Tensor:
+    Nobody sees what is padding in the memory; `masks` may hide more, for each document bool [queries, its keys].
+    """
+
+    def forward(
+        self, x: Input, tokens: Tokens, memory: Tensor, memory_tokens: Tokens,
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [t, h], memory [t_kv, m] -> [t, h]."""
-        return self.look(x, tokens, self.remember(memory, memory_tokens))
+        return self.look(x, tokens, self.remember(memory, memory_tokens), masks)
 
-    def look(self, x: Input, tokens: Tokens, memory: Remembered) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        return self.attend(x, memory.k, memory.v, across(tokens, memory.tokens))
+    def look(
+        self, x: Input, tokens: Tokens, memory: Remembered, masks: Sequence[Tensor | None] | None = None
+    ) -> Tensor:
+        """x [t, h] -> [t, h].
+
+        Raises:
+            DataError: masks that do not fit the documents.
+        """
+        both = across(tokens, memory.tokens)
+        return self.attend(x, memory.k, memory.v, both if masks is None else with_masks(both, masks))
 
 
 class LookingBack(Looking):
@@ -107,13 +123,15 @@ class LookingBack(Looking):
 
 
 def across(tokens: Tokens, memory: Tokens) -> Tokens:
-    """Queries of some tokens with keys of others, document by document."""
+    """Queries of some tokens with keys of others, document by document; of masks only the others' padding counts."""
     assert len(tokens.lengths) == len(memory.lengths), "one document of the memory for each that looks at it"
     assert tokens.context is None is memory.context, "a memory of other tokens is not shared over cp"
     lengths = tuple((own, other) for (own, _), (other, _) in zip(tokens.lengths, memory.lengths, strict=True))
     dropout = None
     if tokens.dropout is not None and memory.dropout is not None:
         dropout = tokens.dropout._replace(keys=memory.dropout.numbers)
+    padding = None if memory.visible is None else memory.visible.keys
     return replace(
-        tokens, lengths=lengths, cu_kv=memory.cu_q, max_kv=memory.max_q, uniform=None, biases=None, dropout=dropout
-    )
+        tokens, lengths=lengths, cu_kv=memory.cu_q, max_kv=memory.max_q, uniform=None, biases=None, dropout=dropout,
+        visible=None if padding is None else Visible(padding),
+    )  # fmt: skip

@@ -17,7 +17,9 @@ from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mup import MuPConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.errors import DataError
 from megalith.kernels.attention import attention
+from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_slices
 from megalith.models.decoder import allocate, declared_parameters
 from megalith.nn.cross_attention import CrossAttention, LookingBack, across
@@ -126,6 +128,38 @@ def test_packed_texts_look_at_their_own_memory_and_one_without_any_finds_nothing
         alone = layer(x[text], tokens_of_lengths([count]), memory[own], tokens_of_lengths([keys]))
         assert_equals("alone", packed[text], alone, FP64)
     assert not layer(x[:2], tokens_of_lengths([2]), memory[:0], tokens_of_lengths([0])).any()
+
+
+def test_padding_of_the_memory_and_masks_of_pairs_hide_it(layers: SimpleNamespace) -> None:
+    layer, (x, memory) = build(layers.config(output_bias=False), mesh_of_one()), inputs()
+    text = torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 0, 0]).bool()  # nothing of the third document is left
+    for_itself = with_masks(TEXTS, [torch.eye(n).bool() for n in (5, 1, 6)])  # which says nothing of a memory
+    hidden = with_masks(with_padding(MEMORIES, text), [torch.eye(n).bool() for n in (3, 7, 2)])
+    found = layer(x, for_itself, memory, hidden)
+    left = tokens_of_lengths([2, 5, 0])
+    assert_equals("padding", found, layer(x, TEXTS, memory[text], left), FP64)
+    assert not found[6:].any(), "what sees nothing finds 0"
+    assert torch.equal(found, layer(x, TEXTS, torch.where(text[:, None], memory, memory + 1), hidden))
+    masks = [torch.zeros(5, 3).bool(), None, torch.tensor([[True, False]] * 6)]
+    masks[0][:, 2] = True
+    alone = layer(x, TEXTS, memory, with_padding(MEMORIES, torch.arange(12) != 4), masks)
+    both = torch.tensor([0, 0, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0]).bool()
+    assert_equals("masks", alone, layer(x, TEXTS, memory[both], tokens_of_lengths([1, 6, 1])), FP64)
+    kept = layer.remember(memory, MEMORIES)
+    assert torch.equal(layer.look(x, TEXTS, kept, masks), layer(x, TEXTS, memory, MEMORIES, masks))
+    with pytest.raises(DataError, match=r"masks\[0\] is \[5, 5\]: document 0 must have \[5, 3\]"):
+        layer(x, TEXTS, memory, MEMORIES, [torch.eye(5).bool(), None, None])
+
+
+def test_what_looks_back_sees_what_masks_let_it(layers: SimpleNamespace) -> None:
+    layer = layers.build(LookingBack, layers.config())
+    layer.scores = replace(layer.scores, causal=True)
+    x, memory = layers.inputs(12), layers.inputs(12).flip(0)
+    mask = torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.5
+    tokens = replace(with_masks(tokens_of_lengths([12]), [mask]), memory=memory)
+    other = replace(tokens, memory=memory.index_fill(0, torch.tensor([3]), 1.0))
+    unlike = (layer(x, tokens) != layer(x, other)).any(1)
+    assert torch.equal(unlike, mask.tril()[:, 3]) and unlike.any()
 
 
 def test_under_mup_scores_are_scaled_as_in_the_models_other_attention(layers: SimpleNamespace) -> None:
