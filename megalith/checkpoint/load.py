@@ -31,6 +31,7 @@ from megalith.checkpoint.strictness import (
     announce,
     check_patterns,
     differences,
+    is_state,
     left_out,
     refused,
 )
@@ -193,6 +194,13 @@ class Checkpoint:
             if source in stored and stored[source].shape != shape and key not in report.skipped
         ]
         wrong = refused(report, rules, purpose)
+        lean = report.fresh_state and not any(map(is_state, report.surplus))
+        if lean and wrong.missing and not differ and all(map(is_state, wrong.missing)):
+            raise CheckpointError(
+                f"{self.path} has no optimizer state: its run had checkpoint.save_optimizer=false, or it was made from "
+                f"weights. To go on with moments of zero in the run's own folder, set checkpoint.missing=warn; in "
+                f"another folder, set checkpoint.load to it and checkpoint.take=progress."
+            )
         if differ or wrong.missing or wrong.surplus:
             raise CheckpointError(
                 f"{self.path} is a checkpoint of another model:\n{differences(differ, wrong)}\nSet model.* and optim.* "

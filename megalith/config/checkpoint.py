@@ -9,6 +9,10 @@ from megalith.config.model import ModelConfig
 Answer = Literal["error", "warn", "ignore"]
 """To a tensor that only one side has: end the run, go on and name it, or go on."""
 
+Taken = Literal["weights", "progress", "everything"]
+"""What a run that begins takes from another's checkpoint: its weights; its place in data and schedules, too; and its
+optimizer's state as well."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
@@ -26,6 +30,11 @@ class CheckpointConfig:
     load: str | None = None
     """Start from this checkpoint or Hugging Face folder when the run folder has none; unset: fresh weights."""
 
+    take: Taken = "weights"
+    """What `load` gives a run that begins. weights: it begins at step 0; progress: it goes on at the checkpoint's step,
+    with its place in the data and in the schedule of the learning rate, and an optimizer that has seen nothing;
+    everything: with its optimizer, too. A run that resumes takes all that its own checkpoint has."""
+
     missing: Answer = "error"
     """Tensors that the run has and the checkpoint lacks keep their initial values, unless this is error. A run that
     resumes always needs all of its weights: there it speaks of the optimizer's tensors only."""
@@ -42,6 +51,10 @@ class CheckpointConfig:
     allow_model_changes: tuple[str, ...] = ()
     """Settings of the model, or sections of them, that may differ from those the weights were trained with, such as
     model.rope."""
+
+    save_optimizer: bool = True
+    """False writes checkpoints without masters and moments: a run resumes from them with checkpoint.missing=warn only,
+    its weights rounded to what they are stored in and its moments at zero."""
 
     max_save_failures: int = 3
     """A failed save is announced and the run goes on with the previous checkpoint; this many in a row end the run."""
@@ -63,5 +76,23 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
         problems.append(
             f"checkpoint.skip={list(checkpoint.skip)} names what is not taken from checkpoint.load, which is unset. "
             f"Set checkpoint.load, or remove checkpoint.skip."
+        )
+    return problems + _taking_problems(checkpoint)
+
+
+def _taking_problems(checkpoint: CheckpointConfig) -> list[str]:
+    """What a run that begins is to take, and from where."""
+    if checkpoint.take == "weights":
+        return []
+    problems = []
+    if checkpoint.load is None:
+        problems.append(
+            f"checkpoint.take={checkpoint.take} says what is taken from checkpoint.load, which is unset. Set "
+            f"checkpoint.load to a run or a checkpoint, or remove checkpoint.take: a run resumes from its own anyway."
+        )
+    if checkpoint.skip:
+        problems.append(
+            f"checkpoint.take={checkpoint.take} with checkpoint.skip={list(checkpoint.skip)}: weights that are new "
+            f"have no place in a run to go on at. Set checkpoint.take=weights, or remove checkpoint.skip."
         )
     return problems

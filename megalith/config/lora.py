@@ -143,6 +143,11 @@ def lora_problems(
             f"{lora.rank}: weights that are not loaded would stay as they were drawn. Set checkpoint.skip to nothing "
             f"and checkpoint.missing=error."
         )
+    if checkpoint.take != "weights":
+        problems.append(
+            f"checkpoint.take={checkpoint.take} with lora.rank={lora.rank}: adapters that begin have no step to go on "
+            f"at. Set checkpoint.take=weights, and lora.load for adapters that have learnt already."
+        )
     problems += _balance_problems(lora, model)
     if compiled:
         problems.append(

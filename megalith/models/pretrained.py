@@ -242,17 +242,6 @@ def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, .
     return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
 
 
-def forced_at(source: str, world: Group) -> tuple[str, ...]:
-    """The same of the model at `source`. Collective over `world`.
-
-    Raises:
-        CheckpointError: on every rank: there is none.
-    """
-    found = together(lambda: open_pretrained(locate(source)).forced if world.rank == 0 else None, world)[0]
-    assert found is not None
-    return found
-
-
 def load_pretrained(
     entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT
 ) -> list[str]:
@@ -264,12 +253,19 @@ def load_pretrained(
     Raises:
         CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
     """
+    return take_weights(entries, source, world, model=model, rules=rules)[0]
+
+
+def take_weights(
+    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT
+) -> tuple[list[str], tuple[str, ...]]:
+    """The same, which also gives the settings under which chance chose experts while the weights were trained."""
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes)
     fill_from(opened, entries, world, rules=rules)
-    return [*opened.warnings(), *notes]
+    return [*opened.warnings(), *notes], opened.forced
 
 
 def fill_from(opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT) -> None:

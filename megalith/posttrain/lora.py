@@ -6,7 +6,8 @@ from pathlib import Path
 
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry, pieces
-from megalith.checkpoint.load import Checkpoint
+from megalith.checkpoint.format import MANIFEST
+from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -16,6 +17,7 @@ from megalith.models.pretrained import (
     adapters_in,
     base_of_adapters,
     base_record,
+    forced_in,
     load_pretrained,
     locate,
     open_pretrained,
@@ -64,10 +66,11 @@ def _record(source: str, saved: Checkpoint | None) -> dict[str, str]:
 
 def load_adapters(
     entries: Sequence[Entry], lora: LoraConfig, world: Group, *, model: ModelConfig, record: dict[str, str]
-) -> None:
+) -> tuple[str, ...]:
     """Fill adapters (roles `param` and `master`) from `lora.load`. Collective over `world`.
 
-    `record`: which weights they are to be trained beside, as `load_base` says.
+    `record`: which weights they are to be trained beside, as `load_base` says. Returns the settings under which chance
+    chose experts while they were trained.
 
     Raises:
         CheckpointError: on every rank: they are of another rank, scale, targets, model or base.
@@ -78,6 +81,7 @@ def load_adapters(
     assert path is not None
     together(lambda: _same_base(path, record) if world.rank == 0 else None, world)
     together(lambda: _fill(entries, adapters_in(path, base=record["base"]), lora, model), world)
+    return forced_in(open_checkpoint(path) if (path / MANIFEST).exists() else None, model)
 
 
 def _same_base(path: Path, record: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
 from megalith.checkpoint.retention import sweep
@@ -25,7 +26,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.kernels.engine import kernels_in_use
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
-from megalith.models.pretrained import FORCED, compare_models, forced_at, forced_in, load_pretrained, open_pretrained
+from megalith.models.pretrained import FORCED, compare_models, forced_in, open_pretrained, take_weights
 from megalith.nn.moe.balance import LOSSES
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
@@ -55,6 +56,7 @@ from megalith.plan.deal import budget_of, document_cost
 from megalith.train.evaluate import evaluate
 from megalith.train.experts import row_of_use, use_of_experts, with_routing
 from megalith.train.folder import RunFolder, changed_settings, left_as_found, set_aside_metrics, write_config
+from megalith.train.origin import PROGRESS, check_steps_left, open_origin, told_origin
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
@@ -111,10 +113,14 @@ class _Loop:
         found = together(lambda: find_latest(folder.checkpoints) if self.writer else None, mesh.world)[0]
         saved = None if found is None else open_checkpoint(found)
         if saved is not None:
-            saved.require_state("train", "optimizer_updates", "data", "order_samples", "tokenizer")
-        self.state = TrainState() if saved is None else TrainState.from_json(saved.state["train"])
+            saved.require_state(*PROGRESS)
+        self.origin = open_origin(run.checkpoint, mesh.world) if saved is None else None
+        begun = saved or self.origin
+        self.state = TrainState() if begun is None else TrainState.from_json(begun.state["train"])
+        if self.origin is not None:
+            check_steps_left(run, self.origin, self.state)
         self.tokenizer = matching_tokenizer(run)
-        self.data = self._open_data(saved)
+        self.data = self._open_data(begun)
         self.trainer = build_trainer(
             run, mesh, device, fill=saved is None and needs_first_weights(run), fill_frozen=keeps_first_weights(run)
         )
@@ -149,7 +155,7 @@ class _Loop:
         self.budget = budget_of(run.train, run.parallel, run.model)
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
-        self.metrics = self._open_metrics() if self.writer else None
+        self._open_metrics()
         self.trace = self._open_trace()
         self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
@@ -347,7 +353,7 @@ class _Loop:
         keep = self.run_config.checkpoint
         try:
             report = save_checkpoint(
-                self.folder.checkpoints, self.state.step, checkpoint_entries(self.trainer), self._state_json(),
+                self.folder.checkpoints, self.state.step, self._saved_entries(), self._state_json(),
                 self.mesh.world, config_text=dump_yaml(self.run_config), keep=keep.keep, keep_every=keep.keep_every,
             )  # fmt: skip
         except CheckpointError as error:
@@ -358,6 +364,10 @@ class _Loop:
             return
         self.save_failures, self.saved_step = 0, self.state.step
         _log.info("saved %s", report)
+
+    def _saved_entries(self) -> list[Entry]:
+        entries = checkpoint_entries(self.trainer)
+        return entries if self.run_config.checkpoint.save_optimizer else [e for e in entries if e.role == "param"]
 
     def _state_json(self) -> dict[str, Any]:  # Any: JSON
         assert self.data.splits.train is not None
@@ -372,44 +382,66 @@ class _Loop:
         }  # fmt: skip
 
     def _load(self, saved: Checkpoint | None) -> None:
-        """Fill weights and moments from the run's own checkpoint, or weights from the one it starts from."""
+        """Fill weights and moments from the run's own checkpoint, or what is asked for from the one it starts from."""
+        run, rules = self.run_config, self.run_config.checkpoint
         self.base = self._load_base(saved)
-        self.forced = forced_in(saved, self.run_config.model)
+        self.forced = forced_in(saved, run.model)
         if saved is not None:
-            if saved.state["tokenizer"] != self.tokenizer.fingerprint:
-                raise CheckpointError(
-                    f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
-                    f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run NAME."
-                )
-            rules = self.run_config.checkpoint
-            report = saved.load_into(checkpoint_entries(self.trainer), self.mesh.world, rules=rules)
-            base = rules.load if self.base is not None else None
-            theirs = open_pretrained(saved.path, base=base)  # in a folder without settings no one has compared these
-            for line in compare_models(theirs, self.run_config.model, allow=rules.allow_model_changes):
-                self.progress.say(f"{saved.path}: {line}")
-            # Moments that begin at zero now are corrected for that, as at the beginning of a run.
-            self.trainer.optimizer.set_updates(0 if report.fresh_state else int(saved.state["optimizer_updates"]))
-            if self.trainer.loss_scale is not None and "loss_scale" in saved.state:
-                self.trainer.loss_scale.load(saved.state["loss_scale"])
-            publish_loaded(self.trainer)
+            self._take_over(saved)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
-        elif self.run_config.lora is not None:
-            if self.run_config.lora.load is not None:
-                weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
+        elif run.lora is not None:
+            if run.lora.load is not None:
                 assert self.base is not None, "a run with adapters has weights beside them"
-                load_adapters(
-                    weights, self.run_config.lora, self.mesh.world, model=self.run_config.model, record=self.base
-                )
-                publish_loaded(self.trainer)
-                self.progress.say(f"adapters start from {self.run_config.lora.load}")
-        elif self.run_config.checkpoint.load is not None:
-            weights = [e for e in checkpoint_entries(self.trainer) if e.role in ("param", "master")]
-            source, rules = self.run_config.checkpoint.load, self.run_config.checkpoint
-            for line in load_pretrained(weights, source, self.mesh.world, model=self.run_config.model, rules=rules):
-                self.progress.say(f"{source}: {line}")
-            publish_loaded(self.trainer)
-            self.forced = tuple(dict.fromkeys((*forced_at(source, self.mesh.world), *self.forced)))
-            self.progress.say(f"starting from {source}")
+                forced = load_adapters(
+                    self._weights(), run.lora, self.mesh.world, model=run.model, record=self.base
+                )  # fmt: skip
+                self._published(forced)
+                self.progress.say(f"adapters start from {run.lora.load}")
+        elif self.origin is not None:
+            self._take_over(self.origin)
+            self.forced = forced_in(self.origin, run.model)
+            self.progress.say(told_origin(run, self.origin, self.state))
+        elif rules.load is not None:
+            notes, forced = take_weights(self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules)
+            for line in notes:
+                self.progress.say(f"{rules.load}: {line}")
+            self._published(forced)
+            self.progress.say(f"starting from {rules.load}")
+
+    def _weights(self) -> list[Entry]:
+        """What a model is without the moments of its optimizer."""
+        return [entry for entry in checkpoint_entries(self.trainer) if entry.role in ("param", "master")]
+
+    def _published(self, forced: Sequence[str]) -> None:
+        """After weights were taken over from a model: what chance chose while that was trained, is said of this one."""
+        publish_loaded(self.trainer)
+        self.forced = tuple(dict.fromkeys((*forced, *self.forced)))
+
+    def _take_over(self, saved: Checkpoint) -> None:
+        """Go on where a checkpoint was saved: all of it that this run is to have.
+
+        Raises:
+            CheckpointError: it is of another tokenizer or model, or lacks something.
+        """
+        run, rules = self.run_config, self.run_config.checkpoint
+        if saved.state["tokenizer"] != self.tokenizer.fingerprint:
+            raise CheckpointError(
+                f"{saved.path} was trained with another tokenizer ({saved.state['tokenizer']}, now "
+                f"{self.tokenizer.fingerprint}). Use that one, or choose another folder with --run NAME."
+            )
+        anew = self.origin is not None and rules.take == "progress"
+        entries = self._weights() if anew else checkpoint_entries(self.trainer)
+        report = saved.load_into(entries, self.mesh.world, rules=rules, purpose="start" if anew else "resume")
+        theirs = open_pretrained(saved.path, base=None if self.base is None else rules.load)
+        # in a folder without settings no one has compared these
+        for line in compare_models(theirs, run.model, allow=rules.allow_model_changes):
+            self.progress.say(f"{saved.path}: {line}")
+        # Moments that begin at zero now are corrected for that, as at the beginning of a run.
+        updates = 0 if anew or report.fresh_state else int(saved.state["optimizer_updates"])
+        self.trainer.optimizer.set_updates(updates)
+        if self.trainer.loss_scale is not None and "loss_scale" in saved.state and not anew:
+            self.trainer.loss_scale.load(saved.state["loss_scale"])
+        publish_loaded(self.trainer)
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
         """Fill the weights that adapters are trained beside, which no checkpoint of this run holds."""
@@ -435,7 +467,8 @@ class _Loop:
             DataError: there are too few samples, and nothing repeats.
         """
         rows = self.run_config.train.global_batch_size
-        needed = self.run_config.train.steps * rows
+        left = max(0, self.run_config.train.steps - self.state.step)
+        needed = self.state.consumed_samples + left * rows
         orders = [needed]
         if saved is not None:
             orders = [int(count) for count in (saved.state["order_samples"], *saved.state.get("order_longer", ()))]
@@ -486,16 +519,20 @@ class _Loop:
             cost=document_cost(self.run_config.model), balanced=train.balance_rows,
         )  # fmt: skip
 
-    def _open_metrics(self) -> MetricsFile:
-        wanted = self.run_config.observe.tensorboard
-        use = has_tensorboard() if wanted is None else wanted
-        if use and not has_tensorboard():
+    def _open_metrics(self) -> None:
+        """The writer's files; what keeps it from them ends the run on every rank."""
+        wanted, world = self.run_config.observe.tensorboard, self.mesh.world
+        there = together(lambda: has_tensorboard() if self.writer else True, world)[0]
+        if wanted and not there:
             raise ConfigError(
                 f"observe.tensorboard={wanted} needs the tensorboard package. Run pip install tensorboard."
             )
-        return MetricsFile(
-            self.folder.metrics, resume_at=self.state.step, tensorboard=self.folder.tensorboard if use else None
-        )
+        events = self.folder.tensorboard if there and wanted is not False else None
+
+        def opened() -> None:
+            self.metrics = MetricsFile(self.folder.metrics, resume_at=self.state.step, tensorboard=events)
+
+        together(opened if self.writer else lambda: None, world)
 
 
 @dataclass(frozen=True, slots=True)
@@ -543,7 +580,7 @@ def _check_order(saved: Checkpoint, fingerprint: str) -> None:
             f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
             f"  now:  {fingerprint}\n"
             f"Use the data and the data.num_train_samples that the run was started with, or choose another folder with "
-            f"--run NAME."
+            f"--run NAME (and checkpoint.take=weights, to begin at step 0 of the data there)."
         )
 
 

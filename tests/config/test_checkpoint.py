@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalith.config.checkpoint import CheckpointConfig, checkpoint_problems
+from megalith.config.checkpoint import CheckpointConfig, Taken, checkpoint_problems
 from megalith.config.tree import from_dict, to_dict
 
 
@@ -36,3 +36,12 @@ def test_patterns_to_skip_need_something_that_is_loaded() -> None:
     (text,) = checkpoint_problems(CheckpointConfig(skip=("head.*",)))
     assert "checkpoint.skip=['head.*'] names what is not taken from checkpoint.load" in text
     assert checkpoint_problems(CheckpointConfig(skip=("head.*",), load="first")) == []
+
+
+@pytest.mark.parametrize("take", ["progress", "everything"])
+def test_a_step_to_go_on_at_is_another_checkpoints_and_has_all_weights(take: Taken) -> None:
+    (text,) = checkpoint_problems(CheckpointConfig(take=take))
+    assert f"checkpoint.take={take} says what is taken from checkpoint.load, which is unset. Set checkpoint.lo" in text
+    (text,) = checkpoint_problems(CheckpointConfig(take=take, load="first", skip=("head.*",)))
+    assert f"checkpoint.take={take} with checkpoint.skip=['head.*']: weights that are new have no place" in text
+    assert checkpoint_problems(CheckpointConfig(take=take, load="first")) == []

@@ -358,3 +358,12 @@ def test_what_comes_of_it_says_so_too_and_what_learnt_does_not(tmp_path: Path) -
     learnt = trained(mixture_run(RouterConfig(), 1), tmp_path / "learnt")
     assert open_pretrained(locate(str(learnt))).warnings() == []
     assert "forced_choices" not in open_checkpoint(locate(str(learnt))).state
+
+
+def test_adapters_that_go_on_from_others_say_what_those_would(tmp_path: Path) -> None:
+    base = trained(mixture_run(RouterConfig(), 1), tmp_path / "base")
+    beside = {"checkpoint__load": str(base), "lora__rank": "2"}
+    first = trained(mixture_run(BY_CHANCE, 1, **beside), tmp_path / "first")
+    later = trained(mixture_run(RouterConfig(), 1, lora__load=str(first), **beside), tmp_path / "later")
+    assert open_checkpoint(locate(str(later))).state["forced_choices"] == [HOW]
+    assert open_pretrained(locate(str(later))).warnings() == [TOLD]

@@ -116,6 +116,23 @@ def test_events_without_their_package_are_refused(tmp_path: Path, monkeypatch: p
         train(tmp_path, {"observe.tensorboard": "true"})
 
 
+def _without_metrics(rank: int, world: int, run: TrainRun, path: Path) -> str:
+    def refused(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with replaced(loop, "MetricsFile", refused), pytest.raises(CheckpointError) as caught:
+        train_as_rank(rank, world, run, path)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_metrics_that_cannot_be_opened_end_the_run_on_every_rank(tmp_path: Path) -> None:
+    """Only the first rank writes them: the others would wait for it."""
+    texts = run_ranks(_without_metrics, 2, tiny_run({"train.steps": "1", "train.micro_batch_size": "6"}), tmp_path)
+    assert [text.partition(": ")[0] for text in texts] == ["rank 0"] * 2
+    assert all("PermissionError: [Errno 13] Permission denied" in text for text in texts)
+
+
 def test_a_run_stopped_after_every_step_is_the_run_never_stopped(tmp_path: Path) -> None:
     train(tmp_path / "whole")
     for step in range(1, 9):

@@ -199,6 +199,11 @@ EXPLAINED = (
     ),
     Group(
         verdict="explained", effect="none",
+        reason="checkpoints hold no random state: every draw follows from the seed and from what it is for",
+        flags="--no-save-rng!",
+    ),
+    Group(
+        verdict="explained", effect="none",
         reason=(
             "checkpoints have one format, which holds everything a resumed run needs: "
             "torch.distributed.checkpoint files and a manifest"
@@ -206,8 +211,8 @@ EXPLAINED = (
         flags="""
             --ckpt-drop-redundant-extra-state! --ckpt-format --disable-save-tokenizer-assets!
             --disable-strict-fsdp-dtensor-load! --dist-ckpt-format --dist-ckpt-save-pre-mcore-014!
-            --dist-ckpt-strictness --no-save-optim! --no-save-rng! --no-save-tokenizer-assets!
-            --no-strict-fsdp-dtensor-load! --save-tokenizer-assets! --strict-fsdp-dtensor-load! --verify-integrity!
+            --dist-ckpt-strictness --no-save-tokenizer-assets! --no-strict-fsdp-dtensor-load!
+            --save-tokenizer-assets! --strict-fsdp-dtensor-load! --verify-integrity!
         """,
     ),
     Group(

@@ -573,6 +573,7 @@ MEMORY = (
 
 FOLDERS = (
     Row(name="--save", takes="place", fields=("checkpoint.every",), how="the run's folder is chosen by train --run"),
+    Row(name="--no-save-optim", takes="nothing", fields=("checkpoint.save_optimizer",), how="false"),
     Row(name="--load", takes="place", fields=("checkpoint.load",), how="the folder of --save: train resumes anyway"),
     Row(
         name="--save-interval", takes="int", fields=("checkpoint.every",), aliases=("--persistent-save-interval",),

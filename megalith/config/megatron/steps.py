@@ -103,6 +103,8 @@ def translate_folders(draft: Draft) -> None:
     else:
         draft.put("--save-interval", "checkpoint.every", every)
         draft.say("explained", "--save", "checkpoints lie in the run's folder: choose it with megalith train --run")
+    if arguments.value("--no-save-optim"):
+        draft.put("--no-save-optim", "checkpoint.save_optimizer", False)
     if load is not None and load == save:
         draft.say("already", "--load", "the same command resumes a run from its own folder")
     elif load is not None:

@@ -266,12 +266,22 @@ NUMBERS = (
         verdict="not mapped", effect="numbers", switch="--load",
         reason=(
             "not yet: Megatron's checkpoint folders. Convert the model to Hugging Face and set checkpoint.load to "
-            "that folder"
+            "that folder; of a run here, name the folder of a step"
         ),
-        flags="""
-            --ckpt-step --load-main-params-from-ckpt! --load-model-opt-format! --no-load-optim! --no-load-rng!
-            --override-ckpt-iteration
-        """,
+        flags="--ckpt-step --load-main-params-from-ckpt! --load-model-opt-format! --override-ckpt-iteration",
+    ),
+    Group(
+        verdict="not mapped", effect="numbers", switch="--load",
+        reason=(
+            "not yet: Megatron's checkpoint folders. Of a run here, checkpoint.load and checkpoint.take=progress go on "
+            "at its step with a new optimizer"
+        ),
+        flags="--no-load-optim!",
+    ),
+    Group(
+        verdict="already", effect="none",
+        reason="nothing random is loaded: every draw follows from the seed and from what it is for",
+        flags="--no-load-rng!",
     ),
     Group(
         verdict="already", effect="none",

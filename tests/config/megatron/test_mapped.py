@@ -29,7 +29,8 @@ def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
     """Settings of ours without a counterpart; a new one is added here or gets its row."""
     ours = {
         "checkpoint.allow_model_changes", "checkpoint.max_save_failures", "checkpoint.missing",
-        "checkpoint.prefer_weights", "checkpoint.skip", "checkpoint.surplus", "data.keep_partial_valid",
+        "checkpoint.prefer_weights", "checkpoint.skip", "checkpoint.surplus", "checkpoint.take",
+        "data.keep_partial_valid",
         "data.mock_max_tokens", "data.mock_num_documents", "data.sft.date", "kernels", "lora.alpha",
         "lora.dropout", "lora.layers", "lora.load", "lora.rank", "lora.rslora", "lora.targets",
         "model.attention.causal", "model.attention.chunked", "model.attention.qk_norm_eps",

@@ -1,0 +1,68 @@
+"""A run that begins at a step of another: which checkpoint it goes on from, and what it must be able to give."""
+
+from megalith.checkpoint.agree import together
+from megalith.checkpoint.format import MANIFEST
+from megalith.checkpoint.load import Checkpoint, open_checkpoint
+from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.train import TrainRun
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.adapters import RECORD
+from megalith.models.pretrained import locate
+from megalith.optim.schedule import learning_rate, schedule_lengths
+from megalith.parallel.group import Group
+from megalith.train.state import TrainState
+
+PROGRESS = ("train", "optimizer_updates", "data", "order_samples", "tokenizer")
+"""What the state of a checkpoint must have for a run to go on at its step."""
+
+
+def open_origin(rules: CheckpointConfig, world: Group) -> Checkpoint | None:
+    """The checkpoint at whose step a run begins; None: at step 0. Collective over `world`.
+
+    Raises:
+        CheckpointError: on every rank: there is none, or it is that of no run.
+    """
+    source = rules.load
+    if rules.take == "weights" or source is None:
+        return None
+    path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
+    assert path is not None
+    said = f"checkpoint.take={rules.take} with checkpoint.load={source}"
+    if not (path / MANIFEST).exists():
+        raise CheckpointError(f"{said}: {path} holds weights and no step to go on at. Set checkpoint.take=weights.")
+    opened = open_checkpoint(path)
+    if RECORD in opened.state:
+        raise CheckpointError(
+            f"{said}: {path} holds adapters, and this run trains a model. Set checkpoint.take=weights to begin with "
+            f"the model that they make, or go on in the run's own folder."
+        )
+    if missing := [name for name in PROGRESS if name not in opened.state]:
+        raise CheckpointError(
+            f"{said}: {path} holds weights and no step to go on at (its state lacks {', '.join(missing)}). Set "
+            f"checkpoint.take=weights."
+        )
+    return opened
+
+
+def check_steps_left(run: TrainRun, origin: Checkpoint, state: TrainState) -> None:
+    """Refuse to begin where nothing is left to do.
+
+    Raises:
+        ConfigError: the run would be over.
+    """
+    if state.step >= run.train.steps:
+        raise ConfigError(
+            f"train.steps={run.train.steps}: {origin.path} is of step {state.step}, where a run with checkpoint.take="
+            f"{run.checkpoint.take} goes on. Set train.steps to more than {state.step}, or checkpoint.take=weights."
+        )
+
+
+def told_origin(run: TrainRun, origin: Checkpoint, state: TrainState) -> str:
+    """Where a run begins, what of its optimizer is there, and which learning rate follows from that."""
+    lengths = schedule_lengths(run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps)
+    rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
+    kept = "with its optimizer" if run.checkpoint.take == "everything" else "with an optimizer that has seen nothing"
+    return (
+        f"going on from {origin.path} at step {state.step} {kept}: {state.consumed_samples} samples were read, and the "
+        f"schedule stands at sample {state.scheduled_samples}, a learning rate of {rate:.3g}"
+    )
