@@ -94,7 +94,8 @@ MODEL = (
     ),
     Row(
         name="--mscale-all-dim", takes="float", fields=("model.rope.attention_factor", "model.mla.yarn_mscale"),
-        default=0.0, how="the latter in latent attention only, and unset where it is 0",
+        default=0.0,
+        how="the latter in latent attention only, and unset where it is 0; model.attention.scale with --rope-type rope",
     ),
     Row(
         name="--yarn-original-max-position-embeddings", takes="int", fields=("model.rope.original_max_position",),

@@ -111,21 +111,37 @@ def translate_yarn_of_latents(draft: Draft, *, original: int) -> None:
     """The yarn of latent attention, which Megatron has unless --rope-type says rope; by a factor of 1 it does nothing.
 
     Turned features are multiplied by g(mscale) / g(mscale_all_dim), scores by g(mscale_all_dim) squared, where g(m) is
-    0.1 m ln(factor) + 1.
+    0.1 m ln(factor) + 1; the latter also where --rope-type says rope.
     """
     arguments = draft.arguments
     factor, kind = _number(draft, "--rotary-scaling-factor"), arguments.value("--rope-type")
+    whole = _number(draft, "--mscale-all-dim")
+    if arguments.value("--use-mup"):
+        _scores_of_latents(
+            draft, "--use-mup", factor, "Megatron's latent attention leaves scores as they are without it"
+        )
+    elif kind == "rope" and factor > 1 and whole:
+        _scores_of_latents(draft, "--mscale-all-dim", factor, "with --rope-type rope, too")
+    if kind == "rope" and arguments.value("--rotary-percent") != 1:
+        text = "latent attention here turns all features that it keeps for positions. Remove it"
+        draft.say("not mapped", "--rotary-percent", text, "model")
     if kind == "rope" or factor <= 1:
         if arguments.given("--rotary-scaling-factor"):
-            draft.say("already", "--rotary-scaling-factor", "is read by yarn above 1 only")
+            draft.say("already", "--rotary-scaling-factor", "is read by yarn above 1 only, and by --mscale-all-dim")
         return
     draft.put("--rope-type", "model.rope.scaling", "yarn")
     draft.put("--rotary-scaling-factor", "model.rope.factor", factor)
     draft.put("--rope-type", "model.rope.original_max_position", original)
     _sharpening(draft, factor)
-    whole = _number(draft, "--mscale-all-dim")
-    if whole:
+    if whole and not arguments.value("--use-mup"):
         draft.put("--mscale-all-dim", "model.mla.yarn_mscale", whole)
+
+
+def _scores_of_latents(draft: Draft, flag: str, factor: float, text: str) -> None:
+    """What scores are multiplied by, where no setting of ours follows Megatron's."""
+    features = draft.number("--qk-head-dim") + draft.number("--qk-pos-emb-head-dim")
+    scale = _sharper(_number(draft, "--mscale-all-dim"), factor) ** 2 / math.sqrt(features)
+    draft.put(flag, "model.attention.scale", scale, text)
 
 
 def _sharpening(draft: Draft, factor: float) -> None:

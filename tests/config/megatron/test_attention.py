@@ -83,6 +83,37 @@ def test_latent_attention_is_plain_where_nothing_scales(tiny: Translate) -> None
         assert not run.model.qkv_bias and run.model.output_bias and model_problems(run) == []
 
 
+@pytest.mark.parametrize(
+    ("added", "flag", "sharper"),
+    [
+        (
+            "--rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 0.7",
+            "--mscale-all-dim",
+            0.07 * math.log(40) + 1,
+        ),
+        ("--use-mup --mup-base-hidden-size 48 --mup-base-head-dim 5", "--use-mup", 1.0),
+        ("--use-mup --rotary-scaling-factor 40 --mscale-all-dim 1", "--use-mup", 0.1 * math.log(40) + 1),
+    ],
+)
+def test_scores_of_latent_attention_are_scaled_where_megatron_scales_them(
+    tiny: Translate, added: str, flag: str, sharper: float
+) -> None:
+    """By the sharpness squared over the root of the features: under rope, too, and whatever muP says."""
+    done = tiny(f"{LATENT} {added}", without=("--group-query-attention", "--num-query-groups"))
+    assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
+    assert done.run.model.score_scale() == done.run.model.attention.scale == pytest.approx(sharper**2 / 20**0.5)
+    assert done.run.model.mla is not None and done.run.model.mla.yarn_mscale is None
+    assert any(entry.setting == "model.attention.scale" and entry.flag.startswith(flag) for entry in done.entries)
+
+
+def test_latent_attention_turns_all_features_of_positions(tiny: Translate) -> None:
+    without = ("--group-query-attention", "--num-query-groups")
+    (said,) = tiny(f"{LATENT} --rope-type rope --rotary-percent 0.5", without=without).refusals(strict=False)
+    assert "--rotary-percent 0.5: latent attention here turns all features that it keeps for positions" in said
+    yarn = tiny(f"{LATENT} --rotary-percent 0.5", without=without)
+    assert yarn.refusals(strict=True) == [], "which Megatron's yarn does not read"
+
+
 def test_latent_attention_norms_its_vectors_as_the_model_norms(tiny: Translate) -> None:
     done = tiny(f"{LATENT} --normalization LayerNorm", without=("--group-query-attention", "--num-query-groups"))
     assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
