@@ -1,18 +1,21 @@
 """Documents packed by a budget of tokens are learnt as one by one, in float64, whatever the budget and the layout."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megalith.config.train import TrainRun
+from megalith.data import loader as loader_file
 from megalith.data.build import build_datasets
-from megalith.data.loader import Loader, Masks, StepBatches, build_batch
-from megalith.data.sample import Dataset, Indexed, PackedSample
+from megalith.data.loader import Batch, Loader, Masks, StepBatches, build_batch
+from megalith.data.sample import Dataset, PackedSample
 from megalith.errors import DataError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
@@ -59,7 +62,7 @@ ALL = [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) f
 
 
 def build(settings: Mapping[str, str], rank: int = 0, world: int = 1) -> Trainer:
-    run = tiny_run(BASE | settings)
+    run = tiny_run({**BASE, **settings})
     check_run(run, world)
     return build_trainer(run, mesh_of(run, rank, world), CPU)
 
@@ -137,3 +140,126 @@ def test_they_have_under_every_axis_and_all_ranks_have_equally_many_packs(name: 
     expected = alone(settings.get("model.num_layers", "2"))
     assert all((loss, norm) == pytest.approx(expected, rel=1e-10) for loss, norm, *_ in found)
     assert len({count for _, _, count, _ in found}) == 1
+
+
+# --- planted faults
+
+
+def _mean_of_packs(
+    own_labels: Iterator[int], losses: Sequence[Tensor], *, num_labels: Sequence[int], **others: Any
+) -> Tensor:
+    """Each pack's own mean counts alike, however few tokens it has: as if all packs had as many labels."""
+    return share_of_means(losses, num_labels=[next(own_labels), *num_labels[1:]], **others)
+
+
+def test_a_mean_of_packs_would_be_seen() -> None:
+    trainer = build({})
+    step = packed(trainer).next()
+    counts = iter([max(1, batch.num_labels) * len(step.microbatches) for batch in step.microbatches])
+    with replaced(step_file, "share_of_means", partial(_mean_of_packs, counts)):
+        _, norm, _ = gradients(trainer, step)
+    assert norm != pytest.approx(alone()[1], rel=1e-3)
+
+
+def _seeing_one_another(rows: Sequence[PackedSample], masks: Masks, **others: Any) -> Batch:  # Any: its own
+    merged = [
+        replace(row, lengths=(row.num_valid, *row.lengths[len(row.read_lengths) :])) if row.num_valid else row
+        for row in rows
+    ]
+    return build_batch(merged, masks, **others)
+
+
+def test_documents_of_a_pack_that_see_one_another_would_be_seen() -> None:
+    trainer = build({})
+    with replaced(loader_file, "build_batch", _seeing_one_another):
+        found = gradients(trainer, packed(trainer).next())[0]
+    assert found != pytest.approx(alone()[0], rel=1e-6)
+
+
+def _told(rank: int, world: int, settings: Mapping[str, str]) -> str:
+    """The last rank takes all documents to be as long as can be, as from other files, and has more packs."""
+    trainer = build(settings, rank, world)
+    longest = replaced(Budget, "deal", _of_longest) if rank == world - 1 else nullcontext()
+    with longest, pytest.raises(DataError) as caught:
+        packed(trainer).next()
+    return str(caught.value)
+
+
+def _of_longest(self: Budget, lengths: Sequence[int], dp: int, *, forward_only: bool = False) -> Deal:
+    return RIGHT_DEAL(self, [self.longest for _ in lengths], dp, forward_only=forward_only)
+
+
+@pytest.mark.parametrize(
+    "settings", [pytest.param({"parallel.dp": "2"}, marks=pytest.mark.slow), {"parallel.pp": "2"}], ids=["dp2", "pp2"]
+)
+def test_a_rank_that_packs_in_another_way_is_told_on_all_ranks_before_any_waits(settings: dict[str, str]) -> None:
+    texts = run_ranks(_told, 2, settings)
+    assert len(set(texts)) == 1
+    assert "ranks have dealt out the documents of a step in different ways (microbatches:" in texts[0]
+    assert "on rank 0" in texts[0] and "on rank 1" in texts[0] and "run the same command again" in texts[0]
+
+
+RIGHT_DEAL = Budget.deal
+
+
+# --- a run
+
+
+RUN = {
+    "train.steps": "6", "train.global_batch_size": "7", "train.micro_batch_size": "1", "train.seq_len": "24",
+    "train.tokens_per_microbatch": "40", "data.mock_max_tokens": "40", "data.mock_num_documents": "90",
+    "data.mock_lengths.kind": "lognormal", "data.mock_lengths.mean": "12", "data.overlong": "truncate",
+    "data.split": "1,1,1", "schedule.style": "constant", "train.eval_every": "2", "train.eval_steps": "1",
+}  # fmt: skip
+"""Thirty documents an epoch, of which six steps read 42."""
+
+
+def _train(rank: int, world: int, folder: Path, settings: Mapping[str, str]) -> None:
+    run = tiny_run({**RUN, **settings})
+    run_training(run, RunFolder(folder), mesh_of(run, rank, world), CPU, show=False)
+
+
+TOLD = ("step", "loss", "grad_norm", "fill", "imbalance", "microbatches", "tokens", "eval_loss")
+
+
+def told(folder: Path) -> list[list[object]]:
+    return [[row.get(key) for key in TOLD] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch_with_the_packs_it_would_have_had(tmp_path: Path) -> None:
+    _train(0, 1, tmp_path / "whole", {})
+    _train(0, 1, tmp_path / "parts", {"train.steps": "2"})
+    _train(0, 1, tmp_path / "parts", {})
+    assert told(tmp_path / "whole") == told(tmp_path / "parts")
+    assert len({row[5] for row in told(tmp_path / "whole") if row[1]}) > 1, "a step has what it needs"
+
+
+@pytest.mark.slow
+def test_documents_and_schedule_are_counted_before_they_are_packed(tmp_path: Path) -> None:
+    """Another budget, and more ranks, change no step's documents: tokens, losses and rates are the same."""
+    _train(0, 1, tmp_path / "one", {"train.steps": "2"})
+    run_ranks(_train, 2, tmp_path / "two", {"train.steps": "2", "train.tokens_per_microbatch": "96"})
+    one, two = (told(tmp_path / name) for name in ("one", "two"))
+    assert [row[6] for row in one] == [row[6] for row in two]
+    for place in (1, 2, 7):
+        expected = [row[place] for row in one if row[place] is not None]
+        assert [row[place] for row in two if row[place] is not None] == pytest.approx(expected, rel=1e-4)
+
+
+TALKS = {
+    "data.mock": "false", "data.sft.mock_conversations": "15", "data.sft.template": "identity", "train.seq_len": "80",
+    "model.max_seq_len": "96", "data.sft.overlong": "drop", "train.tokens_per_microbatch": "160", "train.steps": "3",
+    "data.mock_lengths.kind": "uniform", "data.mock_lengths.mean": "none", "data.overlong": "error",
+    "data.split": "none", "train.eval_every": "none",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_conversations_are_packed_step_by_step(tmp_path: Path) -> None:
+    _train(0, 1, tmp_path / "whole", TALKS)
+    _train(0, 1, tmp_path / "parts", TALKS | {"train.steps": "1"})
+    run_ranks(_train, 2, tmp_path / "parts", TALKS)
+    whole, parts = (told(tmp_path / name) for name in ("whole", "parts"))
+    whole, parts = ([row for row in rows if row[1]] for rows in (whole, parts))
+    assert [row[6] for row in whole] == [row[6] for row in parts]
+    assert [row[1] for row in parts] == pytest.approx([row[1] for row in whole], rel=1e-4)
