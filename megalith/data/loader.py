@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megalith.config.data import Sampler
 from megalith.data.packs import joined, numbers_of
+from megalith.data.row_masks import with_row_masks
 from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
 from megalith.errors import DataError
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices, with_places
@@ -277,6 +278,7 @@ def build_batch(
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
+    tokens = with_row_masks(tokens, [sample.mask for sample in samples], lengths)
     (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
     return Batch(
         own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),
@@ -313,7 +315,7 @@ def _with_numbers(batch: Batch, numbers: Ids, *, seed: int | None) -> Batch:
 def _marked(tokens: Tokens, numbers: Ids, seed: int | None) -> Tokens:
     device = tokens.positions.device
     dropout = None if seed is None else DropoutKey(seed, _flat(numbers, device))
-    return replace(tokens, valid=_flat(numbers >= 0, device), dropout=dropout)
+    return replace(tokens, valid=tokens.valid & _flat(numbers >= 0, device), dropout=dropout)
 
 
 def _plain_rows(samples: Sequence[Sample], masks: Masks) -> tuple[Ids, Ids, list[int]]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith.data.row_masks import joined_masks
 from megalith.data.sample import PackedSample
 from megalith.errors import DataError
 from megalith.plan.deal import Budget
@@ -33,7 +34,8 @@ def joined(documents: Sequence[PackedSample], budget: Budget) -> PackedSample:
     if documents:
         ids[:end] = np.concatenate([document.ids for document in documents])
         labels[:end] = np.concatenate([document.labels for document in documents])
-    return PackedSample(ids, labels, (*lengths, *filler), end)
+    mask = joined_masks([document.mask for document in documents], lengths, size)
+    return PackedSample(ids, labels, (*lengths, *filler), end, mask=mask)
 
 
 def numbers_of(documents: Sequence[int], row: PackedSample, longest: int) -> NDArray[np.int64]:

@@ -2,10 +2,21 @@
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class RowMask(NamedTuple):
+    """Which tokens of its document each token of a row may see at most; data/row_masks.py gives it to the tokens."""
+
+    seen: NDArray[np.bool_]  # [seq_len, seq_len]: by which, of which; or [seq_len]: False for padding, which none sees
+    alone: bool = False  # the mask takes the place of causality; then all rows of a dataset have one of all pairs
+
+    def blank(self) -> "RowMask":
+        """Of a row as long, in which nothing is seen."""
+        return RowMask(np.zeros_like(self.seen), self.alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +30,7 @@ class Sample:
     num_valid: int  # ids from here on are padding: neither read nor predicted
     dataset_id: int = 0  # which member of a blend it came from
     places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
+    mask: RowMask | None = None  # None: no more is hidden than layers hide
 
     @property
     def valid(self) -> NDArray[np.bool_]:
@@ -27,7 +39,7 @@ class Sample:
 
     def blank(self) -> "Sample":
         """A row as long, in which nothing is read or predicted."""
-        return Sample(np.zeros_like(self.ids), num_valid=0)
+        return Sample(np.zeros_like(self.ids), num_valid=0, mask=self.mask and self.mask.blank())
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class PackedSample:
     lengths: tuple[int, ...]  # of the documents, which fill the row; the filler at its end is one more, or several
     num_valid: int  # tokens before the filler
     places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
+    mask: RowMask | None = None  # None: no more is hidden than layers hide
 
     @property
     def read_lengths(self) -> tuple[int, ...]:
@@ -50,7 +63,8 @@ class PackedSample:
     def blank(self) -> "PackedSample":
         """A row as long, all of it filler."""
         size = len(self.ids)
-        return PackedSample(np.zeros_like(self.ids), np.full_like(self.labels, -1), (size,), 0)
+        labels, mask = np.full_like(self.labels, -1), self.mask and self.mask.blank()
+        return PackedSample(np.zeros_like(self.ids), labels, (size,), 0, mask=mask)
 
 
 Row = Sample | PackedSample

@@ -1,0 +1,125 @@
+"""Masks of rows reach the tokens document by document, on every rank, and what does not fit is named."""
+
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from megalith.data.loader import Masks, build_batch
+from megalith.data.packs import joined
+from megalith.data.row_masks import joined_masks, with_row_masks
+from megalith.data.sample import PackedSample, RowMask, Sample
+from megalith.errors import DataError
+from megalith.kernels.tokens import Tokens, tokens_of_lengths
+from megalith.kernels.visible import SeenPairs
+from megalith.plan.context import Slicing
+from megalith.plan.deal import Budget
+
+CPU = torch.device("cpu")
+DRAW = np.random.default_rng(0)
+PAIRS = [RowMask(DRAW.random((12, 12)) < 0.5) for _ in range(2)]
+TEXT = RowMask(np.arange(12) < 7)
+
+
+def sample(mask: RowMask | None, k: int = 0) -> Sample:
+    return Sample(np.random.default_rng(k).integers(1, 50, 13), 13, mask=mask)
+
+
+def seen(tokens: Tokens) -> NDArray[np.bool_]:
+    """[t, t]: what the masks let each token see of its own document."""
+    visible, whole = tokens.whole.visible, tokens.whole
+    assert visible is not None
+    every = torch.arange(whole.num_tokens)
+    found = SeenPairs(visible, every, every).of_row(0, 1).expand(whole.num_tokens, -1)
+    own: NDArray[np.bool_] = (found & (whole.document == whole.document[:, None])).numpy()
+    return own
+
+
+def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
+    rows = [sample(PAIRS[0], 1), sample(TEXT, 2), sample(None, 3), sample(PAIRS[1], 4)]
+    rows[3].ids[4] = 0  # ends a document
+    for masks, lengths in ((Masks(), [12] * 4), (Masks(eod=0, documents=True), [12, 12, 12, 5, 7])):
+        batch = build_batch(rows, masks, device=CPU)
+        assert [keys for _, keys in batch.tokens.lengths] == lengths
+        found = seen(batch.tokens)
+        for n, mask in enumerate((PAIRS[0].seen, np.tile(TEXT.seen, (12, 1)), np.ones((12, 12), bool), PAIRS[1].seen)):
+            here = slice(12 * n, 12 * (n + 1))
+            own = batch.tokens.document[here] == batch.tokens.document[here, None]
+            assert np.array_equal(found[here, here], mask & own.numpy())
+        assert batch.tokens.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
+
+
+def test_rows_without_masks_are_as_before() -> None:
+    batch = build_batch([sample(None, 1), sample(None, 2)], Masks(), device=CPU)
+    assert batch.tokens.visible is None
+
+
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_ranks_that_share_rows_know_the_masks_of_all(by: Literal["row", "document"]) -> None:
+    rows, masks = [sample(PAIRS[0], 1), sample(TEXT, 2)], Masks(eod=0, documents=True)
+    rows[0].ids[4] = 0
+    alone = build_batch(rows, masks, device=CPU).tokens
+    for rank in range(2):
+        tokens = build_batch(rows, masks, device=CPU, slicing=Slicing(ranks=2, rank=rank, by=by)).tokens
+        assert tokens.visible is None and tokens.context is not None
+        source = tokens.context.slices.source
+        read = np.arange(24) if source is None else np.flatnonzero(source >= 0)
+        found = seen(tokens)
+        assert np.array_equal(found[read][:, read], seen(alone))
+        if source is not None:
+            assert not found[:, source < 0].any(), "padding that slicing needs is seen by none"
+        mine = tokens.context.slices.as_read(rank)
+        assert tokens.valid.tolist() == [bool(at >= 0 and alone.valid[at]) for at in mine]
+
+
+def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> None:
+    documents = [
+        PackedSample(np.arange(n), np.arange(n), (n,), n, mask=mask)
+        for n, mask in ((3, RowMask(np.eye(3, dtype=bool))), (2, None), (4, RowMask(np.arange(4) != 1)))
+    ]
+    row = joined(documents, Budget(capacity=12, longest=8))
+    assert row.mask is not None and not row.mask.alone
+    expected = np.zeros((12, 12), bool)
+    expected[:3, :3], expected[3:5, 3:5], expected[5:9, 5:9] = np.eye(3), True, np.arange(4) != 1
+    assert np.array_equal(row.mask.seen, expected)
+    assert joined([replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)).mask is None
+    every = joined_masks([RowMask(np.ones((2, 2), bool), alone=True)] * 2, [2, 2], 5)
+    assert every is not None and every.alone and every.seen.sum() == 8
+
+
+def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
+    for mask in (RowMask(PAIRS[0].seen, alone=True), TEXT):
+        blank, packed = sample(mask).blank(), PackedSample(np.ones(12), np.ones(12), (12,), 12, mask=mask).blank()
+        for row in (blank, packed):
+            assert row.mask is not None and row.mask.alone == mask.alone and not row.mask.seen.any()
+        batch = build_batch([sample(mask), blank], Masks(), device=CPU)
+        assert not seen(batch.tokens)[12:].any()
+    assert sample(None).blank().mask is None
+
+
+MISTAKES = {
+    "shape": (
+        [RowMask(np.ones((3, 4), bool))], "the mask of row 0 is [3, 4]: a row of 4 tokens must have [4, 4], or [4]",
+    ),
+    "numbers": ([RowMask(np.ones(4))], "the mask of row 0 is float64: expected bool, True where a token may be seen."),  # type: ignore[arg-type]  # the mistake
+    "two kinds": (
+        [RowMask(np.ones((4, 4), bool), alone=True), None],
+        "rows of one microbatch have alone=[True, False]: masks that take the place of causality must be in all",
+    ),
+    "padding alone": (
+        [RowMask(np.ones(4, bool), alone=True)], "must be in all of its rows, and of all pairs. Use np.tril",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_does_not_fit_is_named(mistake: str) -> None:
+    rows, text = MISTAKES[mistake]
+    with pytest.raises(DataError) as refused:
+        with_row_masks(tokens_of_lengths([4] * len(rows)), rows, [4] * len(rows))
+    assert text in str(refused.value)
+    with pytest.raises(DataError):
+        joined_masks(rows, [4] * len(rows), 8)
