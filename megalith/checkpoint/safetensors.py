@@ -188,6 +188,14 @@ def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], m
     storage.sync_written(file)
 
 
+def header_in(nbytes: int, plan: Sequence[Planned], metadata: Mapping[str, str]) -> bytes:
+    """The first `nbytes` of a file whose tensors lie behind these, in this order: for what is written before all of it
+    is known."""
+    header, room = _header(plan, metadata), nbytes - 8
+    assert len(header) <= room and room % 8 == 0, f"a header of {len(header)} bytes in room for {room}"
+    return struct.pack("<Q", room) + header.ljust(room)
+
+
 def _as_planned(plan: Sequence[Planned], tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     for planned, tensor in zip(plan, tensors, strict=True):
         assert (tuple(tensor.shape), tensor.dtype) == (planned.shape, planned.dtype), planned

@@ -1,6 +1,7 @@
 """The root of a training run: everything that decides what `megalith train` does."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -61,6 +62,9 @@ class LoopConfig:
     """Stop after this many minutes with a save and exit code 75; the same command goes on. Unset: no limit."""
 
 
+Captured = Literal["hidden", "logits", "weights", "routers"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserveConfig:
     """What is written down besides metrics.jsonl."""
@@ -77,6 +81,10 @@ class ObserveConfig:
 
     routing_trace: int = 0
     """Write which experts every token chose in so many first steps to routing/, a file for each rank; 0: in none."""
+
+    routing_captures: tuple[Captured, ...] = ()
+    """What else to write of these steps, for each rank and step a safetensors file: `hidden`, what routers read;
+    `logits`; `weights` of the chosen; all in bf16. And `routers`, their own weights, as they are."""
 
     peak_tflops: float | None = None
     """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""

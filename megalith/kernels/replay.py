@@ -4,7 +4,7 @@ Rollouts and training disagree by rounding alone, and an expert that is chosen b
 large. Source: Ma et al. 2025, arXiv:2510.11370.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -12,6 +12,26 @@ import torch
 from torch import Tensor
 
 from megalith.errors import DataError
+
+
+class Seen(NamedTuple):
+    """What a router read of one microbatch, and what it made of it: of my own tokens."""
+
+    layer: str
+    """As its parameters are named."""
+
+    microbatch: int
+    hidden: Tensor
+    """[t, h], before any noise."""
+
+    logits: Tensor
+    """[t, E], by which experts were chosen."""
+
+    weights: Tensor
+    """[t, k], what answers count, best choice first; 0 where the expert refused."""
+
+    routers: Mapping[str, Tensor]
+    """The router's own: weight [E, h], and what it adds to logits or scores, [E] each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +43,9 @@ class Routing:
 
     followed: bool = False
     """Routers choose what is here; otherwise they write down what they choose."""
+
+    watch: Callable[[Seen], None] | None = None
+    """Who is shown what routers read and make of it, once more in recomputation; None: nobody."""
 
     def again(self) -> "Routing":
         """The same choices, to be followed."""
@@ -68,6 +91,11 @@ class Route(NamedTuple):
     def note(self, layer: str, experts: Tensor) -> None:
         """Write down what a layer chose, experts [t, k]."""
         self.routing.choices[layer, self.microbatch] = experts.detach()
+
+    def show(self, layer: str, hidden: Tensor, logits: Tensor, weights: Tensor, routers: Mapping[str, Tensor]) -> None:
+        """Show a watcher what a layer's router read and made of it, as in `Seen`."""
+        if self.routing.watch is not None:
+            self.routing.watch(Seen(layer, self.microbatch, hidden, logits, weights, routers))
 
     def recall(self, layer: str, shape: tuple[int, int]) -> Tensor:
         """What a layer chose, int64 [t, k].

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -54,7 +54,7 @@ from megalith.plan.deal import budget_of, document_cost
     weight_entries,
 )
 from megalith.train.evaluate import evaluate
-from megalith.train.experts import row_of_use, use_of_experts, with_routing
+from megalith.train.experts import routers_of, row_of_use, use_of_experts, with_routing
 from megalith.train.folder import RunFolder, changed_settings, left_as_found, set_aside_metrics, write_config
 from megalith.train.origin import PROGRESS, check_steps_left, open_origin, told_origin
 from megalith.train.state import TrainState
@@ -182,6 +182,7 @@ class _Loop:
                 self._save(final=True)
         finally:
             self._close_metrics()
+            self._close_trace()
         if self.writer and run.observe.plots:
             plot_run(self.folder.path)
             plot_experts(self.folder.path)
@@ -193,7 +194,7 @@ class _Loop:
         decay = weight_decay(run.schedule, state.scheduled_samples, self.lengths)
         started = time.perf_counter()
         batches = loader.next()
-        routing = None if self.trace is None else self.trace.begin(state.step + 1)
+        routing = None if self.trace is None else self.trace.begin(state.step + 1, batches.microbatches)
         if routing is not None:
             batches = replace(batches, microbatches=with_routing(batches.microbatches, routing))
         result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
@@ -310,7 +311,10 @@ class _Loop:
             row["microbatches"] = self.dealt[1]
             _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
-        return RoutingTrace(self.folder.routing, self.mesh, steps=steps) if done < steps else None
+        if done >= steps:
+            return None
+        layers, captures = len([*routers_of(self.trainer.staged.modules)]), self.run_config.observe.routing_captures
+        return RoutingTrace(self.folder.routing, self.mesh, steps=steps, captures=captures, layers=layers)
 
     def _write_trace(self, routing: Routing, batches: StepBatches) -> None:
         """Add this rank's lines. A full disk ends no run, but the trace."""
@@ -321,6 +325,12 @@ class _Loop:
             text = "step %d: %s cannot be written (%s); the run goes on, and this rank's trace ends"
             _log.warning(text, self.state.step, self.trace.path, error)
             self.trace = None
+
+    def _close_trace(self) -> None:
+        """A step that failed leaves nothing beside the trace."""
+        with suppress(OSError):
+            if self.trace is not None:
+                self.trace.close()
 
     def _close_metrics(self) -> None:
         try:

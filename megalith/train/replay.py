@@ -74,7 +74,7 @@ def routing_of(
         experts = _checked(whole, layer, len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens))
         for number, batch in enumerate(batches):
             count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
-            numbers = torch.from_numpy(_numbers(number, batch.tokens, count, mesh)).to(experts.device)
+            numbers = torch.from_numpy(numbers_of(number, batch.tokens, count, mesh)).to(experts.device)
             padding = torch.arange(experts.shape[1], device=experts.device)
             choices[layer, number] = experts[numbers].where((numbers >= 0).unsqueeze(1), padding)
     return Routing(choices, followed=True)
@@ -83,11 +83,11 @@ def routing_of(
 def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[Part]:
     """What this rank wrote down, by layer and microbatch, without padding."""
     for (layer, number), experts in routing.choices.items():
-        numbers = _numbers(number, batches[number].tokens, len(experts), mesh)
+        numbers = numbers_of(number, batches[number].tokens, len(experts), mesh)
         yield Part(layer, number, numbers[numbers >= 0], experts.cpu().numpy().astype(np.int32)[numbers >= 0])
 
 
-def _numbers(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
+def numbers_of(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:
     """Which tokens of the step my `count` of a microbatch are, -1 for padding: a step reads one microbatch of every
     data-parallel rank after the other."""
     context = tokens.context

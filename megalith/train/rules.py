@@ -382,6 +382,17 @@ def traced_models_have_experts(run: TrainRun, world: int) -> str | None:
     )
 
 
+def captures_are_of_a_trace(run: TrainRun, world: int) -> str | None:
+    """What lies beside a trace needs its rows."""
+    captures, steps = run.observe.routing_captures, run.observe.routing_trace
+    if not captures or steps > 0:
+        return None
+    return (
+        f"observe.routing_captures=[{', '.join(captures)}] with observe.routing_trace={steps}: it lies beside rows of "
+        f"a trace, and there are none. Set observe.routing_trace=1 or more, or observe.routing_captures=[]."
+    )
+
+
 def layers_told_of_have_experts(run: TrainRun, world: int) -> str | None:
     """What is written for each layer is about its experts."""
     if not run.observe.per_layer or run.model.moe is not None:
@@ -427,6 +438,6 @@ RULES: tuple[Rule, ...] = (
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole,
     sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
-    traced_models_have_experts,
+    traced_models_have_experts, captures_are_of_a_trace,
     layers_told_of_have_experts,
 )  # fmt: skip

@@ -128,11 +128,7 @@ def offsets_of_own(self: Router, logits: Tensor, tokens: Tokens) -> None:
 def step_of_own_tokens(
     self: Balance, shares: Tensor, counts: Tensor, valid: Tensor, tokens: Tokens, record: Record
 ) -> Tensor:
-    """The loss over the global batch knows of a rank's own microbatches alone, not of those along dp.
-
-    `verify/faults.py` cannot plant it: its proofs compare with one process that reads as many rows in a microbatch, of
-    which balance over the global batch is another by its definition. tests/equivalence/test_experts.py does.
-    """
+    """The loss over the global batch knows of a rank's own microbatches alone, not of those along dp."""
     with replaced(self, "everyone", self.sharing):
         return ORIGINAL_GLOBAL_LOSS(self, shares, counts, valid, tokens, record)
 

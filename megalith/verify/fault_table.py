@@ -113,7 +113,9 @@ def with_attention(model: ModelConfig, fault: Fault) -> ModelConfig:
     return replace(model, attention=kind)
 
 
-EXPERT_NEEDS = frozenset({"experts", "ep", "etp", "capacity", "balancing bias", "balancing offset"})
+EXPERT_NEEDS = frozenset(
+    {"experts", "ep", "etp", "capacity", "balancing bias", "balancing offset", "balance over ranks"}
+)
 """Of which a fault in a mixture of experts has at least one."""
 
 
@@ -122,9 +124,11 @@ def with_experts(model: ModelConfig, fault: Fault) -> ModelConfig:
     if not EXPERT_NEEDS & {*fault.needs}:
         return model
     biased, moved = "balancing bias" in fault.needs, "balancing offset" in fault.needs
+    over_ranks = "balance over ranks" in fault.needs
+    losses = BalanceConfig(global_batch=0.5) if over_ranks else BalanceConfig(batch=0.5)
     return replace(
         model, moe=MoEConfig(
-            experts=4, ffn_hidden_size=10, balance=BalanceConfig(quantile=True) if moved else BalanceConfig(batch=0.5),
+            experts=4, ffn_hidden_size=10, balance=BalanceConfig(quantile=True) if moved else losses,
             router=RouterConfig(score="sigmoid" if biased else "softmax", balancing_bias=biased, balancing_rate=0.01),
             capacity=CapacityConfig(factor=0.8 if "capacity" in fault.needs else None),
         ),

@@ -72,7 +72,7 @@ Need = Literal[
     "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
-    "chunks of documents", "off by one",
+    "chunks of documents", "off by one", "balance over ranks",
 ]  # fmt: skip
 
 
@@ -96,7 +96,8 @@ class Fault:
     or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
     documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
     heads (`whole norms`), and what else attention and embeddings can have; experts, which may be divided (`ep`), have
-    parts (`etp`), or refuse (`capacity`), and balancing biases or offsets."""
+    parts (`etp`), or refuse (`capacity`), balancing biases or offsets, or a loss of balance over the global batch
+    (`balance over ranks`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -206,14 +207,6 @@ def _sum_over_dp(model: Decoder, mesh: Mesh) -> None:
 
 def _local_vocabulary(model: Decoder, mesh: Mesh) -> None:
     _detour(model, VocabHead, group=alone(*mesh.tp.axes))
-
-
-def _invariant_norms(model: Decoder, mesh: Mesh) -> None:
-    _call_invariant(model, mesh, RMSNorm)
-
-
-def _invariant_routers(model: Decoder, mesh: Mesh) -> None:
-    _call_invariant(model, mesh, Gate)
 
 
 def _call_invariant(model: Decoder, mesh: Mesh, kind: type[nn.Module]) -> None:
@@ -510,7 +503,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "sp_norm_invariant", "Norms say that every rank has their whole gradient, which under sp it has not.",
-        "types", ("tp", "sp"), lambda: changed_model(_invariant_norms),
+        "types", ("tp", "sp"), lambda: changed_model(functools.partial(_call_invariant, kind=RMSNorm)),
     ),
     Fault(
         "sp_norm_not_summed", "The gradients of norms under sp are left out of the sum over tp.",
@@ -736,7 +729,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "router_invariant", "Routers say that every rank has their whole gradient, which under sp it has not.",
-        "types", ("tp", "sp", "experts"), lambda: changed_model(_invariant_routers),
+        "types", ("tp", "sp", "experts"), lambda: changed_model(functools.partial(_call_invariant, kind=Gate)),
     ),
     Fault(
         "etp_sum_removed", "An expert's answer is the part of it that one rank along etp has.",
@@ -773,6 +766,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "balance_scaled_with_cp", "Every rank that shares tokens takes its part of a balance loss for the whole.",
         "numbers", ("cp", "experts"), lambda: replaced(Balance, "losses", expert_faults.scaled_by_sharing_ranks),
+    ),
+    Fault(
+        "step_of_own_tokens", "The loss of balance over the global batch knows of a rank's own microbatches alone.",
+        "numbers", ("dp", "balance over ranks"),
+        lambda: replaced(Balance, "global_loss", expert_faults.step_of_own_tokens),
     ),
     Fault(
         "bias_moved_by_own_tokens", "Balancing biases move by what a rank's own tokens chose.",

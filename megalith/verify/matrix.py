@@ -44,6 +44,7 @@ from megalith.verify.variants import (
     NARROW,
     NOISY,
     OFFSET,
+    OVER_THE_STEP,
     PADDED,
     PLANNED,
     PLANNED_PAIRS,
@@ -527,6 +528,8 @@ def _experts_under_one_axis() -> Mixed:
     tp2, norms = ParallelConfig(tp=2, sp=True), replace(PARTS, modules=("norm", "mlp_act"))
     return {
         "biased choice, dp2": (BIASED_CHOICE, ParallelConfig(dp=2), 1, NO),
+        "over the step, dp2": (OVER_THE_STEP, ParallelConfig(dp=2), 1, NO),
+        "over the step, dp2 ep2": (OVER_THE_STEP, ParallelConfig(dp=2, ep=2), 1, NO),
         "biased choice, dp2 ep2": (BIASED_CHOICE, ParallelConfig(dp=2, ep=2), 2, NO),
         "clamped, dp2 ep2 gather, documents": (CLAMPED, ParallelConfig(dp=2, ep=2, dispatcher=GATHER), 1, NO),
         "biased choice, dp2 etp2 and ep1": (BIASED_CHOICE, ParallelConfig(dp=2, etp=2), 1, NO),
@@ -577,6 +580,8 @@ def _experts_under_several_axes() -> Mixed:
         "narrow, cp2 dp2 ep2, zero 2": (NARROW, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
         "offset, cp2 dp2 ep2, zero 2": (OFFSET, ParallelConfig(cp=2, dp=2, ep=2, zero=2), 1, NO),
         "offset, tp2 pp2 dp2 sp ep2 etp1": (OFFSET, replace(staged(2, tp=2, dp=2, sp=True), ep=2, etp=1), 1, NO),
+        "over the step, tp2 dp2 sp ep2": (OVER_THE_STEP, ParallelConfig(tp=2, dp=2, sp=True, ep=2), 2, FULL),
+        "over the step, pp2 dp3, zero 2": (OVER_THE_STEP, staged(2, dp=3, zero=2), 1, NO),
         "narrow, pp2 dp2 ep2": (NARROW, replace(staged2, ep=2), 2, NO),
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2": (
             BIASED_CHOICE, replace(staged(2, dp=2, zero=2, schedule="zb-h1"), ep=2), 1, FULL,
@@ -694,8 +699,8 @@ def _experts_by_plan() -> Mixed:
 
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
-    again. Rows of `NOISY` have dp 1, since balance over the global batch depends on dp by its definition. First tokens
-    of packed documents weigh exactly alike, so that rounding must not decide who has the last seat."""
+    again. Rows of `NOISY` have dp 1, since it balances over the global batch and refuses by microbatch. First tokens of
+    packed documents weigh exactly alike, so that rounding must not decide who has the last seat."""
     rows = {
         **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
         **_experts_with_few_seats(), **_experts_and_latent_attention(), **_experts_by_plan(),
@@ -703,6 +708,7 @@ def _experts() -> Iterator[Layout]:
     sample = {
         "biased choice, dp2 etp2 and ep1", "clamped, dp2 ep2 gather, documents", "noisy, tp2 sp ep2 etp1, full",
         "narrow, cp2 ep2", "planned, cp3 ep3", "offset, dp2, zero 1", "biased choice, tp2 dp2 sp ep2 etp1, zero 1",
+        "over the step, dp2 ep2",
         "biased choice, pp2 dp2 ep2 zb-h1, zero 2", "biased choice, pp2 vpp2 dp2 ep2, pairs, zero 2",
         "whole latent, dp2 ep2, zero 1",
     }  # fmt: skip

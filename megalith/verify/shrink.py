@@ -23,7 +23,7 @@ from megalith.plan.shards import key_value_ranks
 from megalith.plan.stages import Stage, layout_of, plan_stages
 from megalith.plan.unread import FROM_A_LENGTH
 from megalith.train.rules import smallest_stage
-from megalith.verify.ranks import LayoutCase, layout_case
+from megalith.verify.ranks import LayoutCase, balances_by_microbatch, layout_case
 
 MOST_RANKS = 8
 """Processes that a laptop still runs in seconds."""
@@ -74,7 +74,7 @@ def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
     words += [_size_words("etp", p.etp, run.parallel.etp or 1)] if p.etp is not None else []
     words.append(f"{after.experts} of {before.experts} experts")
     moved = before.balance.global_batch > 0 and after.balance.global_batch == 0
-    return [*words, "balance by microbatch, as over the global batch it depends on dp"] if moved else words
+    return [*words, "balance by microbatch, as other parts of it are"] if moved else words
 
 
 def _size_words(axis: str, now: int, before: int) -> str:
@@ -185,7 +185,8 @@ def _shrink_expert_ranks(run: TrainRun, *, tp: int, ranks: int) -> tuple[int | N
 def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers: int, dp: int) -> MoEConfig:
     """The same kind of mixture: one expert or several on each rank, groups, uneven parts, and layers with and without.
 
-    Balance over the global batch depends on dp by its definition, so copies with dp balance each microbatch.
+    Balance over the global batch makes one of the microbatches that data-parallel ranks see at once. Where other parts
+    depend on each of them, no process has both, so copies with dp balance each microbatch.
     """
     p, router, balance = run.parallel, moe.router, moe.balance
     top_k, single = min(moe.top_k, 2), moe.experts == p.ep and router.groups is None and ep > min(moe.top_k, 2)
@@ -193,7 +194,7 @@ def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers:
     groups = None if router.groups is None else experts // 2
     before = p.tp if p.etp is None else p.etp
     ffn = next(n for n in range(10, 20) if etp == 1 or (n % etp != 0) == (moe.ffn_hidden_size % before != 0))
-    if balance.global_batch > 0 and dp > 1:
+    if balance.global_batch > 0 and dp > 1 and balances_by_microbatch(moe, documents=run.data.documents):
         balance = replace(balance, batch=balance.batch + balance.global_batch, global_batch=0.0)
     pattern = _shrink_pattern(moe.layers, layers)
     return replace(

@@ -149,9 +149,17 @@ NOISY = replace(
         router=RouterConfig(jitter=0.1), balance=BalanceConfig(global_batch=0.3, sequence=0.1, of_choices=True),
     ),
 )  # fmt: skip
-"""As Switch Transformer: noise on what routers read, experts that refuse the last and compute equally many rows; and
-balance over the global batch, which depends on dp by its definition: microbatches that other ranks see at once count as
-seen."""
+"""As Switch Transformer: noise on what routers read, experts that refuse the last of a microbatch and compute equally
+many rows; and balance over the global batch, which makes one of the microbatches that data-parallel ranks see at once:
+no process has both, so there is no dp."""
+
+OVER_THE_STEP = replace(
+    PLAIN, num_kv_heads=6, moe=MoEConfig(
+        experts=6, ffn_hidden_size=10, layers=(False, True), router=RouterConfig(jitter=0.1),
+        balance=BalanceConfig(global_batch=0.7, sequence=0.1, z=0.05),
+    ),
+)  # fmt: skip
+"""Balance over the global batch, with nothing beside it that depends on what a microbatch has."""
 
 PLANNED = replace(
     PLAIN, num_kv_heads=6, num_layers=2, moe=MoEConfig(
@@ -201,5 +209,5 @@ PLANNED_PAIRS = replace(
 MIXTURES = {
     "narrow": NARROW, "biased choice": BIASED_CHOICE, "noisy": NOISY, "planned": PLANNED, "offset": OFFSET,
     "clamped": CLAMPED, "further experts": FURTHER_EXPERTS, "padded": PADDED, "whole latent": WHOLE_LATENT,
-    "planned pairs": PLANNED_PAIRS,
+    "planned pairs": PLANNED_PAIRS, "over the step": OVER_THE_STEP,
 }  # fmt: skip

@@ -2,9 +2,8 @@
 balance that is learnt. That each layout equals one process is in test_layouts.py."""
 
 import functools
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +33,7 @@ from megalith.kernels.grouped_linear import (
     best_products,
     put_grouped_product_,
 )
-from megalith.nn.moe.balance import Balance
 from megalith.parallel import data
-from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
@@ -44,18 +41,14 @@ from megalith.testing.tolerance import FP32_DEEP, FP64, assert_close
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.experts import LayerUse, routers_of, use_of_experts
 from megalith.train.step import train_step
-from megalith.verify.expert_faults import step_of_own_tokens
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,
-    RankResult,
     _gather,
     _joined,
     _loader,
     _slices,
-    compare_results,
     layout_case,
-    run_case,
 )
 from megalith.verify.variants import BIASED_CHOICE, NARROW, NOISY
 
@@ -355,46 +348,6 @@ def test_a_run_goes_on_with_other_matmuls_of_experts_and_on_fewer_ranks(first: b
     last, stored = on_ranks(steps_by, alone, str(tmp_path / "moved"), 2, 3, not first)
     assert losses + last == pytest.approx(expected, rel=FP32_DEEP.relative)
     assert_close(stored, weights, FP32_DEEP)
-
-
-# --- balance over the global batch
-
-OVER_THE_STEP = replace(
-    NOISY, moe=MoEConfig(experts=6, ffn_hidden_size=10, balance=BalanceConfig(global_batch=0.7, z=0.05))
-)  # fmt: skip
-
-
-def balanced_over_dp(rank: int, world: int, case: LayoutCase, fault: bool) -> RankResult | None:
-    """Three steps, and one after loading, as `verify` runs them."""
-    wrong = replaced(Balance, "global_loss", step_of_own_tokens) if fault else nullcontext()
-    with tempfile.TemporaryDirectory() as mine, wrong:
-        folders = gather_objects(mine, mesh_of(case, rank, world).world)
-        return run_case(rank, world, case, str(folders[0]))
-
-
-@pytest.mark.parametrize(
-    ("parallel", "fault"),
-    [
-        (ParallelConfig(dp=2, ep=2), False), (ParallelConfig(dp=2, ep=2), True),
-        pytest.param(ParallelConfig(dp=2, tp=2, sp=True, ep=2, etp=1), False, marks=pytest.mark.slow),
-        pytest.param(ParallelConfig(dp=3, zero=2), False, marks=pytest.mark.slow),
-    ],
-    ids=["dp2 ep2", "dp2 ep2 and a fault", "dp2 tp2 sp ep2", "dp3 zero2"],
-)  # fmt: skip
-def test_balance_over_the_global_batch_is_that_of_one_process_that_reads_the_rows_of_all_ranks_at_once(
-    parallel: ParallelConfig, fault: bool
-) -> None:
-    """All ranks' microbatches count as one, so one process has the same losses, gradients and weights if each of its
-    microbatches has the rows of all ranks. With the fault each rank counts its own tokens."""
-    dp = parallel.dp or 1
-    case = case_of(OVER_THE_STEP, parallel)
-    alone = layout_case(OVER_THE_STEP, ONE, 1, micro_batch_size=dp)
-    result, reference = on_ranks(balanced_over_dp, case, fault), on_ranks(balanced_over_dp, alone, False)
-    wrong = [found.what for found in compare_results(result, reference) if not found.holds]
-    assert [what for what in wrong if what in ("balance losses", "gradients")] == (
-        ["balance losses", "gradients"] if fault else []
-    )
-    assert fault or not wrong
 
 
 # --- experts that nobody chooses

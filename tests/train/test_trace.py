@@ -1,4 +1,5 @@
-"""The routing trace: what every token chose, once each under every layout, in the first steps and no others."""
+"""The routing trace: what every token chose, once each under every layout, in the first steps and no others; and what
+lies beside it."""
 
 import json
 import re
@@ -9,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig
-from megalith.config.train import TrainRun
+from megalith.config.train import Captured, TrainRun
 from megalith.kernels.replay import Routing
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -50,6 +53,33 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
+ALL = "[hidden, logits, weights, routers]"
+
+
+def captured(path: Path) -> Counter[tuple[int, str, bytes]]:
+    """How often tokens of a step and layer had the same choices, hidden states, logits and weights, bit by bit."""
+    found: Counter[tuple[int, str, bytes]] = Counter()
+    for row in rows(path):
+        beside = load_file(path / "routing" / row["sidecar"])
+        kinds = [beside[f"{row['layer']}/{row['microbatch']}/{kind}"] for kind in ("hidden", "logits", "weights")]
+        widths = [values.shape[1] for values in kinds]
+        assert {(values.dtype, len(values)) for values in kinds} == {(torch.bfloat16, row["num_tokens"])}
+        assert widths == [24, 4, 2]
+        together = torch.cat([torch.tensor(row["experts"]).to(torch.bfloat16), *kinds], dim=1).view(torch.int16)
+        found.update((row["step"], row["layer"], token.numpy().tobytes()) for token in together)
+    return found
+
+
+def routers(path: Path, step: int) -> dict[str, Tensor]:
+    """What routers had of their own in a step, of all ranks; each once."""
+    found: dict[str, Tensor] = {}
+    for file in sorted((path / "routing").glob(f"rank_*_step_{step:07d}.safetensors")):
+        mine = {name: values for name, values in load_file(file).items() if "/router/" in name}
+        assert not mine.keys() & found.keys()
+        found |= mine
+    return found
+
+
 def choices(found: list[dict[str, Any]]) -> Counter[tuple[int, str, tuple[int, ...]]]:
     """How often tokens of a step and layer chose what, whichever rank they were on."""
     return Counter((row["step"], row["layer"], tuple(experts)) for row in found for experts in row["experts"])
@@ -59,7 +89,7 @@ def choices(found: list[dict[str, Any]]) -> Counter[tuple[int, str, tuple[int, .
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on one rank."""
     folder = tmp_path_factory.mktemp("trace") / "runs" / "moe_tiny"
-    train(0, 1, mixture(), folder)
+    train(0, 1, mixture(observe__routing_captures=ALL), folder)
     return folder
 
 
@@ -71,6 +101,8 @@ def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path
     ]
     for row in found:
         assert (row["stage"], row["rank"], row["top_k"]) == (0, 0, 2) and row["num_tokens"] == 2 * 12
+        assert (row["dp"], row["cp"], row["tp"]) == (0, 0, 0)
+        assert row.get("mtp") == (0 if row["layer"] == "mtp.0.layer" else None)
         assert [len(experts) for experts in row["experts"]] == [2] * 24
         assert all(len({*experts}) == 2 and {*experts} <= {0, 1, 2, 3} for experts in row["experts"])
     logged = read_metrics(whole / "metrics.jsonl")[0]
@@ -95,20 +127,28 @@ WHOLE = {"parallel__etp": "1"}
 def test_every_token_is_told_once_under_every_layout(
     world: int, layout: dict[str, str], whole: Path, tmp_path: Path
 ) -> None:
-    run = mixture(train__steps="2", **layout)
+    run = mixture(train__steps="2", observe__routing_captures=ALL, **layout)
     assert run_problems(run, world) == []
     run_ranks(train, world, run, tmp_path)
     found = rows(tmp_path)
     assert choices(found) == choices(rows(whole))
+    assert captured(tmp_path) == captured(whole)
     assert {row["rank"] for row in found} == set(range(world))
     stages = {(row["layer"], row["stage"]) for row in found}
     assert len(stages) == 3 and {stage for _, stage in stages} == set(range(run.parallel.pp))
+    mine, others = routers(tmp_path, 2), routers(whole, 2)
+    assert mine.keys() == others.keys() == {f"{layer}/router/weight" for layer, _ in stages}
+    for name, weight in others.items():
+        torch.testing.assert_close(mine[name], weight, rtol=1e-9, atol=0)
 
 
 def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
     capacity = replace(MOE, capacity=CapacityConfig(factor=0.5))
-    train(0, 1, mixture(capacity, train__steps="1"), tmp_path)
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["moe_refused"] != 0
+    train(0, 1, mixture(capacity, train__steps="1", observe__routing_captures="[weights]"), tmp_path)
+    refused = read_metrics(tmp_path / "metrics.jsonl")[0]["moe_refused"]
+    (beside,) = (tmp_path / "routing").glob("*.safetensors")
+    weights = torch.cat([*load_file(beside).values()])
+    assert refused != 0 and (weights == 0).double().mean() == pytest.approx(refused, abs=1e-6)
     assert all(0 <= expert < 4 for row in rows(tmp_path) for experts in row["experts"] for expert in experts)
 
 
@@ -124,17 +164,23 @@ def test_without_it_nothing_is_written_or_watched(tmp_path: Path, monkeypatch: p
 
 
 def test_a_run_that_goes_on_tells_no_step_twice(whole: Path, tmp_path: Path) -> None:
-    train(0, 1, mixture(train__steps="1"), tmp_path)
+    train(0, 1, mixture(train__steps="1", observe__routing_captures=ALL), tmp_path)
     file = tmp_path / "routing" / "rank_00000.jsonl"
-    first = file.read_text()
+    first, beside = file.read_text(), file.with_name("rank_00000_step_0000001.safetensors")
     with file.open("a") as killed:
         killed.write(first.replace('"step":1', '"step":2') + '{"step":2,"sta')
+    left = ["rank_00000_step_0000002.safetensors.part", "rank_00000_step_0000003.safetensors"]
     gone = file.with_name("rank_00007.jsonl")
     gone.write_text(first.replace('"step":1', '"step":2'))
-    train(0, 1, mixture(), tmp_path)
+    for name in (*left, "rank_00007_step_0000002.safetensors"):
+        file.with_name(name).write_bytes(b"killed")
+    train(0, 1, mixture(observe__routing_captures=ALL), tmp_path)
     assert gone.read_text() == "", "no such rank is there any more"
-    assert rows(tmp_path) == rows(whole)
-    train(0, 1, mixture(train__steps="4"), tmp_path)
+    assert rows(tmp_path) == rows(whole) and captured(tmp_path) == captured(whole)
+    assert sorted(path.name for path in file.parent.glob("*.safetensors*")) == [
+        beside.name, beside.name.replace("1.s", "2.s")
+    ]  # fmt: skip
+    train(0, 1, mixture(train__steps="4", observe__routing_captures=ALL), tmp_path)
     assert rows(tmp_path) == rows(whole), "later steps leave it as it is"
 
 
@@ -189,7 +235,30 @@ def test_a_step_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest
         written.write(2, Routing(), [])
     monkeypatch.undo()
     assert written.path.read_text() == whole
-    assert written.begin(4) is None and written.begin(3) is not None
+    assert written.begin(4, []) is None and written.begin(3, []) is not None
+
+
+def test_without_its_rows_a_step_has_no_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden: tuple[Captured, ...] = ("hidden",)
+    written = RoutingTrace(tmp_path, mesh_of_one(), steps=3, captures=hidden, layers=1)
+    for step in (1, 2, 3):
+        routing = written.begin(step, [])
+        assert routing is not None and routing.watch is not None and written._sidecar is not None
+        written._sidecar.put("layers.0/0/hidden", torch.zeros(2, 3))
+        if step == 3:
+            written.close()  # the step failed
+            break
+        with monkeypatch.context() as patch:
+            patch.setattr(trace, "rows_of", lambda step, *rest: [{"step": step, "sidecar": rest[-1]}])
+            if step == 2:
+                patch.setattr(Path, "open", _refusing(Path.open))
+                with pytest.raises(OSError, match="No space left"):
+                    written.write(step, routing, [])
+            else:
+                written.write(step, routing, [])
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["rank_00000.jsonl", "rank_00000_step_0000001.safetensors"]
+    assert json.loads(written.path.read_text()) == {"step": 1, "sidecar": names[1]}
 
 
 def _refusing(opened: Any) -> Any:  # of files, as they are opened
@@ -208,6 +277,11 @@ def test_wrong_values_are_refused_with_what_to_do() -> None:
     assert problem == "observe.routing_trace=-1 must be a finite number of at least 0. Use 0 or more."
     (problem,) = run_problems(tiny_run({"observe.routing_trace": "3"}), 1)
     assert problem.startswith("observe.routing_trace=3 with model.moe=null: no token chooses among experts. Set model")
+    (problem,) = run_problems(mixture(observe__routing_trace="0", observe__routing_captures="[logits, hidden]"), 1)
+    assert problem == (
+        "observe.routing_captures=[logits, hidden] with observe.routing_trace=0: it lies beside rows of a trace, and "
+        "there are none. Set observe.routing_trace=1 or more, or observe.routing_captures=[]."
+    )
 
 
 def test_the_code_of_the_page_reads_it(

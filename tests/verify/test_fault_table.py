@@ -89,6 +89,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "counted_before_refusal": (False, "wrong counts"),
     "balance_of_own_tokens": (False, "wrong gradients"),
     "balance_scaled_with_cp": (False, "wrong gradients"),
+    "step_of_own_tokens": (False, "wrong gradients"),
     "bias_moved_by_own_tokens": (False, "wrong weights after a step"),
     "offset_of_own_tokens": (False, "wrong weights after a step"),
     "second_pass_counted": (False, "wrong counts"),
@@ -195,6 +196,7 @@ def test_the_smallest_layout_has_what_the_fault_needs(fault: Fault) -> None:
         "balancing bias" in fault.needs,
         "balancing offset" in fault.needs,
     )
+    assert (moe.balance.global_batch > 0) == ("balance over ranks" in fault.needs)
     assert (model.num_kv_heads < parallel.tp) == ("shared heads" in fault.needs)
     assert model.output_bias == ("bias" in fault.needs)
     assert (model.dropout.residual > 0) == ("dropout" in fault.needs)

@@ -7,6 +7,7 @@ from megalith.config.pipeline import ScheduleName
 from megalith.plan.schedule import schedule_name
 from megalith.train.rules import run_problems
 from megalith.verify.matrix import MATRIX, rows_of_matrix
+from megalith.verify.ranks import balances_by_microbatch, balances_over_ranks
 from megalith.verify.rows import Layout
 from megalith.verify.variants import VARIANTS
 
@@ -90,8 +91,10 @@ def test_experts_meet_every_axis_and_every_way_to_send_tokens() -> None:
     assert {row.recompute.granularity for row in rows} == {"none", "full", "selective"}
     assert any(p.replicas > 1 for p in layouts) and any(p.order.startswith("dp") for p in layouts)
     assert any(p.etp not in (None, p.tp) and p.ep == 1 for p in layouts), "the original's fault"
-    whole_batch = [row.parallel.dp for row in rows if row.model.moe and row.model.moe.balance.global_batch]
-    assert whole_batch and {dp or 1 for dp in whole_batch} == {1}, "which depends on dp by its definition"
+    over_ranks = [row for row in rows if balances_over_ranks(row.model) and (row.parallel.dp or 1) > 1]
+    assert {row.parallel.ep for row in over_ranks} == {1, 2} and {row.rows for row in over_ranks} == {1, 2}
+    mixtures = [(row.model.moe, row.documents) for row in over_ranks if row.model.moe]
+    assert not any(balances_by_microbatch(moe, documents=documents) for moe, documents in mixtures)
     few = [row.parallel for row in rows if row.sample]
     assert {p.dispatcher for p in few} == {"exchange", "gather"} and {p.zero for p in few} >= {0, 1, 2}
     assert all(any((getattr(p, axis) or 1) > 1 for p in few) for axis in ("tp", "cp", "pp", "dp", "etp"))

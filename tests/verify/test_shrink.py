@@ -20,7 +20,7 @@ from megalith.plan.stages import plan_stages
 from megalith.recipes import recipes
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
-from megalith.verify.ranks import LayoutCase, prove_layout
+from megalith.verify.ranks import LayoutCase, prove_layout, run_of_one
 from megalith.verify.shrink import MOST_RANKS, shrink, shrunk_words
 from megalith.verify.variants import VARIANTS
 
@@ -395,7 +395,22 @@ def test_a_copy_keeps_layers_without_experts_and_all_parts_of_a_mixture() -> Non
     assert (mixture.shared_ffn_hidden_size, mixture.latent_size, mixture.capacity.factor) == (9, 14, 1.25)
     assert mixture.shared_gate and mixture.capacity.drop == "least"
     assert (mixture.balance.global_batch, mixture.balance.batch) == (0.0, 0.1)
-    assert "balance by microbatch, as over the global batch it depends on dp" in shrunk_words(run, 4, case)
+    assert "balance by microbatch, as other parts of it are" in shrunk_words(run, 4, case)
+
+
+def test_a_copy_keeps_balance_over_the_global_batch_if_one_process_can_have_it() -> None:
+    for moe, kept in (
+        ({"balance.global_batch": "0.1", "balance.z": "0.1", "balance.sequence": "0.2"}, 0.1),
+        ({"balance.global_batch": "0.1", "balance.batch": "0.2"}, 0.0),
+    ):
+        run = with_experts({"dp": "4", "ep": "2"}, moe)
+        case = only(run)
+        mixture = case.run.model.moe
+        assert mixture is not None and mixture.balance.global_batch == kept
+        assert mixture.balance.batch == pytest.approx(0.0 if kept else 0.3)
+        assert ("balance by microbatch" in shrunk_words(run, 4, case)) == (not kept)
+        rows = run_of_one(case).train.micro_batch_size
+        assert rows == case.run.train.micro_batch_size * ((case.run.parallel.dp or 1) if kept else 1)
 
 
 def full_experts_and_documents() -> LayoutCase:

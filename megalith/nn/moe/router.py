@@ -131,7 +131,14 @@ class Router(nn.Module):
         within = self.within_capacity(choice, tokens)
         if tokens.decided is not None:
             tokens.decided.note(self.layer, choice.experts, within.experts)
+        if tokens.route is not None:
+            tokens.route.show(self.layer, value_of(x), logits, within.weights, self.own())
         return self.balance(within, choice.experts, logits, tokens)
+
+    def own(self) -> dict[str, Tensor]:
+        """What choices are made by: `weight` [E, h], and by their names biases and offsets [E], where there are any."""
+        there = self._parameters.keys() & {"router_bias", "balancing_bias", "balancing_offset"}
+        return {"weight": self.gate.sunk()[0]} | {name: getattr(self, name) for name in sorted(there)}
 
     @property
     def moved(self) -> Tensor | None:

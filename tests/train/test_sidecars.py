@@ -1,0 +1,131 @@
+"""Sidecars: files that grow while a step goes on, whole in the end or not there, and what goes into them once."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megalith.data.loader import Batch
+from megalith.kernels.replay import Seen
+from megalith.parallel.mesh import mesh_of_one
+from megalith.train import sidecars
+from megalith.train.sidecars import WAITING, Sidecar, Watcher
+
+
+class FakeTokens:
+    """Five tokens of a microbatch that nobody shares."""
+
+    context = None
+    num_tokens = 5
+
+    @property
+    def whole(self) -> "FakeTokens":
+        return self
+
+
+class FakeBatch:
+    tokens = FakeTokens()
+
+
+BATCHES: list[Any] = [FakeBatch(), FakeBatch()]
+SEEN = Seen(
+    "layers.1", 1, torch.randn(5, 3, generator=torch.Generator().manual_seed(0)), torch.arange(20.0).view(5, 4),
+    torch.full((5, 2), 0.3), {"weight": torch.ones(4, 3, dtype=torch.float64), "balancing_bias": torch.arange(4.0)},
+)  # fmt: skip
+
+
+def test_a_file_has_its_name_when_it_is_whole_and_any_reader_reads_it(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "rank_00000_step_0000001.safetensors"
+    sidecar = Sidecar(path, most=20)
+    assert not path.parent.exists()
+    values = {f"layers.{n}/0/hidden": torch.full((n, 3), float(n), dtype=torch.bfloat16) for n in range(20)}
+    for name, tensor in values.items():
+        sidecar.put(name, tensor)
+    assert not path.exists()
+    assert sidecar.finish() and [file.name for file in path.parent.iterdir()] == [path.name]
+    found = load_file(path)
+    assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
+
+
+def test_without_tensors_there_is_no_file(tmp_path: Path) -> None:
+    assert not Sidecar(tmp_path / "x", most=0).finish() and not [*tmp_path.iterdir()]
+
+
+def test_few_tensors_wait_for_the_disk_and_then_the_step_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+
+    def wait(values: Tensor) -> list[memoryview]:
+        slow.wait(30)
+        return []
+
+    monkeypatch.setattr(sidecars, "as_bytes", wait)
+    sidecar = Sidecar(tmp_path / "x", most=99)
+    for number in range(WAITING):
+        sidecar.put(str(number), torch.zeros(1))
+    late = threading.Thread(target=sidecar.put, args=("late", torch.zeros(1)))
+    late.start()
+    late.join(0.05)
+    assert late.is_alive()
+    slow.set()
+    late.join(30)
+    assert not late.is_alive()
+    sidecar.abandon()
+
+
+def test_a_full_disk_is_told_in_the_end_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(values: Tensor) -> list[memoryview]:
+        raise OSError(28, "No space left on device")
+
+    sidecar = Sidecar(tmp_path / "x", most=99)
+    sidecar.put("first", torch.zeros(3))
+    sidecar._wait(at_most=0)
+    monkeypatch.setattr(sidecars, "as_bytes", full)
+    for number in range(3 * WAITING):
+        sidecar.put(str(number), torch.zeros(3))
+    with pytest.raises(OSError, match="No space left"):
+        sidecar.finish()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_step_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    sidecar = Sidecar(tmp_path / "x", most=9)
+    sidecar.put("first", torch.zeros(3))
+    sidecar._wait(at_most=0)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.part"]
+    sidecar.abandon()
+    assert not [*tmp_path.iterdir()]
+
+
+def kept(path: Path, kinds: Any, *shown: Seen) -> dict[str, Tensor]:
+    """What a watcher keeps of what it is shown."""
+    sidecar = Sidecar(path, most=40)
+    watch = Watcher(kinds, sidecar, list[Batch](BATCHES), mesh_of_one())
+    for seen in shown:
+        watch(seen)
+    assert sidecar.finish()
+    return load_file(path)
+
+
+def test_a_second_pass_changes_nothing(tmp_path: Path) -> None:
+    again = SEEN._replace(hidden=SEEN.hidden + 1, logits=-SEEN.logits)
+    found = kept(tmp_path / "x", ("hidden", "logits", "weights"), SEEN, again, SEEN._replace(microbatch=0))
+    assert found.keys() == {f"layers.1/{m}/{kind}" for m in (0, 1) for kind in ("hidden", "logits", "weights")}
+    assert torch.equal(found["layers.1/1/hidden"], SEEN.hidden.bfloat16())
+    assert torch.equal(found["layers.1/1/logits"], SEEN.logits.bfloat16())
+
+
+def test_what_is_not_asked_for_is_not_there_and_routers_are_as_they_were(tmp_path: Path) -> None:
+    found = kept(tmp_path / "x", ("routers",), SEEN, SEEN._replace(microbatch=0))
+    assert found.keys() == {"layers.1/router/weight", "layers.1/router/balancing_bias"}
+    assert found["layers.1/router/weight"].dtype == torch.float64
+
+
+def test_padding_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = torch.tensor([7, -1, 8, -1, 9]).numpy()
+    monkeypatch.setattr(sidecars, "numbers_of", lambda *given: numbers)
+    found = kept(tmp_path / "x", ("hidden",), SEEN)
+    assert torch.equal(found["layers.1/1/hidden"], SEEN.hidden.bfloat16()[[0, 2, 4]])
