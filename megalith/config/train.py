@@ -43,6 +43,17 @@ class LoopConfig:
     """Share of each label that all other tokens of the vocabulary divide evenly, in the losses that are minimised and
     logged while training; evaluation measures -log p(label) all the same. Source: arXiv:1512.00567, section 7."""
 
+    z_loss: float = 0.0
+    """What the square of each labelled token's log of the sum of exp(score) adds to the loss of every head; logged
+    as `z_loss`, beside `max_logit`, and no part of `loss`. 1e-4 is usual: arXiv:2204.02311, section 5."""
+
+    loss_chunk: int | None = None
+    """Tokens whose logits there are at a time; unset: as many as fill a few MiB."""
+
+    loss_backward: Literal["kept", "recomputed"] = "kept"
+    """Gradients of hidden states and of the head: formed beside the loss and kept until backward, or there, from logits
+    that are computed again."""
+
     log_every: int = 1
     """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the last one."""
 
@@ -74,6 +85,9 @@ class ObserveConfig:
 
     plots: bool = True
     """Draw plots/loss.png when the run ends or is stopped."""
+
+    max_logit: bool = False
+    """Write the largest score of a labelled token in each step; with train.z_loss it is always written."""
 
     per_layer: bool = False
     """Write what experts did for each layer, too: losses of balance, entropy, idle experts, refused choices, the range

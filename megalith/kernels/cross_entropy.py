@@ -49,7 +49,112 @@ class Readout:
 AS_THEY_ARE = Readout()
 
 
+class Measured(NamedTuple):
+    """Cross entropy, and what it saw of each token's scores over the whole vocabulary."""
+
+    loss: Tensor
+    """One number, or [t]."""
+
+    logsumexp: Tensor
+    """[t]: log of the sum of exp(score), also of tokens without a label."""
+
+    largest: Tensor
+    """[t]: the largest score. Nothing flows back through it."""
+
+
 def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    vocab: Group,
+    first_row: int,
+    vocab_size: int,
+    readout: Readout = AS_THEY_ARE,
+    smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    sink: Sink | None = None,
+    chunk: int | None = None,
+    kernel: Kernel = "auto",
+) -> Tensor:
+    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary W: one fp32 or fp64.
+
+    x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded vocabulary; labels
+    [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
+    part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
+
+    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share the rest evenly: see
+    `spread_of`. With `z_loss` a labelled token adds z_loss * logsumexp(scores)^2, which keeps scores near those of a
+    normalised distribution (Chowdhery et al. 2022, arXiv:2204.02311, section 5).
+
+    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
+    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time; kernel="reference" has all
+    of them at once.
+    """
+    return _sum_of_losses(
+        x, weight, labels, vocab, first_row, vocab_size, readout, smoothing, z_loss, sink, chunk, kernel, measures=False
+    ).loss
+
+
+def measured_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
+    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
+    chunk: int | None = None, kernel: Kernel = "auto",
+) -> Measured:  # fmt: skip
+    """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows back."""
+    return _sum_of_losses(
+        x, weight, labels, vocab, first_row, vocab_size, readout, smoothing, z_loss, sink, chunk, kernel, measures=True
+    )
+
+
+def recomputed_measures(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
+    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
+    chunk: int | None = None, kernel: Kernel = "auto",
+) -> Measured:  # fmt: skip
+    """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be differentiated."""
+    each = token_measures(
+        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
+        smoothing=smoothing, sink=sink, chunk=chunk, kernel=kernel,
+    )  # fmt: skip
+    return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
+
+
+def recomputed_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
+    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
+    chunk: int | None = None, kernel: Kernel = "auto",
+) -> Tensor:  # fmt: skip
+    """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no gradients wait for it."""
+    return recomputed_measures(
+        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
+        smoothing=smoothing, z_loss=z_loss, sink=sink, chunk=chunk, kernel=kernel,
+    ).loss  # fmt: skip
+
+
+def _sum_of_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, vocab: Group, first_row: int, vocab_size: int, readout: Readout,
+    smoothing: float, z_loss: float, sink: Sink | None, chunk: int | None, kernel: Kernel, *, measures: bool,
+) -> Measured:  # fmt: skip
+    loops = kernel == "auto"
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=loops, readout=readout)
+    head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss)
+    if kernel == "reference":
+        each = _plain_losses(x, weight, labels, head, sink)
+        return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
+    grad = torch.is_grad_enabled()
+    wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad, measures=measures)
+    return Measured(*LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink))  # type: ignore[no-untyped-call]  # torch's own
+
+
+def _with_z_loss(each: Measured, labels: Tensor, z_loss: float) -> Tensor:
+    """What every token adds to the loss: [t]."""
+    if not z_loss:
+        return each.loss
+    return each.loss + z_loss * each.logsumexp.square().masked_fill(labels < 0, 0.0)
+
+
+def token_losses(
     x: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -63,53 +168,28 @@ def linear_cross_entropy(
     chunk: int | None = None,
     kernel: Kernel = "auto",
 ) -> Tensor:
-    """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary W: one fp32 or fp64.
-
-    x [t, h], whole on every rank of `vocab`; weight [v_local, h], rows first_row ... of the padded vocabulary; labels
-    [t] int64, negative where a token has no loss, else below `vocab_size` (rows from there on are padding and take no
-    part). The loss is the same on every rank of `vocab`; dx is this rank's part of a sum over them.
-
-    With `smoothing` a label is 1 - smoothing likely, and all other tokens of the vocabulary share the rest evenly: see
-    `spread_of`.
-
-    The gradients that are wanted are formed here, while a chunk's logits are at hand; backward only scales them. Until
-    then they take one dw [v_local, h] in fp32 and one dx [t, h]. `chunk`: tokens at a time; kernel="reference" has all
-    of them at once.
-    """
-    if kernel == "reference":
-        head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=False, readout=readout)
-        return _plain_losses(x, weight, labels, head.smoothed(smoothing, vocab_size), sink).sum()
-    grad = torch.is_grad_enabled()
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
-    head = head.smoothed(smoothing, vocab_size)
-    wanted = Wanted(x=grad and x.requires_grad, weight=grad and weight.requires_grad)
-    loss: Tensor = LossSumFunction.apply(x, weight, labels, vocab, head, wanted, sink)  # type: ignore[no-untyped-call]  # torch's own
-    return loss
-
-
-def token_losses(
-    x: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    *,
-    vocab: Group,
-    first_row: int,
-    vocab_size: int,
-    readout: Readout = AS_THEY_ARE,
-    sink: Sink | None = None,
-    chunk: int | None = None,
-    kernel: Kernel = "auto",
-) -> Tensor:
     """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
 
     The weight gradient of a weighted sum of losses does not factor by token, so backward computes each chunk's logits
     again (one matmul more than `linear_cross_entropy`).
     """
+    return token_measures(
+        x, weight, labels, vocab=vocab, first_row=first_row, vocab_size=vocab_size, readout=readout,
+        smoothing=smoothing, sink=sink, chunk=chunk, kernel=kernel,
+    ).loss  # fmt: skip
+
+
+def token_measures(
+    x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
+    readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, sink: Sink | None = None, chunk: int | None = None,
+    kernel: Kernel = "auto",
+) -> Measured:  # fmt: skip
+    """`token_losses`, and what they saw of each token; losses and logsumexp may both be differentiated."""
     head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
+    head = head.smoothed(smoothing, vocab_size)
     if kernel == "reference":
         return _plain_losses(x, weight, labels, head, sink)
-    losses: Tensor = TokenLossesFunction.apply(x, weight, labels, vocab, head, sink)  # type: ignore[no-untyped-call]  # torch's own
-    return losses
+    return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, sink))  # type: ignore[no-untyped-call]  # torch's own
 
 
 def spread_of(smoothing: float, vocab_size: int) -> float:
@@ -137,8 +217,9 @@ def reference_cross_entropy(
     )
 
 
-def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None) -> Tensor:
-    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes to a sink: [t]."""
+def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink: Sink | None) -> Measured:
+    """`reference_cross_entropy` where ranks share the vocabulary, or the weight's gradient goes to a sink, and what it
+    saw of each token."""
     logits = linear(x, [weight], sink=sink).to(torch.promote_types(x.dtype, torch.float32)) * head.readout.scale
     if head.readout.softcap is not None:
         logits = head.readout.softcap * torch.tanh(logits / head.readout.softcap)
@@ -152,7 +233,7 @@ def _plain_losses(x: Tensor, weight: Tensor, labels: Tensor, head: "Head", sink:
         every = (logits - largest.unsqueeze(1)).masked_fill(padding, 0.0).sum(-1)
         target = (1 - head.spread) * target + head.spread_each * every
     losses = total.log() - leave(partial(target, head.group), head.group)
-    return losses.masked_fill(labels < 0, 0.0)
+    return Measured(losses.masked_fill(labels < 0, 0.0), largest + total.log(), largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +262,9 @@ class Head:
 
     spread_each: float = 0.0
     """What each of them gets of it."""
+
+    z_loss: float = 0.0
+    """What the square of a labelled token's logsumexp counts."""
 
     def smoothed(self, smoothing: float, vocab_size: int) -> "Head":
         """The same head where other tokens share `smoothing` of what labels say."""
@@ -220,6 +304,9 @@ class Wanted(NamedTuple):
     x: bool
     weight: bool
 
+    measures: bool = False
+    """And whether each token's logsumexp and largest score are of interest."""
+
 
 class Softmax(NamedTuple):
     """What is left of each token's logits over the whole vocabulary, in fp32 or float64."""
@@ -237,6 +324,10 @@ class Softmax(NamedTuple):
         """[c]: -log p(label), or the mean of it over what labels say, 0 without one."""
         return (self.total.log() - self.target).masked_fill_(labels < 0, 0.0)
 
+    def logsumexp(self) -> Tensor:
+        """[c]: log of the sum of exp(logit), over the whole vocabulary."""
+        return self.largest + self.total.log()
+
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     """Two small collectives over the ranks that hold the vocabulary, whatever the labels are; leaves logits alone."""
@@ -251,24 +342,28 @@ def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     return Softmax(largest, sums[0], sums[1])
 
 
-def logit_gradient(logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head) -> Tensor:
-    """What products get: weights * (p - what labels say) * slopes, [c, rows], where possible in logits' memory.
+def logit_gradient(
+    logits: Tensor, labels: Tensor, softmax: Softmax, weights: Tensor, head: Head, more: Tensor | None = None
+) -> Tensor:
+    """What products get: ((weights + more) * p - weights * what labels say) * slopes, [c, rows], where possible in
+    logits' memory.
 
-    weights [c]: what each token's loss counts, 0 without a label. The entry at the label is computed apart: in bf16, 1
-    would swallow the last digits of p.
+    weights [c]: what each token's loss counts, 0 without a label; more [c]: what its logsumexp does. The entry at the
+    label is computed apart: in bf16, 1 would swallow the last digits of p.
     """
     rows, mine = head.target(labels)
-    at_label = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total - 1
+    likely = _scores_of_labels(logits, rows, softmax, head).exp() / softmax.total
+    at_label = likely - 1
     at_label = (at_label.add_(head.spread - head.spread_each) if head.spread else at_label).mul_(weights)
+    at_label = at_label if more is None else at_label.addcmul_(likely, more)
+    factor = (weights if more is None else weights + more) / softmax.total
     even = weights * head.spread_each if head.spread and head.rows else None
     engine = engine_for("auto" if head.loops else "torch", logits)
     if engine == "triton":
         row = torch.where(mine, rows, -1).squeeze(1)
-        return _triton_gradient(logits, softmax.largest, weights / softmax.total, row, at_label, even, head.readout)
+        return _triton_gradient(logits, softmax.largest, factor, row, at_label, even, head.readout)
     slopes = head.readout.slopes(logits)  # before the gradient takes their place
-    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(
-        logits, softmax.largest, weights / softmax.total
-    )
+    gradient = (_loop_scaled_exp if engine == "loops" else _scaled_exp)(logits, softmax.largest, factor)
     gradient = gradient if even is None else gradient.sub_(even.unsqueeze(1).to(gradient.dtype))
     at_label = at_label.unsqueeze(1).to(gradient.dtype)
     gradient.scatter_(1, rows, torch.where(mine, at_label, gradient.gather(1, rows)))
@@ -361,10 +456,12 @@ class LossSumFunction(Function):
         head: Head,
         wanted: Wanted,
         sink: Sink | None,
-    ) -> Tensor:
-        """x [t, h] -> scalar; keeps dx and dw for a gradient of one."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [t, h] -> scalar, and of each token, if measures are wanted, logsumexp and largest score, else empty ones;
+        keeps dx and dw for a gradient of one."""
         wide = torch.promote_types(x.dtype, torch.float32)
         loss = x.new_zeros((), dtype=wide)
+        seen = x.new_empty(2, x.shape[0] if wanted.measures else 0, dtype=wide)
         dx = torch.empty_like(x) if wanted.x else None
         dw = x.new_zeros(weight.shape, dtype=wide) if wanted.weight else None
         for start in range(0, x.shape[0], head.chunk):
@@ -372,17 +469,25 @@ class LossSumFunction(Function):
             logits = head.logits(x[rows], weight)
             softmax = softmax_over_ranks(logits, labels[rows], head)
             loss += softmax.losses(labels[rows]).sum()
-            if any(wanted):
+            more = None
+            if head.z_loss:
+                more = 2 * head.z_loss * softmax.logsumexp().masked_fill_(labels[rows] < 0, 0.0)
+                loss += (more * softmax.logsumexp()).sum() / 2
+            if wanted.measures:
+                torch.stack([softmax.logsumexp(), softmax.largest], out=seen[:, rows])
+            if wanted.x or wanted.weight:
                 weights = (labels[rows] >= 0).to(wide)
-                dlogits = logit_gradient(logits, labels[rows], softmax, weights, head)
+                dlogits = logit_gradient(logits, labels[rows], softmax, weights, head, more)
                 _add_gradients(dlogits, x[rows], weight, head, None if dx is None else dx[rows], dw)
         ctx.save_for_backward(dx, dw)
         ctx.sink, ctx.dtype = sink, weight.dtype
-        return loss
+        logsumexp, largest = seen
+        ctx.mark_non_differentiable(logsumexp, largest)
+        return loss, logsumexp, largest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Context, dloss: Tensor, *nothing: Tensor) -> tuple[Tensor | None, ...]:
         """Scale what forward left, in place: dw may be the largest tensor there is. A second backward is refused."""
         dx, dw = (None if saved is None else saved.mul_(dloss) for saved in ctx.saved_tensors)
         return dx, _deliver(dw, ctx.sink, ctx.dtype), None, None, None, None, None
@@ -396,8 +501,8 @@ class TokenLossesFunction(Function):
     @staticmethod
     def forward(
         ctx: Context, x: Tensor, weight: Tensor, labels: Tensor, group: Group, head: Head, sink: Sink | None
-    ) -> Tensor:
-        """x [t, h] -> [t]; keeps three numbers per token."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x [t, h] -> three times [t], as in `Measured`; keeps three numbers per token."""
         kept = x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
         for start in range(0, x.shape[0], head.chunk):
             rows = slice(start, start + head.chunk)
@@ -405,20 +510,27 @@ class TokenLossesFunction(Function):
             torch.stack(softmax, out=kept[:, rows])
         ctx.save_for_backward(x, weight, labels, kept)
         ctx.head, ctx.sink = head, sink
-        return Softmax(*kept).losses(labels)
+        ctx.set_materialize_grads(False)  # None says that nobody asked for a logsumexp
+        softmax = Softmax(*kept)
+        largest = softmax.largest.clone()  # an output is no view of what is kept
+        ctx.mark_non_differentiable(largest)
+        return softmax.losses(labels), softmax.logsumexp(), largest
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, dlosses: Tensor) -> tuple[Tensor | None, ...]:
-        """dlosses [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no collective."""
+    def backward(
+        ctx: Context, dlosses: Tensor | None, dlogsumexp: Tensor | None, nothing: None
+    ) -> tuple[Tensor | None, ...]:
+        """dlosses, dlogsumexp [t] -> dx [t, h] and dw, logits computed again chunk by chunk; no collective."""
         x, weight, labels, kept = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dw = x.new_zeros(weight.shape, dtype=kept.dtype) if ctx.needs_input_grad[1] else None
-        weights = dlosses * (labels >= 0)
+        weights = kept.new_zeros(len(x)) if dlosses is None else dlosses * (labels >= 0)
         for start in range(0, x.shape[0], ctx.head.chunk):
             rows = slice(start, start + ctx.head.chunk)
             logits = ctx.head.logits(x[rows], weight)
-            dlogits = logit_gradient(logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head)
+            more = None if dlogsumexp is None else dlogsumexp[rows]
+            dlogits = logit_gradient(logits, labels[rows], Softmax(*kept[:, rows]), weights[rows], ctx.head, more)
             _add_gradients(dlogits, x[rows], weight, ctx.head, None if dx is None else dx[rows], dw)
         return dx, _deliver(dw, ctx.sink, weight.dtype), None, None, None, None
 

@@ -1,6 +1,6 @@
 """Tensor and sequence parallelism: the layers that cut their weights over a group, and the ways in and out of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as with_arguments
 from typing import Protocol
@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from megalith.kernels.best_token import best_tokens
-from megalith.kernels.cross_entropy import AS_THEY_ARE, Readout, linear_cross_entropy, token_losses
+from megalith.kernels.cross_entropy import (
+    AS_THEY_ARE,
+    Readout,
+    linear_cross_entropy,
+    recomputed_cross_entropy,
+    recomputed_measures,
+    token_losses,
+)
 from megalith.kernels.embedding import embedding
 from megalith.kernels.experts import Matrix
 from megalith.kernels.grouped_linear import GroupedSink
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
+from megalith.kernels.watched_loss import WatchedLoss
 from megalith.parallel.autograd import enter, gather, gathered_again, leave, partial, reduce_scatter
 from megalith.parallel.group import Group
 from megalith.parallel.overlap import Border, entered_linear, left_linear
@@ -329,9 +337,13 @@ class VocabHead(nn.Module):
         """`readout`: what becomes of the products of hidden states and vocabulary before they are scores."""
         super().__init__()
         self.region, self.readout, self.table = region, readout, weight
-        self.summed_loss, self.single_losses = linear_cross_entropy, token_losses
+        self.summed_loss: Callable[..., Tensor] = linear_cross_entropy
+        """What is minimised."""
+        self.judged_loss: Callable[..., Tensor] = linear_cross_entropy
+        """-log p(label), whatever is minimised."""
+        self.single_losses = token_losses
         self.sink: GroupedSink | None = None
-        self.vocab_size, self.smoothing = vocab_size, 0.0
+        self.vocab_size = vocab_size
         self.first_row = weight.shard.box[0][0]
         self.row_sizes = split_evenly(weight.shard.shape[0], region.group.size)
         if tied is None:
@@ -341,9 +353,14 @@ class VocabHead(nn.Module):
 
     @property
     def reads_table_again(self) -> bool:
-        """Whether the backward of `loss` reads the table: that of its plain definition does."""
-        held = self.summed_loss
-        return isinstance(held, with_arguments) and held.keywords.get("kernel") == "reference"
+        """Whether the backward of `loss` reads the table: that of its plain definition does, and one that computes
+        logits again."""
+        held: Callable[..., object] = self.summed_loss
+        words: dict[str, object] = {}
+        while isinstance(held, WatchedLoss | with_arguments):
+            words |= held.keywords if isinstance(held, with_arguments) else {}
+            held = held.func if isinstance(held, with_arguments) else held.compute
+        return held in (recomputed_cross_entropy, recomputed_measures) or words.get("kernel") == "reference"
 
     def again(self) -> "VocabHead":
         """The same head for one more use in a forward; engines count the gradients of each use."""
@@ -355,12 +372,11 @@ class VocabHead(nn.Module):
     def loss(self, x: Tensor, labels: Tensor, *, judged: bool = False) -> Tensor:
         """Sum of -log p(label) over labels that are not negative: x [t, h] as the region has it, labels [t] -> scalar.
 
-        The same on every rank of the group (I). `smoothing`: what other tokens share of each label, unless `judged`.
+        The same on every rank of the group (I). Unless `judged`, with what else is minimised: see `choose_losses`.
         """
-        return self.summed_loss(
+        return (self.judged_loss if judged else self.summed_loss)(
             value_of(self.region.enter(x)), self.weight, labels, vocab=self.region.group, first_row=self.first_row,
             vocab_size=self.vocab_size, readout=self.readout, sink=self.sink,
-            smoothing=0.0 if judged else self.smoothing,
         )  # fmt: skip
 
     def token_losses(self, x: Tensor, labels: Tensor) -> Tensor:
@@ -387,10 +403,15 @@ class VocabHead(nn.Module):
         return [self.weight]
 
 
-def smooth_labels(models: Iterable[nn.Module], share: float) -> None:
-    """Let other tokens share so much of each label in the losses of all heads."""
-    for head in (module for model in models for module in model.modules() if isinstance(module, VocabHead)):
-        head.smoothing = share
+def heads_of(models: Iterable[nn.Module]) -> Iterator[VocabHead]:
+    """Every head: the model's, and one for each depth that predicts further ahead."""
+    return (module for model in models for module in model.modules() if isinstance(module, VocabHead))
+
+
+def choose_losses(models: Iterable[nn.Module], choose: Callable[[], Callable[..., Tensor]]) -> None:
+    """Let every head minimise what `choose` makes for it."""
+    for head in heads_of(models):
+        head.summed_loss = choose()
 
 
 class ExpertMatrix(nn.Module):

@@ -1,6 +1,7 @@
 """The training loop: resume, step, log, evaluate, save, stop."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -273,6 +274,9 @@ class _Loop:
             "mfu": None if mfu is None else round(mfu, 4),
             "memory_gib": round(peak_memory_gib(self.trainer.device), 3), "skipped": state.skipped,
         }  # fmt: skip
+        if result.z_loss is not None and result.max_logit is not None:
+            row |= {"z_loss": result.z_loss, "max_logit": result.max_logit if math.isfinite(result.max_logit) else None}
+        row |= {f"lr_{group.name}": self.groups[group.name].lr for group in run.optim.groups if group.sets_rate}
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
         row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)}

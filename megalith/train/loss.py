@@ -1,11 +1,69 @@
-"""The one place where the loss is scaled, and where the ranks' losses are said to be parts of one sum."""
+"""What is minimised: the loss of every head; the one place where losses are scaled, and where those of ranks are said
+to be parts of one sum."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial as with_arguments
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from megalith.config.train import TrainRun
+from megalith.kernels.cross_entropy import (
+    linear_cross_entropy,
+    measured_cross_entropy,
+    recomputed_cross_entropy,
+    recomputed_measures,
+)
+from megalith.kernels.watched_loss import WatchedLoss
 from megalith.parallel.autograd import partial
+from megalith.parallel.group import all_reduce_max_
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor import VocabHead
+
+
+def loss_of_heads(run: TrainRun) -> Callable[..., Tensor]:
+    """What a head minimises. One that is to tell of its scores notes them in a record of its own."""
+    train = run.train
+    words: dict[str, Any] = {"smoothing": train.label_smoothing} if train.label_smoothing else {}  # Any: by name
+    words |= {} if train.loss_chunk is None else {"chunk": train.loss_chunk}
+    again = train.loss_backward == "recomputed"
+    if tells_of_scores(run):
+        return WatchedLoss(
+            with_arguments(recomputed_measures if again else measured_cross_entropy, **words), train.z_loss
+        )
+    plain = recomputed_cross_entropy if again else linear_cross_entropy
+    return with_arguments(plain, **words) if words else plain
+
+
+def tells_of_scores(run: TrainRun) -> bool:
+    """Whether a run writes how large scores are."""
+    return run.train.z_loss > 0 or run.observe.max_logit
+
+
+@dataclass(frozen=True, slots=True)
+class ScoresOfStep:
+    """What all heads saw in a step."""
+
+    z: Tensor
+    """float64 [1 + depths]: this rank's sums of z_loss * logsumexp^2; 0 where there is no loss."""
+
+    largest: Tensor
+    """float64 [1]: the largest score of the next token, over all ranks; -inf without labels."""
+
+
+def take_scores(heads: Sequence[VocabHead], mesh: Mesh, *, depths: int, device: torch.device) -> ScoresOfStep:
+    """What the heads of this rank, the model's first, saw since they were last asked. Collective; one small message."""
+    z = torch.zeros(1 + depths, dtype=torch.float64, device=device)
+    largest = torch.full((1,), float("-inf"), dtype=torch.float64, device=device)
+    for number, head in enumerate(heads):
+        assert isinstance(head.summed_loss, WatchedLoss)
+        cost, most = head.summed_loss.seen.taken()
+        if cost is not None and most is not None:
+            z[number] = cost
+            largest = most.unsqueeze(0) if number == 0 else largest
+    return ScoresOfStep(z, all_reduce_max_(largest, mesh.world))
 
 
 def share_of_mean(loss: Tensor, *, num_labels: int, mesh: Mesh, scale: float = 1.0) -> Tensor:

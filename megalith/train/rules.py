@@ -349,6 +349,16 @@ def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
     return f"train.label_smoothing={share} must be in [0, 1). Use 0.1, or 0 to be sure of every label."
 
 
+def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
+    """A weight of squares is positive, and a chunk has a token."""
+    bad = []
+    if not 0 <= run.train.z_loss < math.inf:
+        bad.append(f"train.z_loss={run.train.z_loss} must be a finite number of at least 0. Use 1e-4, or 0 for none.")
+    if run.train.loss_chunk is not None and run.train.loss_chunk < 1:
+        bad.append(f"train.loss_chunk={run.train.loss_chunk} must be at least 1. Use 1024, or leave it unset.")
+    return " ".join(bad) or None
+
+
 def conversations_need_text(run: TrainRun, world: int) -> str | None:
     """Chat templates write text."""
     kind = run.tokenizer.kind
@@ -435,7 +445,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
-    compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole,
+    compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole, squares_of_scores_cost,
     sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
     traced_models_have_experts, captures_are_of_a_trace,

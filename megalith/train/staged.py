@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,14 @@ from megalith.parallel.pipeline import Boundary, Pipeline
 from megalith.parallel.postpone import Postponed
 from megalith.parallel.rings import MESSAGES
 from megalith.parallel.symm_mem import choose_products
-from megalith.parallel.tensor import TensorParallel, smooth_labels
+from megalith.parallel.tensor import TensorParallel, choose_losses
 from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
 from megalith.plan.pairs import in_pairs
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.stages import plan_stages
 from megalith.plan.transfers import channels, with_transfers
+from megalith.train.loss import loss_of_heads
 
 Ending = Callable[[Sequence[Tensor]], Tensor]
 """The summed losses of a microbatch, of the next token and of further depths -> what backward starts from."""
@@ -141,8 +142,8 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
     )  # fmt: skip
     attach_adapters(chunks, run.model, run.lora)
+    choose_losses(chunks, partial(loss_of_heads, run))
     use_kernels(chunks, run.kernels, mesh)
-    smooth_labels(chunks, run.train.label_smoothing)
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)
     )  # fmt: skip

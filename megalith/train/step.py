@@ -13,9 +13,10 @@ from megalith.errors import DataError
 from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
 from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
+from megalith.parallel.tensor import heads_of
 from megalith.train.build import Trainer
 from megalith.train.experts import move_balancing_biases, move_balancing_offsets
-from megalith.train.loss import share_of_means
+from megalith.train.loss import ScoresOfStep, share_of_means, take_scores, tells_of_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,12 @@ class StepResult:
     further_losses: tuple[float, ...] = ()
     """The mean of every depth that predicts further ahead."""
 
+    z_loss: float | None = None
+    """Mean over labels of train.z_loss * logsumexp^2, which is no part of `loss`; None unless scores are told of."""
+
+    max_logit: float | None = None
+    """The largest score of a labelled token; None unless scores are told of."""
+
     empty: bool = False
     """No label of the global batch counts, so that there was nothing to learn from."""
 
@@ -60,8 +67,9 @@ def train_step(
     ending = partial(share_of_means, num_labels=counts, weight=weight, mesh=mesh, scale=scale)
     total = trainer.staged.forward_backward(batches.microbatches, ending, scale=scale)
     owned = data.finish()
-    news = _share_news(trainer, owned, total, stop)
-    stopping, squares, zeros, *sums = news.tolist()
+    seen = _seen_scores(trainer)
+    news = _share_news(trainer, owned, total if seen is None else torch.cat([total - seen.z, seen.z[:1]]), stop)
+    stopping, squares, zeros, *sums = (news if seen is None else torch.cat([news, seen.largest])).tolist()
     grad_norm = math.sqrt(squares) / scale
     finite = math.isfinite(grad_norm)
     empty = not any(counts)  # momentum and weight decay would still move the weights, and zeros overflow at no scale
@@ -81,9 +89,10 @@ def train_step(
             f"data, or set optim.nonfinite_grad=skip."
         )
     loss, *further = (total / max(1, count) for total, count in zip(sums, counts, strict=False))
+    z, largest = (None, None) if seen is None else (sums[-2] / max(1, counts[0]), sums[-1])
     return StepResult(
         loss, grad_norm, finite and not empty, stopping > 0, int(zeros) if trainer.run.optim.count_zeros else None,
-        tuple(further), empty,
+        tuple(further), z, largest, empty,
     )  # fmt: skip
 
 
@@ -96,6 +105,14 @@ def _share_news(trainer: Trainer, owned: Sequence[Owned], losses: Tensor, stop: 
     part = losses if mesh.tp.rank == 0 else torch.zeros_like(losses)
     news = torch.stack([losses.new_tensor(float(stop)), sum_of_squares(mine, trainer.device), zeros])
     return all_reduce_(torch.cat([news, part]), mesh.world)
+
+
+def _seen_scores(trainer: Trainer) -> ScoresOfStep | None:
+    """What heads noted in this step, where they do. Collective then."""
+    if not tells_of_scores(trainer.run):
+        return None
+    heads, depths = list(heads_of(trainer.staged.chunks)), trainer.run.model.mtp.depths
+    return take_scores(heads, trainer.mesh, depths=depths, device=trainer.device)
 
 
 def _multiplier(norm: Tensor, limit: float, scale: float) -> Tensor | None:

@@ -62,6 +62,7 @@ def judge(fault: Fault) -> Verdict:
     try:
         case = layout_case(model, parallel, world, documents="documents" in fault.needs, fault=fault.name)
         run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault))
+        run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
         found = prove_layout(replace(case, run=run))
         return Verdict(fault, where, *_first_difference(found))
     except RankError as error:

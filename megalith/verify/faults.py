@@ -19,7 +19,7 @@ from megalith.config.lora import LoraConfig
 from megalith.config.suggest import did_you_mean
 from megalith.data import loader
 from megalith.errors import ConfigError
-from megalith.kernels import tokens
+from megalith.kernels import cross_entropy, tokens
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
@@ -62,7 +62,7 @@ from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
-from megalith.verify import attention_faults, expert_faults, pipeline_faults
+from megalith.verify import attention_faults, expert_faults, loss_faults, pipeline_faults
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -72,7 +72,7 @@ Need = Literal[
     "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
-    "chunks of documents", "off by one", "balance over ranks",
+    "chunks of documents", "off by one", "z loss", "balance over ranks",
 ]  # fmt: skip
 
 
@@ -516,6 +516,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "vocab_loss_local", "The loss normalises over the rank's own part of the vocabulary.",
         "types", ("tp",), lambda: changed_model(_local_vocabulary),
+    ),
+    Fault(
+        "z_loss_of_own_rows", "What the size of scores costs is found from the rank's own part of the vocabulary.",
+        "numbers", ("tp", "z loss"),
+        lambda: replaced(cross_entropy, "softmax_over_ranks", loss_faults.logsumexp_of_own_rows),
     ),
     Fault(
         "loss_not_partial", "The loss of one rank is taken for the loss of all.",

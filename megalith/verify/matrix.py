@@ -379,6 +379,16 @@ def _variants() -> Iterator[Layout]:
             area="variants", name=f"smoothed labels, {name}", model=smoothed, parallel=parallel, smoothing=0.1,
             sample=name == "tp2 dp2",
         )  # fmt: skip
+    scored = {
+        "tp2 sp cp2": ParallelConfig(tp=2, cp=2, sp=True), "tp3 dp2": ParallelConfig(tp=3, dp=2),
+        "pp2 dp2 zb-v, zero 1": staged(2, dp=2, zero=1, schedule="zb-v", vpp=2),
+        "dp2, zero 3": ParallelConfig(dp=2, zero=3),
+    }  # fmt: skip
+    for name, parallel in scored.items():
+        yield Layout(
+            area="variants", name=f"z loss, {name}", model=replace(smoothed, num_layers=4), parallel=parallel,
+            smoothing=0.1, z_loss=0.05, recomputed_loss=parallel.zero > 0, seq_len=row_of(parallel),
+        )  # fmt: skip
     yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
     again = Layout(
         area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,

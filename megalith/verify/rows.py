@@ -37,6 +37,10 @@ class Layout:
     smoothing: float = 0.0
     """Of labels."""
 
+    z_loss: float = 0.0
+    recomputed_loss: bool = False
+    """Backward computes logits again."""
+
     lora: LoraConfig | None = None
     sample: bool = False
     """One of the few that together have everything once, on at most four processes: in `make test`, and in
@@ -57,7 +61,11 @@ class Layout:
         base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
         run = replace(
             case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
-            train=replace(case.run.train, label_smoothing=self.smoothing),
+            train=replace(
+                case.run.train, label_smoothing=self.smoothing, z_loss=self.z_loss,
+                loss_backward="recomputed" if self.recomputed_loss else "kept",
+                loss_chunk=7 if self.recomputed_loss else None,
+            ),
         )  # fmt: skip
         return replace(case, run=run)
 

@@ -165,6 +165,10 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
         kernels=run.kernels,
+        train=replace(
+            case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,
+            loss_chunk=run.train.loss_chunk, loss_backward=run.train.loss_backward,
+        ),
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
         # A rule asks for the base of adapters; here it is drawn.
         checkpoint=replace(case.run.checkpoint, load="base" if run.lora else None),

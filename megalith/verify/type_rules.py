@@ -6,7 +6,7 @@ Beside verify/types.py this is the only file that knows the checker library, `sp
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -67,9 +67,11 @@ def move(out: Tensor, x: Tensor, group: Group, *, before: Type, after: Type, fun
 
 
 def vocabulary_loss(
-    out: Tensor, x: Tensor, weight: Tensor, labels: Tensor, group: Group, *, before: Type, after: Type, function: str
-) -> None:
-    """The rule of the loss over a vocabulary that `group` divides: x R, weight `before`, labels R -> loss `after`.
+    outs: Sequence[Tensor], x: Tensor, weight: Tensor, labels: Tensor, group: Group, *,
+    before: Type, after: Type, function: str,
+) -> None:  # fmt: skip
+    """The rule of the loss over a vocabulary that `group` divides, and of what it measures: x R, weight `before`,
+    labels R -> all `after`.
 
     Each rank scores the same tokens against other rows, so its gradient of x is a part of a sum; the loss itself is
     summed inside. Along all other axes it is an ordinary product.
@@ -78,9 +80,13 @@ def vocabulary_loss(
     for axis in axes:
         for name, tensor, wanted in (("x", x, R), ("weight", weight, before), ("labels", labels, R)):
             _demand(_types_here(tensor).get(axis), wanted, tensor, axis, f"{function}, {name}")
-    scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
-    types: dict[Any, Type] = {**checker.get_local_type(scores), **dict.fromkeys(axes, after)}  # keys: as it has them
-    checker.assert_type(out, types)
+    for out in outs:
+        scores = rules.einsum("th,vh,t->t" if out.dim() else "th,vh,t->", x, weight, labels)
+        types: dict[Any, Type] = {
+            **checker.get_local_type(scores),
+            **dict.fromkeys(axes, after),
+        }  # keys: as it has them
+        checker.assert_type(out, types)
 
 
 def shared_attention(
@@ -155,10 +161,10 @@ class MoveRule(Rule):
 class VocabularyRule(Rule):
     """`vocabulary_loss`, for those of kernels/cross_entropy.py."""
 
-    def __call__(self, out: Tensor, *, x: Tensor, weight: Tensor, labels: Tensor, group: Group) -> None:
-        """After `cls.apply` has returned `out`."""
+    def __call__(self, outs: tuple[Tensor, ...], *, x: Tensor, weight: Tensor, labels: Tensor, group: Group) -> None:
+        """After `cls.apply` has returned `outs`."""
         self.count(group)
-        vocabulary_loss(out, x, weight, labels, group, before=self.before, after=self.after, function=self.function)
+        vocabulary_loss(outs, x, weight, labels, group, before=self.before, after=self.after, function=self.function)
 
 
 class ContextRule(Rule):

@@ -1,5 +1,6 @@
 """Every layer that tensor parallelism cuts computes what it does whole: outputs, gradients of inputs and weights."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megalith.kernels.cross_entropy import Readout
+from megalith.kernels.cross_entropy import Readout, linear_cross_entropy
 from megalith.kernels.rebuilt import value_of
 from megalith.models.decoder import allocate
 from megalith.parallel.autograd import gather
@@ -24,7 +25,7 @@ from megalith.parallel.tensor import (
     VocabEmbedding,
     VocabHead,
     WholeTokens,
-    smooth_labels,
+    choose_losses,
 )
 from megalith.plan.shards import Shard, cut_dim, split_evenly, whole
 from megalith.testing.ranks import everyone, run_ranks
@@ -161,7 +162,7 @@ def head(rank: int, world: int, sp: bool) -> None:
             Declared(shard, START), region_of(group, sp), vocab_size=known, tied=None, dtype=torch.float64,
             readout=readout,
         )  # fmt: skip
-        smooth_labels([layer], spread * (known - 1) / known)
+        choose_losses([layer], partial(partial, linear_cross_entropy, smoothing=spread * (known - 1) / known))
         filled(layer, {"weight": table})
         mine, dense_x, dense = local_input(x, group, sp), x.clone().requires_grad_(), table.clone().requires_grad_()
         logits = dense_x @ dense[:known].T * readout.scale

@@ -1,9 +1,72 @@
-"""The share of the mean loss that one rank differentiates."""
+"""What heads minimise, and the share of the mean loss that one rank differentiates."""
 
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
 
+from megalith.config.mtp import MTPConfig
+from megalith.config.train import TrainRun
+from megalith.kernels.cross_entropy import linear_cross_entropy, measured_cross_entropy, recomputed_cross_entropy
+from megalith.kernels.watched_loss import WatchedLoss
 from megalith.parallel.mesh import mesh_of_one
-from megalith.train.loss import share_of_mean, share_of_means
+from megalith.parallel.tensor import heads_of
+from megalith.testing.tiny import tiny_run
+from megalith.train.build import build_trainer
+from megalith.train.loss import loss_of_heads, share_of_mean, share_of_means
+from megalith.train.step import StepResult, train_step
+from megalith.verify.ranks import _loader as loader_of
+
+
+def run_with(*, max_logit: bool = False, depths: int = 0, **train: Any) -> TrainRun:  # settings of the loop
+    run = tiny_run()
+    model = replace(run.model, mtp=MTPConfig(depths=depths))
+    observe = replace(run.observe, max_logit=max_logit)
+    precision = replace(run.precision, params="fp64")
+    return replace(run, model=model, observe=observe, precision=precision, train=replace(run.train, **train))
+
+
+def steps_of(run: TrainRun) -> list[StepResult]:
+    trainer = build_trainer(run, mesh_of_one(), torch.device("cpu"))
+    loader = loader_of(run, trainer.mesh, consumed=0, steps=2)
+    return [train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1) for _ in range(2)]
+
+
+def test_heads_minimise_what_is_asked_for() -> None:
+    assert loss_of_heads(run_with()) is linear_cross_entropy
+    chunked = loss_of_heads(run_with(loss_chunk=7, label_smoothing=0.1))
+    assert isinstance(chunked, partial) and chunked.func is linear_cross_entropy
+    assert chunked.keywords == {"smoothing": 0.1, "chunk": 7}
+    assert loss_of_heads(run_with(loss_backward="recomputed")) is recomputed_cross_entropy
+    told = loss_of_heads(run_with(z_loss=0.5))
+    assert isinstance(told, WatchedLoss) and told.z_loss == 0.5
+    assert isinstance(told.compute, partial) and told.compute.func is measured_cross_entropy
+
+
+def test_every_head_has_a_record_of_its_own_and_knows_whether_backward_reads_the_table() -> None:
+    for train, reads in (({"z_loss": 0.5}, False), ({"z_loss": 0.5, "loss_backward": "recomputed"}, True)):
+        trainer = build_trainer(run_with(depths=2, **train), mesh_of_one(), torch.device("cpu"))
+        heads = list(heads_of(trainer.staged.chunks))
+        assert heads[0] is trainer.model.head and [head.reads_table_again for head in heads] == [reads] * 3
+        records = [head.summed_loss.seen for head in heads if isinstance(head.summed_loss, WatchedLoss)]
+        assert len({id(record) for record in records}) == 3
+
+
+@pytest.mark.parametrize("backward", ["kept", "recomputed"])
+def test_what_scores_cost_is_minimised_and_told_apart_from_the_loss(backward: str) -> None:
+    plain, told = steps_of(run_with(depths=1)), steps_of(run_with(depths=1, max_logit=True, loss_backward=backward))
+    costly = steps_of(run_with(depths=1, z_loss=0.3, loss_backward=backward))
+    assert (plain[0].z_loss, plain[0].max_logit) == (None, None)
+    for mine, theirs in zip(told, plain, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, rel=1e-12) and mine.z_loss == 0.0
+        assert mine.further_losses == pytest.approx(theirs.further_losses, rel=1e-12)
+    assert costly[0].loss == pytest.approx(plain[0].loss, rel=1e-12)
+    assert costly[0].further_losses == pytest.approx(plain[0].further_losses, rel=1e-12)
+    assert costly[0].max_logit == told[0].max_logit
+    assert costly[0].z_loss is not None and costly[0].z_loss > 0.3  # log of some 300 tokens, squared, and weighed
+    assert costly[0].grad_norm != pytest.approx(plain[0].grad_norm, rel=1e-3)
 
 
 def test_the_shares_of_all_microbatches_add_up_to_the_mean_over_their_labels() -> None:

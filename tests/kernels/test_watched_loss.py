@@ -1,0 +1,47 @@
+"""What a watched head notes: only of labelled tokens, over microbatches, and once."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.kernels.cross_entropy import Measured, linear_cross_entropy, measured_cross_entropy
+from megalith.kernels.watched_loss import SeenScores, WatchedLoss
+from megalith.parallel.group import alone
+
+
+def measured(logsumexp: list[float], largest: list[float]) -> Measured:
+    return Measured(torch.zeros(()), torch.tensor(logsumexp), torch.tensor(largest))
+
+
+def test_microbatches_add_up_and_unlabelled_tokens_do_not_count() -> None:
+    seen = SeenScores()
+    seen.note(measured([2.0, 9.0], [1.5, 8.0]), torch.tensor([4, -1]), 0.5)
+    seen.note(measured([1.0, 3.0], [0.5, 2.5]), torch.tensor([0, 1]), 0.5)
+    z, largest = seen.taken()
+    assert z is not None and largest is not None
+    assert (float(z), float(largest)) == (0.5 * (4 + 1 + 9), 2.5)
+    assert seen.taken() == (None, None)
+
+
+def test_a_microbatch_without_labels_or_tokens_has_no_largest_score() -> None:
+    seen = SeenScores()
+    seen.note(measured([2.0], [1.5]), torch.tensor([-1]), 0.5)
+    seen.note(measured([], []), torch.tensor([], dtype=torch.int64), 0.5)
+    z, largest = seen.taken()
+    assert z is not None and largest is not None
+    assert float(z) == 0.0 and float(largest) == -math.inf
+
+
+def test_the_loss_is_what_it_would_be_unwatched() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 5, generator=generator, dtype=torch.float64) for n in (6, 7))
+    labels, words = torch.tensor([0, 1, -1, 6, 2, 2]), {"vocab": alone("tp"), "first_row": 0, "vocab_size": 7}
+    watched = WatchedLoss(measured_cross_entropy, 0.25)
+    found: Tensor = watched(x, weight, labels, **words)
+    assert found.item() == linear_cross_entropy(x, weight, labels, **words, z_loss=0.25).item()
+    z, largest = watched.seen.taken()
+    assert z is not None and largest is not None
+    assert found.item() - linear_cross_entropy(x, weight, labels, **words).item() == pytest.approx(float(z))
+    assert float(largest) == (x @ weight.T)[labels >= 0].max().item()
