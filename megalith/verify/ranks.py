@@ -20,6 +20,7 @@ from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -155,14 +156,38 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
     with tempfile.TemporaryDirectory() as folder:
         result = run_ranks(run_case, case.world, case, f"{folder}/ranks", timeout=timeout)[0]
-        alone = replace(
-            case.run, parallel=ParallelConfig(bucket_numel=case.run.parallel.bucket_numel),
-            train=replace(case.run.train, loss_backward="kept", loss_chunk=None),
-            recompute=RecomputeConfig(), offload=OffloadConfig(),
-        )  # fmt: skip
-        reference = run_case(0, 1, LayoutCase(alone, 1), f"{folder}/alone")
+        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1), f"{folder}/alone")
     assert result is not None and reference is not None
     return compare_results(result, reference)
+
+
+def run_of_one(case: LayoutCase) -> TrainRun:
+    """What one process runs to be compared with the case's.
+
+    Balance over the global batch takes the microbatches that data-parallel ranks see at once for one. There a
+    microbatch of the process has the rows of all of them; elsewhere as many as one of theirs.
+    """
+    run, p = case.run, case.run.parallel
+    dp = p.dp or case.world // (p.tp * p.cp * p.pp)
+    rows = run.train.micro_batch_size * (dp if balances_over_ranks(run.model) else 1)
+    return replace(
+        run, parallel=ParallelConfig(bucket_numel=p.bucket_numel), recompute=RecomputeConfig(),
+        offload=OffloadConfig(),
+        train=replace(run.train, micro_batch_size=rows, loss_backward="kept", loss_chunk=None),
+    )  # fmt: skip
+
+
+def balances_over_ranks(model: ModelConfig) -> bool:
+    """Whether experts are kept busy by what data-parallel ranks see together."""
+    return model.moe is not None and model.moe.balance.global_batch > 0
+
+
+def balances_by_microbatch(moe: MoEConfig, *, documents: bool) -> bool:
+    """Whether anything depends on what a microbatch has, so that with other rows in each it is another model: losses
+    over it, or over documents of which it has now more and now fewer; room for its tokens; plans and offsets."""
+    balance = moe.balance
+    over_it = balance.batch > 0 or balance.quantile or balance.sinkhorn or moe.capacity.factor is not None
+    return over_it or (documents and balance.sequence > 0)
 
 
 def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult | None:
