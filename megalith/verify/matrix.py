@@ -26,6 +26,7 @@ from megalith.verify.rows import (
     UNEVEN,
     Entry,
     Layout,
+    packed_rows,
     row_of,
     staged,
     table,
@@ -768,6 +769,7 @@ def _looking_back() -> Iterator[Layout]:
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
     *_all_axes(), *_variants(), *_variants_and_others(), *_looking_back(), *_adapters(), *_experts(),
+    *packed_rows(),
 )  # fmt: skip
 """Every layout that is proved."""
 

@@ -27,7 +27,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, Masks
-from megalith.data.sample import Sample
+from megalith.data.sample import Dataset, Sample
 from megalith.nn.init import fill
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import gather_objects
@@ -35,6 +35,7 @@ from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
+from megalith.plan.deal import budget_of
 from megalith.testing.ranks import run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
@@ -44,6 +45,7 @@ from megalith.train.step import train_step
 from megalith.verify.faults import planted
 
 STEPS = 3
+from megalith.verify.ragged import RaggedDocuments
 """Steps before saving; gradients are compared in the first."""
 
 
@@ -165,7 +167,8 @@ def run_of_one(case: LayoutCase) -> TrainRun:
     """What one process runs to be compared with the case's.
 
     Balance over the global batch takes the microbatches that data-parallel ranks see at once for one. There a
-    microbatch of the process has the rows of all of them; elsewhere as many as one of theirs.
+    microbatch of the process has the rows of all of them; elsewhere as many as one of theirs. Packs are as small there
+    as they can be.
     """
     run, p = case.run, case.run.parallel
     dp = p.dp or case.world // (p.tp * p.cp * p.pp)
@@ -173,7 +176,10 @@ def run_of_one(case: LayoutCase) -> TrainRun:
     return replace(
         run, parallel=ParallelConfig(bucket_numel=p.bucket_numel), recompute=RecomputeConfig(),
         offload=OffloadConfig(),
-        train=replace(run.train, micro_batch_size=rows, loss_backward="kept", loss_chunk=None),
+        train=replace(
+            run.train, micro_batch_size=rows, loss_backward="kept", loss_chunk=None,
+            tokens_per_microbatch=None if run.train.tokens_per_microbatch is None else run.train.seq_len,
+        ),
     )  # fmt: skip
 
 
@@ -334,15 +340,16 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
     eod = 7 if run.data.documents else None
-    dataset = RaggedRows(
-        train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), masked=(0, 1, 2, 17), eod=eod,
-        places=bool(run.model.rope.sections),
-    )  # fmt: skip
+    budget = budget_of(train, run.parallel, run.model)
+    made_of = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
+    dataset: Dataset = RaggedDocuments(*made_of)
+    if budget is None:
+        dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections))
     return Loader(
         dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),
         slicing=my_slicing(run.parallel, mesh), dropout_seed=dropout_seed(run),
-        further=run.model.mtp.depths,
+        further=run.model.mtp.depths, budget=budget, everyone=mesh.world,
     )  # fmt: skip
 
 

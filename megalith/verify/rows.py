@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.context import ContextConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
@@ -31,6 +32,9 @@ class Layout:
 
     seq_len: int = 12
     documents: bool = False
+    budget: int | None = None
+    """Whole documents in packs of so many tokens for each rank along cp, instead of rows."""
+
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
@@ -64,7 +68,7 @@ class Layout:
             train=replace(
                 case.run.train, label_smoothing=self.smoothing, z_loss=self.z_loss,
                 loss_backward="recomputed" if self.recomputed_loss else "kept",
-                loss_chunk=7 if self.recomputed_loss else None,
+                loss_chunk=7 if self.recomputed_loss else None, tokens_per_microbatch=self.budget,
             ),
         )  # fmt: skip
         return replace(case, run=run)
@@ -116,3 +120,18 @@ def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] =
             area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
             seq_len=row_of(parallel), sample=name in sample,
         )  # fmt: skip
+
+
+def packed_rows() -> Iterator[Layout]:
+    """Documents packed by a budget of tokens, whose microbatches differ in number from step to step."""
+    by_document = ContextConfig(slicing="document")
+    layouts = {
+        "tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True), 24),
+        "dp3, zero 3": (TIED, ParallelConfig(dp=3, zero=3), 16),
+        "cp2 dp2 by document": (tiny(), ParallelConfig(cp=2, dp=2, context=by_document), 20),
+        "tp2 cp2 sp": (tiny(), ParallelConfig(tp=2, cp=2, sp=True), 12),
+        "pp2 vpp2 dp2": (FOUR, staged(2, dp=2, vpp=2), 24),
+        "pp3 zb-h1 dp2, zero 1": (THREE_TIED, staged(3, dp=2, zero=1, schedule="zb-h1"), 12),
+    }  # fmt: skip
+    for name, (model, parallel, budget) in layouts.items():
+        yield Layout(area="variants", name=f"packs, {name}", model=model, parallel=parallel, budget=budget)
