@@ -32,7 +32,9 @@ from megalith.checkpoint.strictness import (
     check_patterns,
     differences,
     is_state,
+    is_table,
     left_out,
+    padded_alike,
     refused,
 )
 from megalith.config.checkpoint import CheckpointConfig
@@ -123,14 +125,16 @@ class Checkpoint:
         return None
 
     def load_into(
-        self, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT, purpose: Purpose = "resume"
-    ) -> LoadReport:
+        self, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT, purpose: Purpose = "resume",
+        vocab_size: int | None = None,
+    ) -> LoadReport:  # fmt: skip
         """Fill the tensors of every rank's `entries`, whatever layout and dtype they were saved in.
 
         Weights and their fp32 masters are one thing in two precisions: a `master` the checkpoint lacks is read from
         the weights, and weights wanted in another dtype than the stored one are read from the master if there is one.
         Where both are stored and differ by more than rounding, rank 0 warns, and `rules.prefer_weights` decides.
         Tensors that are skipped or missing keep their values, and rank 0 says how many; a run that resumes skips none.
+        Where `vocab_size` is given, tables of the vocabulary may have other numbers of rows behind it, which are zero.
 
         Raises:
             CheckpointError: on every rank with the same text: shapes differ; tensors are missing or surplus that
@@ -140,13 +144,16 @@ class Checkpoint:
         sources = {entry.key: self._source(entry) for entry in entries}
         asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
         wanted = {key: (source, shape) for part in asked for key, source, shape in part}
-        report = self._agree(wanted, rules, purpose)
+        report = self._agree(wanted, rules, purpose, vocab_size)
         filled = [entry for entry in entries if entry.key not in report.missing + report.skipped]
         parts: dict[str, list[Piece]] = {}
         for entry in filled:
             parts.setdefault(sources[entry.key], []).extend(pieces(entry))
         try:
             together(lambda: self._fill(parts), world)
+            if vocab_size is not None:
+                for piece in (piece for key in parts if is_table(key) for piece in parts[key]):
+                    piece.values[max(0, vocab_size - piece.box[0][0]) :].zero_()
             found = together(lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world)
         except CheckpointError as error:
             advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
@@ -178,7 +185,9 @@ class Checkpoint:
             return master
         return entry.key
 
-    def _agree(self, wanted: Wanted, rules: CheckpointConfig, purpose: Purpose) -> LoadReport:
+    def _agree(
+        self, wanted: Wanted, rules: CheckpointConfig, purpose: Purpose, vocab_size: int | None
+    ) -> LoadReport:  # fmt: skip
         """What of `wanted` will not be filled, once `rules` let that pass.
 
         Raises:
@@ -191,7 +200,10 @@ class Checkpoint:
         differ = [
             f"{key} is {list(shape)} in this run and {list(stored[source].shape)} in the checkpoint"
             for key, (source, shape) in sorted(wanted.items())
-            if source in stored and stored[source].shape != shape and key not in report.skipped
+            if source in stored
+            and stored[source].shape != shape
+            and key not in report.skipped
+            and not (is_table(key) and padded_alike(stored[source].shape, shape, vocab_size))
         ]
         wrong = refused(report, rules, purpose)
         lean = report.fresh_state and not any(map(is_state, report.surplus))
@@ -230,7 +242,7 @@ class Checkpoint:
     def _weights_of(self, pair: Pair) -> Tensor:
         """The stored weights where the run's own are not those: as many elements as the pair has, in its order."""
         key = f"{MODEL}{pair.shard.name}"
-        stored = torch.empty(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)
+        stored = torch.zeros(pair.wide.shape, dtype=self.dtype(key), device=pair.wide.device)  # some may not be there
         self._fill({key: pieces(Entry(pair.shard, "param", stored))})
         return stored
 

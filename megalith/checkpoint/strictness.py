@@ -14,6 +14,9 @@ from megalith.errors import CheckpointError
 
 MODEL, OPTIMIZER, MASTER = "model.", "optimizer.", "optimizer.master."
 
+TABLES = ("embed.weight", "head.weight")
+"""Of the vocabulary; their last rows may only pad it."""
+
 EXPERTS = ".moe.experts."
 """In the name of every tensor that has all experts of a layer, one after the other."""
 
@@ -62,6 +65,21 @@ class LoadReport:
 def weights_of(key: str) -> str:
     """The weights that a master is the wide copy of; any other tensor is its own."""
     return f"{MODEL}{key.removeprefix(MASTER)}" if key.startswith(MASTER) else key
+
+
+def is_table(key: str) -> bool:
+    """Whether a tensor, by its name in a checkpoint, is of a table of the vocabulary."""
+    name = key.removeprefix(MODEL) if key.startswith(MODEL) else key.split(".", 2)[-1]
+    return name in TABLES
+
+
+def padded_alike(stored: tuple[int, ...], wanted: tuple[int, ...], vocab_size: int | None) -> bool:
+    """Whether two shapes of a table differ only in rows behind the vocabulary.
+
+    >>> padded_alike((64, 8), (128, 8), 61), padded_alike((64, 8), (128, 8), 70)
+    (True, False)
+    """
+    return vocab_size is not None and stored[1:] == wanted[1:] and min(stored[0], wanted[0]) >= vocab_size
 
 
 def is_state(key: str) -> bool:

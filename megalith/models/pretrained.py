@@ -253,23 +253,31 @@ def load_pretrained(
     Raises:
         CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
     """
-    return take_weights(entries, source, world, model=model, rules=rules)[0]
+    return take_weights(entries, source, world, model=model, rules=rules, padded=False)[0]
 
 
 def take_weights(
-    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT
-) -> tuple[list[str], tuple[str, ...]]:
-    """The same, which also gives the settings under which chance chose experts while the weights were trained."""
+    entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT,
+    padded: bool = True,
+) -> tuple[list[str], tuple[str, ...]]:  # fmt: skip
+    """The same, which also gives the settings under which chance chose experts while the weights were trained; with
+    `padded` the vocabulary may be padded to another multiple than there."""
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
-    notes = compare_models(opened, model, allow=rules.allow_model_changes)
-    fill_from(opened, entries, world, rules=rules)
+    notes = compare_models(opened, model, allow=rules.allow_model_changes, padded=padded)
+    same = padded and opened.model.vocab_size == model.vocab_size
+    fill_from(opened, entries, world, rules=rules, vocab_size=model.vocab_size if same else None)
     return [*opened.warnings(), *notes], opened.forced
 
 
-def fill_from(opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT) -> None:
+def fill_from(
+    opened: Pretrained, entries: Sequence[Entry], world: Group, *, rules: CheckpointConfig = STRICT,
+    vocab_size: int | None = None,
+) -> None:  # fmt: skip
     """Fill weights (roles `param` and `master`) from an opened model. Collective over `world`.
+
+    vocab_size: where given, tables may have other numbers of rows behind it.
 
     Raises:
         CheckpointError: on every rank: tensors are damaged, missing or surplus, or of other shapes.
@@ -279,7 +287,7 @@ def fill_from(opened: Pretrained, entries: Sequence[Entry], world: Group, *, rul
         assert isinstance(folder, HuggingFaceFolder | AdaptedWeights)
         _fill_from_folder(entries, folder, world, rules)
     else:
-        opened.checkpoint.load_into(entries, world, rules=rules, purpose="start")
+        opened.checkpoint.load_into(entries, world, rules=rules, purpose="start", vocab_size=vocab_size)
 
 
 def _fill_from_folder(
@@ -307,8 +315,11 @@ def _fill_from_folder(
         announce(report, rules, folder.path)
 
 
-def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = ()) -> list[str]:
-    """Differences that are allowed, one line each; `allow`: settings or sections, as in `model.rope`.
+def compare_models(
+    opened: Pretrained, model: ModelConfig, *, allow: Sequence[str] = (), padded: bool = False
+) -> list[str]:
+    """Differences that are allowed, one line each; `allow`: settings or sections, as in `model.rope`; `padded`: whoever
+    reads these weights pads the vocabulary as it is padded here.
 
     A model may be meant for a longer context than it was before, and for other training.
 
@@ -316,7 +327,8 @@ def compare_models(opened: Pretrained, model: ModelConfig, *, allow: Sequence[st
         CheckpointError: some are not; all of these are in a table.
     """
     theirs, ours = canonical(opened.model), canonical(model)
-    if not isinstance(opened.weights, HuggingFaceFolder):  # padding is decided here, when a folder is read
+    read_anew = isinstance(opened.weights, HuggingFaceFolder) or (padded and opened.checkpoint is not None)
+    if not read_anew:  # else padding is decided here
         theirs = replace(theirs, vocab_multiple=opened.model.vocab_multiple)
         ours = replace(ours, vocab_multiple=model.vocab_multiple)
     changed = [

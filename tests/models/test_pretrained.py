@@ -24,7 +24,7 @@ from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError, DataError
 from megalith.models import pretrained
 from megalith.models.convert import convert
-from megalith.models.pretrained import CheckpointWeights, load_pretrained, locate, open_pretrained
+from megalith.models.pretrained import CheckpointWeights, load_pretrained, locate, open_pretrained, take_weights
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
@@ -200,6 +200,43 @@ def test_what_only_training_knows_may_change_and_the_context_may_grow(tmp_path: 
     save(tmp_path / "y", 1, tiny.entries(model), tiny.config(head_dim=2, rope=RopeConfig(factor=3.0)))
     entries = tiny.entries(tiny.blank(tiny.config()))
     assert load_pretrained(entries, str(tmp_path / "y"), alone("world"), model=tiny.config()) == []
+
+
+@pytest.mark.parametrize(("there", "here"), [(8, 1), (1, 8), (8, 64), (64, 8)])
+def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
+    there: int, here: int, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    before, after = (tiny.config(vocab_multiple=multiple) for multiple in (there, here))
+    model, back = tiny.model(before), tiny.blank(after)
+    save(tmp_path, 1, tiny.entries(model), before)
+    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == ([], ())
+    theirs, ours = tiny.tensors(model), tiny.tensors(back)
+    for name in ours:
+        known = 37 if name in ("embed.weight", "head.weight") else len(ours[name])
+        assert torch.equal(ours[name][:known], theirs[name][:known]) and not ours[name][known:].any(), name
+    with pytest.raises(CheckpointError, match=rf"model.vocab_multiple +{there} +{here}\n"):
+        load_pretrained(tiny.entries(back), str(tmp_path), alone("world"), model=after)
+    other = replace(after, vocab_size=100)
+    rules = CheckpointConfig(allow_model_changes=("model.vocab_size", "model.vocab_multiple"))
+    with pytest.raises(CheckpointError, match=r"embed.weight is \[1\d\d, 12\] in this run and \[\d\d, 12\] in the"):
+        take_weights(tiny.entries(tiny.blank(other)), str(tmp_path), alone("world"), model=other, rules=rules)
+
+
+def test_masters_of_a_padded_vocabulary_agree_with_its_weights(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, after = tiny.config(vocab_multiple=1), tiny.config(vocab_multiple=8)
+    entries = tiny.entries(tiny.model(before))
+    narrow = [replace(entry, tensor=entry.tensor.detach().bfloat16()) for entry in entries]
+    save(tmp_path, 1, [*narrow, *(replace(entry, role="master") for entry in entries)], before)
+    low = tiny.entries(tiny.blank(after, dtype=torch.bfloat16))
+    wide = [replace(entry, role="master", tensor=torch.full(entry.tensor.shape, 9.0)) for entry in low]
+    take_weights([*low, *wide], str(tmp_path), alone("world"), model=after)
+    tables = [entry.tensor.detach().view(-1, 12) for entry in (*low, *wide) if entry.shard.name == "embed.weight"]
+    for table in tables:
+        exact = tiny.tensors(tiny.model(before))["embed.weight"].to(table.dtype)
+        assert torch.equal(table[:37], exact) and not table[37:].any()
+    assert len(tables) == 2 and "rounded" not in caplog.text, caplog.text
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint"])
