@@ -10,7 +10,7 @@ from rich.table import Table
 
 from megalith.plan.advice import Change, notes, verdict
 from megalith.plan.devices import EFFICIENCY, GIB, USABLE, Device
-from megalith.plan.explain import Explanation, GroupRow, StageRow
+from megalith.plan.explain import Explanation, GroupRow, StageRow, trains_all
 from megalith.plan.memory import PlaceMemory, crowded_bytes, worst
 from megalith.plan.times import Passage, passage, rank_flops, repeated_share, work_seconds
 from megalith.plan.traffic import Traffic, step_traffic
@@ -44,8 +44,14 @@ def print_layout(
 
 def _grid_lines(workload: Workload, layout: Explanation) -> Iterator[str]:
     run = workload.run
-    if run.lora is None:
+    if trains_all(run):
         yield f"{run.name}: {_count(layout.parameters)} parameters on {layout.world} ranks"
+    elif run.lora is None:
+        share = 100 * layout.trained / layout.parameters
+        yield (
+            f"{run.name}: {_count(layout.parameters)} parameters, {_count(layout.trained)} of them trained "
+            f"({share:.2g} %), on {layout.world} ranks"
+        )
     else:
         share = 100 * layout.trained / layout.parameters
         yield (
@@ -146,8 +152,8 @@ def _traffic_lines(traffic: Sequence[Traffic], place: PlaceMemory) -> Iterator[s
 
 
 def _adapter_lines(workload: Workload, place: PlaceMemory) -> Iterator[str]:
-    """What frozen weights and adapters take in memory."""
-    if workload.run.lora is None:
+    """What frozen weights and what is trained beside them take in memory."""
+    if trains_all(workload.run):
         return
     held = workload.parameters(place.pp_rank, place.tp_rank)
     frozen, own = (sum(one.numel for one in held if one.frozen is is_frozen) for is_frozen in (True, False))

@@ -1,7 +1,46 @@
 """The optimizer, its precision and its clipping."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupConfig:
+    """Parameters with a learning rate or a weight decay of their own, by name.
+
+    A parameter may be in several groups if no two of them decide the same about it.
+    """
+
+    name: str
+    """Small letters, digits and underscores: its learning rate is lr_NAME in metrics.jsonl."""
+
+    match: tuple[str, ...]
+    """Names of parameters, or patterns of them, such as embed.weight, layers.[0-3].* and *.moe.router."""
+
+    lr: float | None = None
+    """In place of schedule.lr: the rate climbs to it and falls in the same shape at the same steps."""
+
+    min_lr: float | None = None
+    """In place of schedule.min_lr, beside `lr`; unset: schedule.min_lr."""
+
+    lr_scale: float | None = None
+    """What the rate is multiplied by, instead of `lr`."""
+
+    weight_decay: float | None = None
+    """In place of schedule.weight_decay."""
+
+    end_weight_decay: float | None = None
+    """In place of schedule.end_weight_decay, beside `weight_decay`; unset: the decay stays as it is."""
+
+    weight_decay_scale: float | None = None
+    """What the weight decay is multiplied by, instead of `weight_decay`."""
+
+    @property
+    def sets_rate(self) -> bool:
+        """Whether it decides anything about the learning rate."""
+        return (self.lr, self.lr_scale) != (None, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +77,40 @@ class OptimConfig:
 
     count_zeros: bool = False
     """Log how many elements of the gradient are zero."""
+
+    trained: tuple[str, ...] = ("*",)
+    """Train only the parameters with these names, or patterns of names, such as head.weight and layers.3.*; all others
+    stay as they are, without gradients, optimizer state and messages."""
+
+    frozen: tuple[str, ...] = ()
+    """Of these, parameters that stay as they are all the same, by name or pattern."""
+
+    groups: tuple[GroupConfig, ...] = ()
+    """Learning rates and weight decay of their own for some parameters."""
+
+    decayed_vectors: tuple[str, ...] = ()
+    """Vectors (norms, biases) that decay as matrices do, by name or pattern; others do not."""
+
+    def trains(self, parameter: str) -> bool:
+        """Whether a parameter is trained, by its canonical name."""
+        return fits(parameter, self.trained) and not fits(parameter, self.frozen)
+
+    def trains_all(self) -> bool:
+        """Whether nothing was frozen by name."""
+        return self.trained == ("*",) and not self.frozen
+
+
+TRAIN_ALL = OptimConfig()
+"""Every default."""
+
+
+def fits(parameter: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns is of this name.
+
+    >>> fits("layers.3.attention.q", ["layers.[0-3].*"]), fits("layers.13.attention.q", ["layers.[0-3].*"])
+    (True, False)
+    """
+    return any(fnmatchcase(parameter, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

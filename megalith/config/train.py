@@ -100,6 +100,10 @@ class ObserveConfig:
     """What else to write of these steps, for each rank and step a safetensors file: `hidden`, what routers read;
     `logits`; `weights` of the chosen; all in bf16. And `routers`, their own weights, as they are."""
 
+    parameters: bool = False
+    """Write to parameters.jsonl, when the run starts, for every parameter whether it is trained and which group decides
+    its learning rate and its weight decay."""
+
     peak_tflops: float | None = None
     """Peak rate of one device, for the MFU; unset: measured on CPUs, from a table on known GPUs."""
 

@@ -8,7 +8,7 @@ Source: Hu et al. 2021, arXiv:2106.09685, section 4.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial as with_arguments
 from typing import Any
 
@@ -24,9 +24,10 @@ from megalith.kernels.linear import Context, linear
 from megalith.kernels.rebuilt import Input, rebuilt, value_of
 from megalith.kernels.tokens import Tokens
 from megalith.nn.dropout import key_of
+from megalith.nn.frozen import end_backward_at
 from megalith.nn.mla import Find, LatentAttention
 from megalith.parallel.autograd import partial
-from megalith.parallel.recompute import LayerRunner, Recomputed, Remember
+from megalith.parallel.recompute import Recomputed
 from megalith.parallel.tensor import (
     ZEROS,
     ColumnLinear,
@@ -83,26 +84,6 @@ class ColumnLora(nn.Module):
             products = torch.cat([right @ left for left, right in zip(a, b, strict=True)])
             found.append(weight + self.scale * products)
         return found
-
-
-@dataclass(frozen=True, slots=True)
-class BelowAdapters:
-    """Runs the layers of a chunk: those below every adapter without backward, for which nothing of them is kept."""
-
-    run: LayerRunner
-    count: int
-    """Of those layers: the chunk's first ones, or all it has. Then its result wants no gradient either."""
-
-    def __call__(
-        self, layers: Sequence[nn.Module], x: Tensor, tokens: Tokens, remember: Remember | None = None
-    ) -> tuple[Tensor, Tokens]:
-        """x [t, h], as the layers have tokens -> [t, h], and the tokens with what was remembered on the way."""
-        training = torch.is_grad_enabled()
-        below = remember is not None and remember.before < self.count
-        with torch.no_grad():
-            x, tokens = self.run(layers[: self.count], x, tokens, remember if below else None)
-        rest, later = layers[self.count :], None if remember is None or below else remember.after(self.count)
-        return self.run(rest, x.requires_grad_() if training else x, tokens, later) if rest else (x, tokens)
 
 
 def reference_add_columns(y: Tensor, starts: Sequence[int], *added: Tensor) -> Tensor:
@@ -202,20 +183,6 @@ class InputDropout(nn.Module):
         return rebuilt(x).then(again(value_of(x)), again)
 
 
-class Start(nn.Module):
-    """What enters the layers, as the place where backward ends: frozen embeddings give nothing that wants a gradient,
-    and regions that are computed again would have no backward."""
-
-    def __init__(self, entrance: nn.Module) -> None:
-        super().__init__()
-        self.entrance = entrance
-
-    def forward(self, x: Tensor, tokens: Tokens) -> Tensor:
-        """x [t, h] -> [t, h]."""
-        x = self.entrance(x, tokens)
-        return x.requires_grad_() if torch.is_grad_enabled() else x
-
-
 def column_adapter(weight: Shard, lora: LoraConfig, region: Region) -> tuple[Shard, Shard]:
     """A [r, i] or [2, r, i], whole, and B [*outputs, r], cut as the outputs of `weight`.
 
@@ -279,11 +246,7 @@ def attach_adapters(chunks: Sequence[Any], model: ModelConfig, lora: LoraConfig 
             parameter.requires_grad_(False)
         for layer in chunk.layers:
             _attach(layer, chunk.region, model, lora)
-        below = sum(layer < lora_layers(lora, model)[0] for layer in chunk.stage.layers)
-        if below:
-            chunk.run_layers = BelowAdapters(chunk.run_layers, below)
-        elif chunk.stage.embedding:
-            chunk.entrance = Start(chunk.entrance)
+        end_backward_at(chunk, lora_layers(lora, model)[0])
 
 
 def _attach(layer: nn.Module, region: Region, model: ModelConfig, lora: LoraConfig) -> None:

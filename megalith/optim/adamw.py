@@ -1,13 +1,14 @@
 """AdamW over (Shard, weight) pairs, with fp32 master weights where the weights themselves are shorter."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.slots import RatesOf, Slot, build_slot, by_decay, round_masters, same_rates
+from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.slots import RatesOf, Slot, build_slot, by_rates, round_masters, same_rates
 from megalith.plan.shards import Shard
 
 HAS_FUSED = hasattr(torch, "_fused_adamw_")
@@ -28,12 +29,16 @@ class AdamW:
         # One count for all, in the form in which the fused kernel wants it.
         self._step = torch.zeros((), device=self.slots[0].master.device if self.slots else None)
 
-    def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
+    def step(
+        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:  # fmt: skip
+        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them. `groups`: what
+        their parameters have in place of `lr` and `weight_decay`."""
         self.updates += 1
         self._step += 1
-        for slots, theirs, decay in by_decay(self.slots, gradients, weight_decay):
-            self._update(slots, theirs, lr * slots[0].rates.lr, decay, scale)
+        for part in by_rates(self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups):
+            self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
         round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:

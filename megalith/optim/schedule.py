@@ -5,10 +5,12 @@ functions. A step that changed nothing (its gradient was not finite) does not co
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple, get_args
 
+from megalith.config.optim import GroupConfig
 from megalith.config.schedule import DecayStyle, ScheduleConfig, WeightDecayStyle, WsdDecayStyle
 
 
@@ -71,6 +73,34 @@ def weight_decay(schedule: ScheduleConfig, samples: int, lengths: ScheduleLength
     if samples >= lengths.total:
         return end
     return start + (end - start) * (1.0 - FALLS[schedule.weight_decay_style](samples / lengths.total))
+
+
+class GroupRates(NamedTuple):
+    """What the parameters of a group have in a step."""
+
+    lr: float
+    weight_decay: float
+
+
+NO_GROUPS: Mapping[str, GroupRates] = MappingProxyType({})
+"""All parameters have what the schedule says."""
+
+
+def group_rates(
+    groups: Sequence[GroupConfig], schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths
+) -> dict[str, GroupRates]:
+    """The rate and the decay of every group, by name, in the step before which `samples` samples were consumed."""
+    found = {}
+    for group in groups:
+        own = schedule
+        if group.lr is not None:
+            own = replace(own, lr=group.lr, min_lr=schedule.min_lr if group.min_lr is None else group.min_lr)
+        if group.weight_decay is not None:
+            own = replace(own, weight_decay=group.weight_decay, end_weight_decay=group.end_weight_decay)
+        lr_scale, decay_scale = (1.0 if x is None else x for x in (group.lr_scale, group.weight_decay_scale))
+        lr, decay = learning_rate(own, samples, lengths) * lr_scale, weight_decay(own, samples, lengths) * decay_scale
+        found[group.name] = GroupRates(lr, decay)
+    return found
 
 
 def _linear(x: float) -> float:

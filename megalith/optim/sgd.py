@@ -1,12 +1,13 @@
 """Stochastic gradient descent with momentum over (Shard, weight) pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from megalith.config.optim import OptimConfig
-from megalith.optim.slots import RatesOf, Slot, build_slot, by_decay, round_masters, same_rates
+from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.slots import RatesOf, Slot, build_slot, by_rates, round_masters, same_rates
 from megalith.plan.shards import Shard
 
 
@@ -25,11 +26,15 @@ class SGD:
         roles = ("momentum",) if config.momentum else ()
         self.slots = [build_slot(shard, weight, roles, rates(shard)) for shard, weight in weights]
 
-    def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
-        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them."""
+    def step(
+        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:  # fmt: skip
+        """Update every weight once. `scale` multiplies the gradients first (clipping); None leaves them. `groups`: what
+        their parameters have in place of `lr` and `weight_decay`."""
         self.updates += 1
-        for slots, theirs, decay in by_decay(self.slots, gradients, weight_decay):
-            self._update(slots, theirs, lr * slots[0].rates.lr, decay, scale)
+        for part in by_rates(self.slots, gradients, lr=lr, weight_decay=weight_decay, groups=groups):
+            self._update(part.slots, part.gradients, part.lr, part.weight_decay, scale)
         round_masters(self.slots)
 
     def set_updates(self, updates: int) -> None:

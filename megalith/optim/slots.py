@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.plan.initial import PLAIN, Rates
 from megalith.plan.shards import Shard
 
@@ -44,9 +45,13 @@ class Optimizer(Protocol):
     updates: int
     """Steps so far."""
 
-    def step(self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None) -> None:
+    def step(
+        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:  # fmt: skip
         """Update every weight once, from one gradient per slot. `scale` multiplies the gradients first, which may be
-        overwritten; None leaves them."""
+        overwritten; None leaves them. `groups`: by name, what their parameters have in place of `lr` and
+        `weight_decay`."""
 
     def set_updates(self, updates: int) -> None:
         """Continue as after this many updates; tensors are loaded elsewhere."""
@@ -66,19 +71,32 @@ def round_masters(slots: Sequence[Slot]) -> None:
         torch._foreach_copy_([slot.weight for slot in apart], [slot.master for slot in apart])
 
 
-def by_decay(
-    slots: Sequence[Slot], gradients: Sequence[Tensor], weight_decay: float
-) -> list[tuple[list[Slot], list[Tensor], float]]:
-    """Slots with their gradients and their decay: matrices, then vectors (norms, biases), which do not decay; those of
-    one part have the same rates."""
+class Part(NamedTuple):
+    """Slots that are updated alike, and how."""
+
+    slots: list[Slot]
+    gradients: list[Tensor]
+    lr: float
+    weight_decay: float
+
+
+def by_rates(
+    slots: Sequence[Slot], gradients: Sequence[Tensor], *, lr: float, weight_decay: float,
+    groups: Mapping[str, GroupRates] = NO_GROUPS,
+) -> list[Part]:  # fmt: skip
+    """Slots with gradients, rate and decay: what decays, matrices as a rule, then what does not (norms, biases)."""
     parts = []
-    for matrices, decay in ((True, weight_decay), (False, 0.0)):
+    for decays in (True, False):
         alike: dict[Rates, list[int]] = {}
         for number, slot in enumerate(slots):
-            if (slot.shard.inputs > 0) == matrices:
+            if (slot.shard.inputs > 0 or slot.rates.vector_decays) == decays:
                 alike.setdefault(slot.rates, []).append(number)
-        parts += [
-            ([slots[i] for i in part], [gradients[i] for i in part], decay * rates.decay)
-            for rates, part in alike.items()
-        ]
+        for rates, part in alike.items():
+            decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
+            parts.append(
+                Part(
+                    [slots[i] for i in part], [gradients[i] for i in part],
+                    (groups[rates.lr_of].lr if rates.lr_of else lr) * rates.lr, decay * rates.decay if decays else 0.0,
+                )
+            )  # fmt: skip
     return parts

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_targets
 from megalith.config.model import ModelConfig
+from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.plan.costs import attention_flops, layer_flops, met, step_flops
+from megalith.plan.frozen import Seen, frozen_layer_flops, frozen_step_flops
 from megalith.plan.parameters import HeldParameter, layer_parameters
 
 FROM_X = ("q", "kv", "gate", "q_down", "kv_down")
@@ -49,19 +50,20 @@ def _pair(one: HeldParameter, rank: int) -> Iterator[HeldParameter]:
 
 
 def trained_step_flops(
-    config: ModelConfig, lora: LoraConfig | None, *, tokens: int, squared_lengths: int, windowed: int | None = None
-) -> int:
-    """`step_flops` where adapters alone are trained; without `lora` the same.
+    config: ModelConfig, lora: LoraConfig | None, optim: OptimConfig = TRAIN_ALL, *, tokens: int, squared_lengths: int,
+    windowed: int | None = None,
+) -> int:  # fmt: skip
+    """`step_flops` where adapters alone are trained, or what `optim` names; of all weights the same.
 
     Of the six operations for each element of a matrix and token, forward is two, the input's gradient two and the
     weight's two. Frozen weights have no gradient. Inputs need one where an adapter comes before them: all above the
     first layer with adapters, none below it, and inside it what follows an adapter. A and B cost all six, but for the
     gradient of what A reads in that layer, which backward computes all the same and nobody uses.
     """
-    seen = _Seen(tokens, squared_lengths, windowed)
+    seen = Seen(tokens, squared_lengths, windowed)
     whole = step_flops(config, tokens=tokens, squared_lengths=squared_lengths, windowed=windowed)
     if lora is None:
-        return whole
+        return whole if optim.trains_all() else frozen_step_flops(config, optim, seen)
     numbers = range(config.num_layers)
     rest = whole - sum(_layer(config, layer, seen) for layer in numbers)  # head, and predictions further ahead
     core = config.mtp.depths * _core(config, config.num_layers - 1, seen)
@@ -69,32 +71,27 @@ def trained_step_flops(
 
 
 def trained_layer_flops(
-    config: ModelConfig, lora: LoraConfig | None, layer: int, *, tokens: int, squared_lengths: int
-) -> int:
+    config: ModelConfig, lora: LoraConfig | None, layer: int, optim: OptimConfig = TRAIN_ALL, *, tokens: int,
+    squared_lengths: int,
+) -> int:  # fmt: skip
     """The same of one layer, numbered over all stages."""
-    seen = _Seen(tokens, squared_lengths, None)
-    return _layer(config, layer, seen) if lora is None else _trained_layer(config, lora, layer, seen)
+    seen = Seen(tokens, squared_lengths, None)
+    if lora is not None:
+        return _trained_layer(config, lora, layer, seen)
+    return _layer(config, layer, seen) if optim.trains_all() else frozen_layer_flops(config, optim, layer, seen)
 
 
-class _Seen(NamedTuple):
-    """Some documents, as `step_flops` is told of them."""
-
-    tokens: int
-    squared_lengths: int
-    windowed: int | None
-
-
-def _layer(config: ModelConfig, layer: int, seen: _Seen) -> int:
+def _layer(config: ModelConfig, layer: int, seen: Seen) -> int:
     return layer_flops(config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed)
 
 
-def _core(config: ModelConfig, layer: int, seen: _Seen) -> int:
+def _core(config: ModelConfig, layer: int, seen: Seen) -> int:
     return attention_flops(
         config, layer, tokens=seen.tokens, squared_lengths=seen.squared_lengths, windowed=seen.windowed
     )
 
 
-def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: _Seen) -> int:
+def _trained_layer(config: ModelConfig, lora: LoraConfig, layer: int, seen: Seen) -> int:
     whole, core, first = _layer(config, layer, seen), _core(config, layer, seen), lora_layers(lora, config)[0]
     if layer < first:
         return whole // 3

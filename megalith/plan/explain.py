@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from megalith.config.model import ModelConfig
+from megalith.config.train import TrainRun
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
 from megalith.plan.costs import WIDTHS, active_parameters, num_parameters
 from megalith.plan.experts import router_text
+from megalith.plan.frozen import trained_names, with_frozen
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.memory import mixture_of
 from megalith.plan.parameters import held_parameters, tensor_part
@@ -192,7 +194,7 @@ def explain(workload: Workload) -> Explanation:
     return Explanation(
         world=workload.world,
         parameters=parameters,
-        trained=parameters if workload.run.lora is None else sum(row.trained for row in stages),
+        trained=parameters if trains_all(workload.run) else sum(row.trained for row in stages),
         kind=kind_text(workload.run.model),
         dense=axis_rows(workload.grid, ("tp", "cp", "dp", "pp")),
         expert=axis_rows(expert, ("etp", "ep", "edp", "pp")),
@@ -346,6 +348,11 @@ def _last_has(model: ModelConfig) -> bool:
     return model.has_experts(model.num_layers - 1)
 
 
+def trains_all(run: TrainRun) -> bool:
+    """Whether nothing is frozen."""
+    return run.lora is None and run.optim.trains_all()
+
+
 def state_bytes(workload: Workload, numel: int) -> int:
     """Weights, gradients, master copies and moments of so many parameters of experts: in bf16 with AdamW 18 bytes each,
     6 + 12 / edp with zero=1, 2 + 16 / edp with zero=2."""
@@ -354,7 +361,8 @@ def state_bytes(workload: Workload, numel: int) -> int:
     moments = {"adamw": 2, "sgd": int(run.optim.momentum > 0)}[run.optim.kind] * width.sums
     whole = width.value + (0 if zero == 2 else width.sums)
     divided = width.master + moments + (width.sums if zero == 2 else 0)
-    return 0 if run.lora is not None else numel * whole + numel * divided // ranks
+    still = run.lora is not None or not any(".experts." in name for name in trained_names(run.model, run.optim))
+    return 0 if still else numel * whole + numel * divided // ranks
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -377,9 +385,9 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
     """Every stage, first to last."""
     run = workload.run
     c, length = run.model, run.train.seq_len
-    whole = trained_step_flops(c, run.lora, tokens=length, squared_lengths=length**2)
+    whole = trained_step_flops(c, run.lora, run.optim, tokens=length, squared_lengths=length**2)
     each = [
-        trained_layer_flops(c, run.lora, layer, tokens=length, squared_lengths=length**2)
+        trained_layer_flops(c, run.lora, layer, run.optim, tokens=length, squared_lengths=length**2)
         for layer in range(c.num_layers)
     ]
     rest = whole - sum(each)  # the head and predictions further ahead, where the loss is
@@ -394,7 +402,7 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             embedding=stage.embedding,
             loss=stage.loss,
             parameters=sum(one.numel for one in held if one.counts),
-            trained=sum(one.numel for one in trained(with_adapters(held, c, run.lora))),
+            trained=sum(one.numel for one in trained(with_frozen(with_adapters(held, c, run.lora), run.optim))),
             flops_share=(sum(each[layer] for layer in stage.layers) + stage.loss * rest) / whole,
         )
 

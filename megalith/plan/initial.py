@@ -32,6 +32,15 @@ class Rates(NamedTuple):
     decay: float = 1.0
     """0: its weights do not decay."""
 
+    lr_of: str = ""
+    """The group whose learning rate it has; empty: the schedule's."""
+
+    decay_of: str = ""
+    """The group whose weight decay it has; empty: the schedule's."""
+
+    vector_decays: bool = False
+    """Of a vector: it decays as matrices do."""
+
 
 PLAIN = Rates()
 

@@ -35,8 +35,8 @@ class Passage:
 
 def rank_flops(workload: Workload) -> float:
     """Useful floating-point operations of one rank in a step, on average over stages; recomputation does not count."""
-    t = workload.run.train
-    row = trained_step_flops(workload.run.model, workload.run.lora, tokens=t.seq_len, squared_lengths=t.seq_len**2)
+    run, t = workload.run, workload.run.train
+    row = trained_step_flops(run.model, run.lora, run.optim, tokens=t.seq_len, squared_lengths=t.seq_len**2)
     return t.global_batch_size * row / workload.world
 
 
@@ -101,7 +101,7 @@ def repeated_share(workload: Workload) -> float:
     """What recomputation adds, as a part of the useful work; a second forward costs the same whatever is trained."""
     c, length = workload.run.model, workload.run.train.seq_len
     whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    useful = trained_step_flops(c, workload.run.lora, tokens=length, squared_lengths=length**2)
+    useful = trained_step_flops(c, workload.run.lora, workload.run.optim, tokens=length, squared_lengths=length**2)
     layers = workload.run.model.num_layers
     kind = workload.run.parallel.context.kind
     setting = setting_of(workload, 0, kind=kind, accelerator=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
 from megalith.plan.deal import document_multiple, microbatches_of_longest
+from megalith.plan.frozen import with_frozen
 from megalith.plan.grid import Grid
 from megalith.plan.layout import model_grid
 from megalith.plan.pairs import in_pairs
@@ -129,7 +130,7 @@ class Workload:
                 embedding=stage.embedding, loss=stage.loss, experts=experts,
             ):  # fmt: skip
                 held.setdefault(one.name, one)
-        return with_adapters(list(held.values()), self.run.model, self.run.lora)
+        return with_frozen(with_adapters(list(held.values()), self.run.model, self.run.lora), self.run.optim)
 
     def rank_at(self, pp_rank: int, tp_rank: int) -> int:
         """The first rank of the world at this place."""

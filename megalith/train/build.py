@@ -16,7 +16,8 @@ from megalith.optim.slots import Optimizer
 from megalith.parallel.data import DataParallel
 from megalith.parallel.engine import Engine, divides
 from megalith.parallel.mesh import Mesh
-from megalith.plan.initial import Rates, rates_of
+from megalith.plan.groups import rates_in
+from megalith.plan.initial import Rates
 from megalith.plan.shards import Shard, is_first_holder
 from megalith.train.staged import Staged, build_staged, with_postponed
 
@@ -60,7 +61,7 @@ def build_trainer(
             layer.compile()
 
     def rates(shard: Shard) -> Rates:
-        return rates_of(run.model, run.optim.kind, shard.name, shard.inputs)
+        return rates_in(run.model, run.optim, shard.name, shard.inputs)
 
     optimizer = build_optimizer([(owned.shard, owned.weight) for owned in data.owned], run.optim, rates)
     return Trainer(run, mesh, device, with_postponed(staged), data, optimizer, build_loss_scale(run.precision))

@@ -1,6 +1,7 @@
 """The folder of a run: what it was started with, and what a later start may change."""
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +10,12 @@ from megalith import storage
 from megalith.config.train import TrainRun
 from megalith.config.tree import differences, dump_yaml, load_yaml
 from megalith.errors import ConfigError
+from megalith.plan.groups import parameter_rows
 
-FIXED = ("model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed", "lora")
+FIXED = (
+    "model.", "tokenizer.", "data.", "train.seq_len", "train.global_batch_size", "seed", "lora", "optim.trained",
+    "optim.frozen",
+)  # fmt: skip
 """Settings that decide the weights' meaning or the order of the data: a run keeps them for life."""
 
 FREE_DATA = (
@@ -45,6 +50,11 @@ class RunFolder:
     def routing(self) -> Path:
         """Which experts tokens chose: rank_00000.jsonl, ..."""
         return self.path / "routing"
+
+    @property
+    def parameters(self) -> Path:
+        """Of every parameter: whether it is trained, and at which rates; a JSON object for each."""
+        return self.path / "parameters.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -104,6 +114,12 @@ def write_config(folder: RunFolder, run: TrainRun) -> None:
     """Save the resolved settings; a run killed at any point leaves the old ones or the new ones, whole."""
     folder.path.mkdir(parents=True, exist_ok=True)
     storage.replace_file(folder.config, dump_yaml(run).encode())
+
+
+def write_parameters(folder: RunFolder, run: TrainRun) -> None:
+    """Save which group decides the rates of each parameter, for readers."""
+    lines = [json.dumps(row) + "\n" for row in parameter_rows(run)]
+    storage.replace_file(folder.parameters, "".join(lines).encode())
 
 
 def set_aside_metrics(folder: RunFolder) -> Path | None:

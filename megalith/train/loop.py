@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -34,13 +34,21 @@ from megalith.observe.machine import device_peak_tflops, peak_memory_gib
 from megalith.observe.metrics import MetricsFile, Row, Value, has_tensorboard
 from megalith.observe.plots import plot_experts, plot_run
 from megalith.observe.progress import StepProgress
-from megalith.optim.schedule import learning_rate, schedule_lengths, weight_decay
+from megalith.optim.schedule import (
+    NO_GROUPS,
+    GroupRates,
+    group_rates,
+    learning_rate,
+    schedule_lengths,
+    weight_decay,
+)
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import barrier, gather_objects
 from megalith.parallel.mesh import Mesh
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, pairs_seen, tflops_per_device
+from megalith.plan.deal import budget_of, document_cost
 from megalith.plan.experts import balance_notes
 from megalith.plan.savings import run_lines
 from megalith.plan.unused import unused_notes
@@ -50,13 +58,19 @@ from megalith.train.build import (
     Trainer,
     build_trainer,
     checkpoint_entries,
-from megalith.plan.deal import budget_of, document_cost
     publish_loaded,
     weight_entries,
 )
 from megalith.train.evaluate import evaluate
 from megalith.train.experts import routers_of, row_of_use, use_of_experts, with_routing
-from megalith.train.folder import RunFolder, changed_settings, left_as_found, set_aside_metrics, write_config
+from megalith.train.folder import (
+    RunFolder,
+    changed_settings,
+    left_as_found,
+    set_aside_metrics,
+    write_config,
+    write_parameters,
+)
 from megalith.train.origin import PROGRESS, check_steps_left, open_origin, told_origin
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
@@ -132,6 +146,8 @@ class _Loop:
             if saved is None and (kept := set_aside_metrics(folder)) is not None:
                 progress.say(f"{folder.checkpoints} has no checkpoint: starting from the beginning; see {kept}")
             write_config(folder, run)
+            if run.observe.parameters:
+                write_parameters(folder, run)
         progress.resume(self.state.step)
         barrier(mesh.world)
         self.metrics: MetricsFile | None = None  # opened by the first step
@@ -139,11 +155,14 @@ class _Loop:
         self.lengths = schedule_lengths(
             run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps
         )
+        self.budget = budget_of(run.train, run.parallel, run.model)
         self.flops = 0  # of the global batch, since the last logged row
         self.seconds = 0.0  # in steps, since the last logged row
         self.read = 0  # tokens, since the last logged row
         self.learnt = 0.0, 0.0  # share of the last step's tokens that are labels, and of its rows that are tokens
+        self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
         self.lr = 0.0
+        self.groups: Mapping[str, GroupRates] = NO_GROUPS
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
         self.saved_step = self.state.step if saved is not None else -1
@@ -153,12 +172,10 @@ class _Loop:
         run, state = self.run_config, self.state
         if state.step >= run.train.steps:
             self.progress.say(f"{self.folder.path} is already at step {state.step} of {run.train.steps}")
-        self.budget = budget_of(run.train, run.parallel, run.model)
             return Outcome("done", state.step)
         outcome = Outcome("done", run.train.steps)
         self._open_metrics()
         self.trace = self._open_trace()
-        self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
         place, on_gpu = self.mesh.pp.rank, self.trainer.device.type != "cpu"
         notes = unused_notes(run, self.mesh.world.size) + zero_notes(run.parallel, self.mesh.dp.size)
         notes += attention_notes(run.model.attention)
@@ -193,19 +210,20 @@ class _Loop:
         run, state = self.run_config, self.state
         self.lr = learning_rate(run.schedule, state.scheduled_samples, self.lengths)
         decay = weight_decay(run.schedule, state.scheduled_samples, self.lengths)
+        self.groups = group_rates(run.optim.groups, run.schedule, state.scheduled_samples, self.lengths)
         started = time.perf_counter()
         batches = loader.next()
         routing = None if self.trace is None else self.trace.begin(state.step + 1, batches.microbatches)
         if routing is not None:
             batches = replace(batches, microbatches=with_routing(batches.microbatches, routing))
-        result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop)
+        result = train_step(self.trainer, batches, lr=self.lr, weight_decay=decay, stop=stop, groups=self.groups)
         self.seconds += time.perf_counter() - started
         rows = run.train.global_batch_size
         # Tokens as they were read: what slicing by document pads, or fills rows of conversations, is computed, but is
         # nobody's work.
         squares, windowed = _pairs(run.model, batches, self.mesh.dp.size)
         self.flops += trained_step_flops(
-            run.model, run.lora, tokens=batches.num_read, squared_lengths=squares,
+            run.model, run.lora, run.optim, tokens=batches.num_read, squared_lengths=squares,
             windowed=windowed,
         )  # fmt: skip
         self.read += batches.num_read
@@ -289,6 +307,10 @@ class _Loop:
         uneven, packed = self.dealt[0], run.train.tokens_per_microbatch is not None
         if run.data.sft.used() or packed:
             row |= {"supervised_share": round(self.learnt[0], 4), "fill": round(self.learnt[1], 4)}
+        if uneven is not None:
+            row["imbalance"] = round(uneven, 4)
+        if packed:
+            row["microbatches"] = self.dealt[1]
         self.flops, self.seconds, self.read = 0, 0.0, 0
         self._write(row)
         self.progress.step(
@@ -309,10 +331,6 @@ class _Loop:
         try:
             cut_traces(self.folder.routing, self.mesh, resume_at=done)
         except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
-        if uneven is not None:
-            row["imbalance"] = round(uneven, 4)
-        if packed:
-            row["microbatches"] = self.dealt[1]
             _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
         if done >= steps:
@@ -514,6 +532,7 @@ class _Loop:
             run.data, seq_len=train.seq_len, seed=run.seed, train_samples=orders[0], train_longer=orders[1:],
             valid_samples=train.eval_steps * train.global_batch_size, test_samples=0, vocab_size=run.model.vocab_size,
             eod=self.tokenizer.eod, tokenizer=self.tokenizer, tokenizer_path=run.tokenizer.path,
+            whole_documents=train.tokens_per_microbatch is not None,
         )  # fmt: skip
 
     def _masks(self) -> Masks:
@@ -577,10 +596,8 @@ def _pairs(model: ModelConfig, batches: StepBatches, dp: int) -> tuple[int, int 
         lengths, ranks = tuple(length for batch in batches.microbatches for length in batch.lengths), dp
     squares = ranks * sum(length**2 for length in lengths)
     if model.attention.window is None:
-        return None
-    lengths = (length for batch in batches.microbatches for length in batch.lengths)
-    return sum(pairs_seen(length, model.attention) for length in lengths)
-            whole_documents=train.tokens_per_microbatch is not None,
+        return squares, None
+    return squares, ranks * sum(pairs_seen(length, model.attention) for length in lengths)
 
 
 def _check_order(saved: Checkpoint, fingerprint: str) -> None:

@@ -21,6 +21,7 @@ from megalith.plan.deal import budget_problems
 from megalith.plan.experts import expert_layout_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
+from megalith.plan.groups import pattern_problems
 from megalith.plan.network import count_problems, relation_problems
 from megalith.plan.network import number_problems as model_number_problems
 from megalith.plan.pairs import pairing_problems
@@ -77,6 +78,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
         problems += budget_problems(t, p, run.data)
         problems += dropout_problems(run.model.dropout)
         problems += lora_problems(run.lora, run.model, run.checkpoint, compiled=t.compile)
+        problems += pattern_problems(run.optim, run.schedule, run.model, run.lora)
         if world % (p.tp * p.cp * p.pp) == 0:
             dp = p.dp or world // (p.tp * p.cp * p.pp)
             if not packed:
@@ -113,11 +115,11 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     if p.pp * p.pipeline.vpp == 1:
         return []
     problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
-    rows = t.micro_batch_size * dp
-    if t.global_batch_size % rows == 0:  # else that is another rule
     if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
+    rows = t.micro_batch_size * dp
+    if t.global_batch_size % rows == 0:  # else that is another rule
         problems += pipeline_schedule_problems(
             p.pipeline, pp=p.pp, num_microbatches=t.global_batch_size // rows, rows=rows
         )

@@ -12,6 +12,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
+from megalith.nn.frozen import freeze
 from megalith.nn.kernels import use_kernels
 from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.layer import MoE
@@ -142,6 +143,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
         run.model, mesh, run.parallel, dtype=dtype, recompute=run.recompute, offload=run.offload, products=products
     )  # fmt: skip
     attach_adapters(chunks, run.model, run.lora)
+    freeze(chunks, run.model, run.optim)
     choose_losses(chunks, partial(loss_of_heads, run))
     use_kernels(chunks, run.kernels, mesh)
     handles = handles_of(

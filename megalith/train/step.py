@@ -1,7 +1,7 @@
 """One optimizer update: microbatches forward and backward, gradients summed, clipped, applied."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from megalith.data.loader import StepBatches
 from megalith.errors import DataError
 from megalith.optim.clip import clip_factor, counted, num_zeros, sum_of_squares
+from megalith.optim.schedule import NO_GROUPS, GroupRates
 from megalith.parallel.engine import Owned
 from megalith.parallel.group import all_reduce_, gather_objects
 from megalith.parallel.tensor import heads_of
@@ -52,9 +53,11 @@ class StepResult:
 
 
 def train_step(
-    trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False
-) -> StepResult:
-    """Run one step. Collective over the whole mesh; the host waits for the device once, at the end.
+    trainer: Trainer, batches: StepBatches, *, lr: float, weight_decay: float, stop: bool = False,
+    groups: Mapping[str, GroupRates] = NO_GROUPS,
+) -> StepResult:  # fmt: skip
+    """Run one step. Collective over the whole mesh; the host waits for the device once, at the end. `groups`: rates and
+    decay of `optim.groups`.
 
     Raises:
         DataError: the gradient norm is not finite and optim.nonfinite_grad is `raise`.
@@ -77,7 +80,7 @@ def train_step(
         trainer.loss_scale.update(overflow=not finite)
     if finite and not empty:
         trainer.optimizer.step(
-            [o.gradient for o in owned], lr=lr, weight_decay=weight_decay,
+            [o.gradient for o in owned], lr=lr, weight_decay=weight_decay, groups=groups,
             scale=_multiplier(news[1].sqrt() / scale, trainer.run.optim.clip_grad, scale),
         )  # fmt: skip
         move_balancing_biases(trainer.staged.modules, mesh)

@@ -13,6 +13,7 @@ from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -56,12 +57,13 @@ def judge(fault: Fault) -> Verdict:
     with planted(fault.name):
         problems = type_check(
             model, parallel, world=world, ranks=(world - 1,), recompute=recompute, offload=offload,
-            lora=adapters_of(fault),
+            lora=adapters_of(fault), optim=choice_of(fault),
         ).problems  # fmt: skip
     where = problems[0].where if problems else None
     try:
         case = layout_case(model, parallel, world, documents="documents" in fault.needs, fault=fault.name)
-        run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault))
+        optim = replace(choice_of(fault), eps=case.run.optim.eps)
+        run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim)
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
         found = prove_layout(replace(case, run=run))
         return Verdict(fault, where, *_first_difference(found))
@@ -140,6 +142,13 @@ def adapters_of(fault: Fault) -> LoraConfig | None:
     """The adapters that the fault needs."""
     dropped = 0.2 if "dropout" in fault.needs else 0.0
     return LoraConfig(rank=3, dropout=dropped) if "adapters" in fault.needs else None
+
+
+def choice_of(fault: Fault) -> OptimConfig:
+    """The parameters that the fault needs to be frozen, or to have rates of their own."""
+    frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
+    group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
+    return OptimConfig(frozen=frozen, groups=(group,) if "groups" in fault.needs else ())
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.config.lora import LoraConfig
 from megalith.config.suggest import did_you_mean
 from megalith.data import loader
 from megalith.errors import ConfigError
@@ -37,7 +36,7 @@ from megalith.nn.moe.balance import Balance
 from megalith.nn.moe.experts import Experts
 from megalith.nn.moe.router import Gate, Router
 from megalith.nn.norm import RMSNorm
-from megalith.optim import clip
+from megalith.optim import adamw, clip
 from megalith.parallel import context, data, engine, expert, publish, recompute, tensor
 from megalith.parallel.autograd import Crossing, partial
 from megalith.parallel.group import Group, alone, start_all_reduce_
@@ -62,7 +61,7 @@ from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
-from megalith.verify import attention_faults, expert_faults, loss_faults, pipeline_faults
+from megalith.verify import attention_faults, choice_faults, expert_faults, loss_faults, pipeline_faults
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -72,7 +71,7 @@ Need = Literal[
     "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
-    "chunks of documents", "off by one", "z loss", "balance over ranks",
+    "chunks of documents", "off by one", "z loss", "balance over ranks", "frozen", "groups",
 ]  # fmt: skip
 
 
@@ -464,14 +463,6 @@ def _is_shared_head(shard: Shard) -> bool:
     return "tp_kv" in shard.cut and "tp_copy" not in shard.cut
 
 
-def _whole_gradient(weight: Shard, adapters: LoraConfig, region: Region) -> tuple[Shard, Shard]:
-    a, b = ORIGINAL_ADAPTER(weight, adapters, region)
-    return replace(a, invariant=frozenset(region.group.axes)), b
-
-
-ORIGINAL_ADAPTER = lora.column_adapter
-
-
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "column_enter_removed", "A column-parallel layer's backward does not sum the gradient of its input.",
@@ -698,7 +689,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "adapter_invariant", "The whole half of an adapter says under sp that its gradient is whole, too.",
-        "types", ("tp", "sp", "adapters"), lambda: replaced(lora, "column_adapter", _whole_gradient),
+        "types", ("tp", "sp", "adapters"), lambda: replaced(lora, "column_adapter", choice_faults.whole_gradient),
     ),
     Fault(
         "adapter_mask_of_first_slice", "Every rank drops those of an adapter's features that the first rank does.",
@@ -788,6 +779,14 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "second_pass_counted", "Tokens count once more when backward computes their layer again.",
         "numbers", ("dp", "recompute", "experts"), lambda: replaced(Balance, "__call__", expert_faults.counted_again),
+    ),
+    Fault(
+        "frozen_weights_decay", "Weights that are not trained decay in every step.",
+        "numbers", ("dp", "frozen"), lambda: replaced(data.DataParallel, "finish", choice_faults.decaying_frozen),
+    ),
+    Fault(
+        "rates_of_the_neighbour", "A group's rates go to the slot behind the one that they are for.",
+        "numbers", ("dp", "zero", "groups"), lambda: replaced(adamw, "by_rates", choice_faults.rates_of_slot_before),
     ),
     Fault(
         "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",

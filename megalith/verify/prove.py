@@ -36,7 +36,13 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
         return rows
     run = chosen_recompute(run, world)
     types = type_check_in_child(
-        run.model, run.parallel, world=world, recompute=run.recompute, offload=run.offload, lora=run.lora
+        run.model,
+        run.parallel,
+        world=world,
+        recompute=run.recompute,
+        offload=run.offload,
+        lora=run.lora,
+        optim=run.optim,
     )
     other = () if run.kernels == "auto" else (f"kernels={run.kernels}: these are the types of kernels=auto",)
     rows += type_rows(replace(types, unseen=(*types.unseen, *other)))
@@ -60,7 +66,7 @@ def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
     if not problems:  # the rest needs a layout that can be built
         types = type_check(
             row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload,
-            lora=row.lora,
+            lora=row.lora, optim=case.run.optim,
         )  # fmt: skip
         problems += [f"b: {found}" for found in types.problems]
         schedule = schedule_of(case.run, row.world)
@@ -79,7 +85,7 @@ def schedule_of(run: TrainRun, world: int) -> ScheduleReport | None:
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:
         return None
-    rows = t.micro_batch_size * (p.dp or world // (p.tp * p.cp * p.pp))
+    dp = p.dp or world // (p.tp * p.cp * p.pp)
     return check_schedule(
         p.pipeline, pp=p.pp, num_microbatches=microbatches_of_longest(t, p, dp), rows=t.micro_batch_size * dp,
         overlap=p.overlap, paired=p.overlap_experts,

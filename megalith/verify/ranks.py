@@ -29,13 +29,14 @@ from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Dataset, Sample
 from megalith.nn.init import fill
+from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import my_slicing
 from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
+from megalith.plan.deal import budget_of
 from megalith.plan.keys import key
 from megalith.plan.shards import Box, Shard
-from megalith.plan.deal import budget_of
 from megalith.testing.ranks import run_ranks
 from megalith.testing.symm_mem import fused_on_cpus
 from megalith.testing.tolerance import FP64, compare
@@ -43,10 +44,13 @@ from megalith.train.build import Trainer, build_trainer, checkpoint_entries, pub
 from megalith.train.experts import LayerUse, routers_of, use_of_experts
 from megalith.train.step import train_step
 from megalith.verify.faults import planted
+from megalith.verify.ragged import RaggedDocuments
 
 STEPS = 3
-from megalith.verify.ragged import RaggedDocuments
 """Steps before saving; gradients are compared in the first."""
+
+DECAY = 0.1
+"""Weight decay of what has none of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,9 @@ class RankResult:
 
     biases: dict[str, list[Tensor]]
     """Balancing biases after the last step, by layer: every rank's."""
+
+    still: Gathered
+    """After the last step: weights that are not trained; empty with adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +223,12 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     device = torch.device("cpu")
     trainer = build_trainer(case.run, mesh, device)
     _give_adapters_values(trainer)
-    initial = _weights(trainer)
+    initial, groups = _weights(trainer) | _still(trainer), _group_rates(case.run)
     losses, norms, uses, gradients = [], [], [], {}
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS)
     scores: list[float] = []
     for step in range(STEPS):
-        result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=0.1)
+        result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups)
         losses.append(result.loss)
         norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
@@ -239,21 +246,24 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     publish_loaded(again)
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
-    losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=0.1).loss)
+    losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss)
     uses.append(use_of_experts(again.staged.modules, mesh))
     again.data.settle()
     biases = _biases(again, mesh)
-    gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again))]
+    gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again), _still(again))]
     if mesh.world.rank != 0:
         return None
     stored = {name: checkpoint.read(name) for name in checkpoint.keys()}  # noqa: SIM118  # not a mapping
-    return RankResult(losses, norms, scores, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases)
+    return RankResult(
+        losses, norms, scores, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases, gathered[4]
+    )
 
 
 def compare_results(result: RankResult, reference: RankResult) -> list[Difference]:
     """Every kind of value, its worst disagreement, and whether it is within the tolerance."""
     rows = [
         *_experts(result, reference),
+        *_frozen(result, reference),
         _scalars("first loss", result.losses[:1], reference.losses[:1]),
         _scalars("losses of all steps", result.losses, reference.losses),
         _scalars("gradient norm", result.grad_norms, reference.grad_norms),
@@ -261,7 +271,7 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _tensors("first weights", _joined(result.initial), _joined(reference.initial), exact=True),
         _tensors("gradients", _joined(result.gradients), _joined(reference.gradients)),
         _tensors(f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)),
-        _tensors("checkpoint", result.stored, reference.stored),
+        _tensors("checkpoint", *(_trained_ones(each.stored, reference.still) for each in (result, reference))),
         _tensors("weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)),
     ]
     copies = [name for name, mine in result.biases.items() if any(not torch.equal(mine[0], one) for one in mine)]
@@ -282,6 +292,18 @@ def _experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
     if reference.biases:
         ours, others = ({name: each[0] for name, each in one.biases.items()} for one in (result, reference))
         yield _tensors("balancing biases", ours, others, exact=True)
+
+
+def _frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
+    """What is not trained has the bits that it began with; nothing where all is trained."""
+    if reference.still:
+        first = _joined({name: reference.initial[name] for name in reference.still})
+        yield _tensors("weights that are not trained", _joined(result.still), first, exact=True)
+
+
+def _trained_ones(stored: Mapping[str, Tensor], still: Gathered) -> dict[str, Tensor]:
+    """What a checkpoint holds but for weights that are not trained, some of which are all zero; they were read back."""
+    return {name: tensor for name, tensor in stored.items() if name.removeprefix("model.") not in still}
 
 
 def _other_choices(mine: Sequence[Sequence[LayerUse]], reference: Sequence[Sequence[LayerUse]]) -> Iterator[str]:
@@ -355,6 +377,18 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
 
 def _weights(trainer: Trainer) -> Gathered:
     return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
+
+
+def _still(trainer: Trainer) -> Gathered:
+    """Weights that stay as they are; adapters are trained beside ones that no checkpoint of theirs holds."""
+    frozen = [] if trainer.run.lora is not None else trainer.data.frozen
+    return _slices([(shard, weight) for shard, weight in frozen if ".balancing_" not in shard.name])
+
+
+def _group_rates(run: TrainRun) -> dict[str, GroupRates]:
+    """Of groups, which have them for all steps, as the schedule of a case is constant."""
+    lengths = schedule_lengths(run.schedule, global_batch_size=run.train.global_batch_size, total_steps=STEPS)
+    return group_rates(run.optim.groups, replace(run.schedule, weight_decay=DECAY), 0, lengths)
 
 
 def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:

@@ -8,6 +8,7 @@ from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -15,7 +16,7 @@ from megalith.verify.ranks import LayoutCase, layout_case
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
-    "adapters", "experts",
+    "adapters", "experts", "chosen parameters",
 ]  # fmt: skip
 
 
@@ -46,6 +47,9 @@ class Layout:
     """Backward computes logits again."""
 
     lora: LoraConfig | None = None
+    optim: OptimConfig = TRAIN_ALL
+    """What is trained, and at which rates."""
+
     sample: bool = False
     """One of the few that together have everything once, on at most four processes: in `make test`, and in
     `megalith verify --all --sample`."""
@@ -65,6 +69,7 @@ class Layout:
         base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
         run = replace(
             case.run, recompute=self.recompute, offload=self.offload, lora=self.lora, checkpoint=base,
+            optim=replace(self.optim, eps=case.run.optim.eps),
             train=replace(
                 case.run.train, label_smoothing=self.smoothing, z_loss=self.z_loss,
                 loss_backward="recomputed" if self.recomputed_loss else "kept",

@@ -1,5 +1,6 @@
 """Tiny copies of a user's run that keep what makes its layout hard: shared heads, uneven parts, ties, stages, kinds."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations
@@ -12,6 +13,7 @@ from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
+from megalith.config.optim import OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
@@ -163,8 +165,9 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     )  # fmt: skip
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
     tiny = replace(
-        case.run, recompute=_shrink_recompute(run, tp), offload=offload, optim=replace(run.optim, eps=1e-3),
+        case.run, recompute=_shrink_recompute(run, tp), offload=offload,
         kernels=run.kernels,
+        optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, layers),
         train=replace(
             case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,
             loss_chunk=run.train.loss_chunk, loss_backward=run.train.loss_backward,
@@ -207,6 +210,20 @@ def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers:
         router=replace(router, groups=groups, top_groups=None if groups is None else 1),
         balance=balance,
     )  # fmt: skip
+
+
+def _shrink_choice(optim: OptimConfig, before: int, layers: int) -> OptimConfig:
+    """The same choice of parameters, where patterns name layers by number, in the layers that lie where theirs lay."""
+
+    def moved(patterns: tuple[str, ...]) -> tuple[str, ...]:
+        numbered = re.compile(r"^layers\.(\d+)(?=\.)")
+        places = ((numbered.match(one), one) for one in patterns)
+        return tuple(
+            one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}" for at, one in places
+        )
+
+    groups = tuple(replace(group, match=moved(group.match)) for group in optim.groups)
+    return replace(optim, trained=moved(optim.trained), frozen=moved(optim.frozen), groups=groups)
 
 
 def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:

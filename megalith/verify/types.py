@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
@@ -41,13 +42,15 @@ from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import BalanceShare, DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
 from megalith.models.decoder import KEEP_ALL, KEEP_HERE, Decoder, build_chunks, declared_parameters
 from megalith.nn.block import Layer
-from megalith.nn.lora import BelowAdapters, attach_adapters
+from megalith.nn.frozen import BelowTrained, freeze
+from megalith.nn.lora import attach_adapters
 from megalith.nn.moe.experts import Experts
 from megalith.parallel import expert, transports
 from megalith.parallel import recompute as recomputation
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
+from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid
 from megalith.plan.schedule import place_of, placement_of, schedule_name
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
@@ -138,6 +141,7 @@ class TypeReport:
 def type_check(
     model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None,
     recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, lora: LoraConfig | None = None,
+    optim: OptimConfig = TRAIN_ALL,
 ) -> TypeReport:  # fmt: skip
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
@@ -152,17 +156,19 @@ def type_check(
     started, asked = time.perf_counter(), parallel.dispatcher
     parallel = parallel if asked in BUILT_IN else replace(parallel, dispatcher="exchange")
     grid = model_grid(parallel, model, world)
-    chosen = spots(grid, parallel, model) if ranks is None else spots_of(grid, parallel, model, ranks)
+    still = first_trained_layer(model, optim)
+    chosen = spots(grid, parallel, model, still) if ranks is None else spots_of(grid, parallel, model, ranks, still)
     found: dict[tuple[str, str], Problem] = {}
     calls: dict[Kind, Counter[str]] = {}
     names: set[str] = set()
     for number, (rank, chunk) in enumerate(chosen):
         place = _build(
-            model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora
+            model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora,
+            optim=optim,
         )  # fmt: skip
         names |= place.shards.keys()
         counts = calls[kind_of(place.model.stage, parallel.context, model)] = Counter[str]()
-        for problem in [*_shard_problems(place, model, parallel, lora), *_run(place, counts)]:
+        for problem in [*_shard_problems(place, model, parallel, lora, optim), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
     counts = sum(calls.values(), Counter[str]())
@@ -218,13 +224,14 @@ def kind_of(stage: Stage, context: ContextConfig, model: ModelConfig) -> Kind:
     return stage.embedding, layers, stage.loss, ends
 
 
-def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tuple[int, int]]:
-    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all other axes."""
+def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig, still: int = 0) -> list[tuple[int, int]]:
+    """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all other axes; stages
+    whose layers are all among the first `still`, which are not trained, are kinds of their own."""
     placement = placement_of(schedule_name(parallel.pipeline))
     stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
-    first_of_kind: dict[Kind, int] = {}
+    first_of_kind: dict[tuple[Kind, bool], int] = {}
     for number, stage in enumerate(stages):
-        first_of_kind.setdefault(kind_of(stage, parallel.context, model), number)
+        first_of_kind.setdefault((kind_of(stage, parallel.context, model), stage.layers.stop <= still), number)
     found = []
     for rank in places(grid):
         for number in first_of_kind.values():
@@ -233,14 +240,17 @@ def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig) -> list[tupl
     return list(dict.fromkeys(found))
 
 
-def spots_of(grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Sequence[int]) -> list[tuple[int, int]]:
+def spots_of(
+    grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Sequence[int], still: int = 0
+) -> list[tuple[int, int]]:
     """(rank, chunk) of every kind of stage that these ranks hold."""
     stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
     found = []
     for rank in ranks:
         held = stages_of_rank(stages, grid.coordinates(rank)["pp"], parallel.pipeline, pp=parallel.pp)
         chunk_of_kind = {
-            kind_of(stage, parallel.context, model): chunk for chunk, stage in reversed(list(enumerate(held)))
+            (kind_of(stage, parallel.context, model), stage.layers.stop <= still): chunk
+            for chunk, stage in reversed(list(enumerate(held)))
         }
         found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
     return found
@@ -312,14 +322,14 @@ class Place:
 
 def _build(
     model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, recompute: RecomputeConfig,
-    documents: bool, lora: LoraConfig | None = None,
+    documents: bool, lora: LoraConfig | None = None, optim: OptimConfig = TRAIN_ALL,
 ) -> Place:  # fmt: skip
     """Build one rank, outside of the check: an operation on a tensor without types would be refused in it.
 
     As training does, but for what has nothing to do without numbers: see `unseen`.
     """
     mesh = mesh_on_paper(grid, rank=rank)
-    chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora)
+    chunks = _chunks(model, mesh, parallel, replace(recompute, check=False), lora, optim)
     stage = chunks[chunk].stage
     split = parallel.sp and mesh.tp.size > 1
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
@@ -339,10 +349,12 @@ def _build(
 
 
 def _chunks(
-    model: ModelConfig, mesh: Mesh, parallel: ParallelConfig, recompute: RecomputeConfig, lora: LoraConfig | None
-) -> list[Decoder]:
+    model: ModelConfig, mesh: Mesh, parallel: ParallelConfig, recompute: RecomputeConfig, lora: LoraConfig | None,
+    optim: OptimConfig,
+) -> list[Decoder]:  # fmt: skip
     chunks = build_chunks(model, mesh, parallel, dtype=torch.bfloat16, recompute=recompute)
     attach_adapters(chunks, model, lora)
+    freeze(chunks, model, optim)
     return chunks
 
 
@@ -480,7 +492,7 @@ def _shards_of(model: nn.Module) -> dict[str, Shard]:
 
 
 def _shard_problems(
-    place: Place, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None
+    place: Place, model: ModelConfig, parallel: ParallelConfig, lora: LoraConfig | None, optim: OptimConfig
 ) -> Iterator[Problem]:
     """Shards that call themselves cut along an axis where the next rank has the same box, or the other way round.
 
@@ -492,7 +504,8 @@ def _shard_problems(
     for axis in (axis for axis in every if grid.size(axis) > 1):
         step = (here[axis] + 1) % grid.size(axis) - here[axis]
         neighbour = rank + step * grid.strides(axis)[1]
-        theirs = _shards_of(_chunks(model, mesh_on_paper(grid, rank=neighbour), parallel, KEEP_ALL, lora)[place.chunk])
+        other = mesh_on_paper(grid, rank=neighbour)
+        theirs = _shards_of(_chunks(model, other, parallel, KEEP_ALL, lora, optim)[place.chunk])
         for name, mine in place.shards.items():
             if axis not in (EXPERT_AXES if mine.grid == "expert" else DENSE_AXES):
                 continue
@@ -641,7 +654,7 @@ def _forward(place: Place) -> tuple[Tensor, ...]:
 
 
 def _without_gradient(place: Place) -> Iterator[Problem]:
-    wanted = not isinstance(place.model.run_layers, BelowAdapters)  # else nothing before these layers is trained
+    wanted = not isinstance(place.model.run_layers, BelowTrained)  # else nothing before these layers is trained
     for x, where in zip(place.received if wanted else (), ("hidden states", "memory"), strict=False):
         if x.grad is None:
             what = f"no gradient reached the {where} of the stage before. Use them in the stage."
@@ -685,6 +698,7 @@ class Question:
     recompute: RecomputeConfig = KEEP_ALL
     offload: OffloadConfig = KEEP_HERE
     lora: LoraConfig | None = None
+    optim: OptimConfig = TRAIN_ALL
     fault: str | None = None
 
 
@@ -701,6 +715,7 @@ def type_check_in_child(
     recompute: RecomputeConfig = KEEP_ALL,
     offload: OffloadConfig = KEEP_HERE,
     lora: LoraConfig | None = None,
+    optim: OptimConfig = TRAIN_ALL,
     fault: str | None = None,
     timeout_seconds: float = 600.0,
 ) -> TypeReport:
@@ -717,7 +732,7 @@ def type_check_in_child(
         fault_named(fault)
     question = Question(
         model=model, parallel=parallel, world=world, ranks=None if ranks is None else tuple(ranks),
-        recompute=recompute, offload=offload, lora=lora, fault=fault,
+        recompute=recompute, offload=offload, lora=lora, optim=optim, fault=fault,
     )  # fmt: skip
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     done = subprocess.run(
@@ -735,6 +750,6 @@ def answer() -> None:
     with planted(question.fault):
         report = type_check(
             question.model, question.parallel, world=question.world, ranks=question.ranks,
-            recompute=question.recompute, offload=question.offload, lora=question.lora,
+            recompute=question.recompute, offload=question.offload, lora=question.lora, optim=question.optim,
         )  # fmt: skip
     json.dump(to_dict(report), sys.stdout)

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 
+from megalith.config.optim import GroupConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.optim.schedule import (
     ScheduleLengths,
+    group_rates,
     learning_rate,
     schedule_lengths,
     schedule_problems,
@@ -194,3 +196,26 @@ def test_a_broken_rule_is_told_with_what_would_work(changes: dict[str, Any], tex
 def test_all_broken_rules_are_told_together() -> None:
     broken = ScheduleConfig(lr=1e-3, min_lr=1.0, warmup_steps=200, wsd_decay_steps=1, weight_decay=-1.0)
     assert len(schedule_problems(broken, 100)) == 4
+
+
+def test_groups_follow_the_shape_of_the_schedule_from_and_to_their_own_rates() -> None:
+    schedule = ScheduleConfig(
+        lr=1.0, min_lr=0.2, style="linear", warmup_steps=4, weight_decay=0.1, end_weight_decay=0.5,
+        weight_decay_style="linear",
+    )  # fmt: skip
+    lengths = schedule_lengths(schedule, global_batch_size=2, total_steps=20)
+    groups = (
+        GroupConfig(name="own", match=("*",), lr=3.0, min_lr=1.0, weight_decay=0.7),
+        GroupConfig(name="low", match=("*",), lr=3.0), GroupConfig(name="scaled", match=("*",), lr_scale=0.5),
+        GroupConfig(name="decayed", match=("*",), weight_decay=0.2, end_weight_decay=0.4),
+        GroupConfig(name="less", match=("*",), weight_decay_scale=0.5),
+    )  # fmt: skip
+    for samples in (0, 4, 8, 24, 40, 60):
+        found = group_rates(groups, schedule, samples, lengths)
+        lr, decay = learning_rate(schedule, samples, lengths), weight_decay(schedule, samples, lengths)
+        assert found["own"].lr == pytest.approx(min(1.0, samples / 8) * 3 if samples <= 8 else 1 + (lr - 0.2) * 2.5)
+        assert found["low"].lr == pytest.approx(samples / 8 * 3 if samples <= 8 else 0.2 + (lr - 0.2) * 3.5)
+        assert found["scaled"] == (lr * 0.5, decay) and found["less"] == (lr, decay * 0.5)
+        assert found["own"].weight_decay == 0.7
+        assert found["decayed"].weight_decay == pytest.approx(0.2 + 0.2 * min(1.0, samples / 40))
+    assert group_rates((), schedule, 0, lengths) == {}

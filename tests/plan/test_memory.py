@@ -15,6 +15,7 @@ from megalith.config.tree import apply_overrides
 from megalith.data.loader import Masks, StepBatches, build_batch
 from megalith.data.sample import Sample
 from megalith.models.decoder import build_chunks, declared_parameters
+from megalith.nn.frozen import freeze
 from megalith.nn.lora import attach_adapters
 from megalith.observe.meter import metered
 from megalith.optim.adamw import AdamW
@@ -57,6 +58,7 @@ def built_state(workload: Workload, rank: int) -> tuple[int, int, int, int]:
     dtype = DTYPES[run.precision.params]
     model = nn.ModuleList(build_chunks(run.model, mesh, run.parallel, dtype=dtype))
     attach_adapters(list(model), run.model, run.lora)
+    freeze(list(model), run.model, run.optim)
     data = DataParallel(
         model, [(one.shard, module, name) for one, module, name in declared_parameters(model)], mesh,
         device=torch.device("meta"), gradient_dtype=torch.promote_types(dtype, torch.float32),
@@ -118,6 +120,9 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
         (3, {"lora.rank": "2", "lora.targets": "[q, down]", "parallel.tp": "3", "precision.params": "bf16"} | UNEVEN),
         (4, {"lora.rank": "5", "parallel.zero": "2", "parallel.pp": "2", "model.num_kv_heads": "1"}),
         (4, {"parallel.pp": "2", "model.tied_embeddings": "true", "parallel.zero": "1"}),
+        (4, {"optim.frozen": "['*.attention.q', '*.mlp.down']", "parallel.tp": "2", "parallel.zero": "1"}),
+        (4, {"optim.trained": "['*.attention.kv']", "parallel.pp": "2", "parallel.zero": "2"}),
+        (4, EXPERTS | {"optim.frozen": "['*.experts.*', embed.weight]", "parallel.ep": "2", "parallel.zero": "1"}),
         (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.layout": "Ettt|L", "model.num_layers": "3"}),
     ],
@@ -158,6 +163,7 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
         (2, {"model.mtp.depths": "1", "model.tied_embeddings": "false", "train.micro_batch_size": "1"}),
         (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
+        (3, {"optim.frozen": "[embed.weight, 'layers.0.*']", "train.micro_batch_size": "1"}),
         (4, EXPERTS | {"parallel.ep": "2", "precision.params": "bf16"}),
         (2, EXPERTS | {"parallel.ep": "2", "model.mtp.depths": "1", "model.moe.router.balancing_bias": "true"}),
         (2, EXPERTS | {"parallel.tp": "2", "parallel.sp": "true", "parallel.etp": "1"}),

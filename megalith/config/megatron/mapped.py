@@ -360,6 +360,25 @@ OPTIMIZER = (
     Row(
         name="--no-decoupled-weight-decay", takes="nothing", fields=("optim.decoupled_weight_decay",), how="false"
     ),
+    Row(
+        name="--decoupled-lr", takes="float", fields=("optim.groups",),
+        how="a group of embed.weight and head.weight; logged as lr_embedding_and_output",
+    ),
+    Row(
+        name="--decoupled-min-lr", takes="float", fields=("optim.groups",), how="of that group; left out: --min-lr",
+    ),
+    Row(
+        name="--apply-wd-to-qk-layernorm", takes="nothing", fields=("optim.decayed_vectors",),
+        how="the norms of queries and keys",
+    ),
+    Row(
+        name="--no-weight-decay-cond-type", takes="choice", fields=("optim.decayed_vectors",),
+        choices=("apply_wd_to_qk_layernorm",), how="as --apply-wd-to-qk-layernorm",
+    ),
+    Row(
+        name="--dump-param-to-param-group-map", takes="place", fields=("observe.parameters",),
+        how="true: parameters.jsonl in the folder of the run",
+    ),
     Row(name="--clip-grad", takes="float", fields=("optim.clip_grad",), default=1.0),
     Row(
         name="--no-check-for-nan-in-loss-and-grad", takes="nothing", fields=("optim.nonfinite_grad",),

@@ -1,9 +1,11 @@
 """Megatron's optimizer, number formats and loss scale as our `optim` and `precision` settings."""
 
+from megalith.config.fields import Plain
 from megalith.config.megatron.draft import Draft
 
 _ADAM = ("--adam-beta1", "--adam-beta2", "--adam-eps")
 _SCALE = ("--initial-loss-scale", "--min-loss-scale", "--loss-scale-window", "--hysteresis", "--loss-scale")
+_MAP = "--dump-param-to-param-group-map"
 _CHECK = "--no-check-for-nan-in-loss-and-grad"
 
 
@@ -13,8 +15,47 @@ def translate_optimizer(draft: Draft) -> None:
     draft.copy("--clip-grad")
     if draft.arguments.value("--log-num-zeros-in-grad"):
         draft.put("--log-num-zeros-in-grad", "optim.count_zeros", True)
+    _groups(draft)
+    _decayed(draft)
+    if draft.arguments.given(_MAP):
+        draft.put(_MAP, "observe.parameters", True, "in parameters.jsonl of the folder of the run")
     _precision(draft)
     _not_finite(draft)
+
+
+def _groups(draft: Draft) -> None:
+    """A rate of their own for the two tables of the vocabulary, or the one that they share."""
+    arguments, flag, low = draft.arguments, "--decoupled-lr", "--decoupled-min-lr"
+    if arguments.value(flag) is None:
+        if arguments.given(low):
+            draft.say("already", low, f"is read with {flag} only")
+        return
+    tables: list[Plain] = ["embed.weight"] + ([] if draft.settings.get("model.tied_embeddings") else ["head.weight"])
+    group: dict[str, Plain] = {"name": "embedding_and_output", "match": tables, "lr": arguments.value(flag)}
+    lowest = arguments.value(low)
+    if lowest is not None and draft.settings.get("schedule.style") == "constant":
+        draft.say("already", low, "a constant rate never falls to it")
+    elif lowest is not None:
+        group["min_lr"] = lowest
+        draft.say("already", low, f"is part of what {flag} became")
+    draft.put(flag, "optim.groups", [group])
+
+
+def _decayed(draft: Draft) -> None:
+    """Norms of queries and keys that decay; in latent attention Megatron has one of these names for queries alone."""
+    flag, kind = "--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type"
+    given = [one for one in (flag, kind) if draft.arguments.value(one)]
+    if not given:
+        return
+    settings = draft.settings
+    if settings.get("model.attention.qk_norm") == "head":
+        names: list[Plain] = ["*.q_norm.*", "*.k_norm.*"]
+    else:
+        names = ["*.q_down_norm.*"] if settings.get("model.mla.q_rank") is not None else []
+    for one in given[:1] if names else []:
+        draft.put(one, "optim.decayed_vectors", names)
+    for one in given[1:] if names else given:
+        draft.say("already", one, "says the same again" if names else "the model has no norms of queries and keys")
 
 
 def _update(draft: Draft) -> None:

@@ -108,7 +108,7 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="not logged here yet; see metrics.jsonl for what is",
         flags="""
-            --config-logger-dir --disable-log-loss-scale-to-tensorboard! --dump-param-to-param-group-map
+            --config-logger-dir --disable-log-loss-scale-to-tensorboard!
             --log-batch-size-to-tensorboard! --log-device-memory-used! --log-energy! --log-max-attention-logit!
             --log-memory-interval --log-memory-to-tensorboard! --log-params-norm!
             --log-progress! --log-timers-to-tensorboard! --log-validation-ppl-to-tensorboard!
@@ -193,11 +193,6 @@ NUMBERS = (
     ),
     Group(
         verdict="not mapped", effect="numbers",
-        reason="not yet: learning rates of their own for embedding and output layer",
-        flags="--decoupled-lr --decoupled-min-lr",
-    ),
-    Group(
-        verdict="not mapped", effect="numbers",
         reason=(
             "not yet: embeddings in fp32 beside bf16 matrices. The optimizer keeps fp32 masters of all weights"
         ),
@@ -251,11 +246,6 @@ NUMBERS = (
         verdict="not mapped", effect="numbers",
         reason="not yet: clipping queries and keys by their largest score",
         flags="--qk-clip!",
-    ),
-    Group(
-        verdict="not mapped", effect="numbers",
-        reason="not yet: weight decay of single norms",
-        flags="--apply-wd-to-qk-layernorm! --no-weight-decay-cond-type",
     ),
     Group(
         verdict="not mapped", effect="numbers",
@@ -514,7 +504,7 @@ MODEL = (
     ),
     Group(
         verdict="not mapped", effect="model",
-        reason="not yet: frozen weights. Remove it",
+        reason="not yet: a run that trains nothing, to write down a teacher's scores. Use optim.frozen for parts",
         flags="--freeze-all-layers!",
     ),
     Group(

@@ -1,0 +1,69 @@
+"""Frozen weights want no gradient, backward ends above them, and results are those of a model that is trained whole."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
+from megalith.config.optim import TRAIN_ALL, OptimConfig
+from megalith.kernels.tokens import tokens_of_lengths
+from megalith.models.decoder import Decoder, allocate, declared_parameters, initialise
+from megalith.nn.frozen import BelowTrained, Start, freeze
+from megalith.parallel.mesh import mesh_of_one
+
+MODEL = ModelConfig(
+    vocab_size=61, hidden_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=6, ffn_hidden_size=7,
+    max_seq_len=16, mtp=MTPConfig(depths=1),
+)  # fmt: skip
+
+
+def built(optim: OptimConfig) -> Decoder:
+    model = Decoder(MODEL, mesh_of_one(), dtype=torch.float64)
+    freeze([model], MODEL, optim)
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    return model
+
+
+def gradients(optim: OptimConfig) -> dict[str, Tensor]:
+    model, tokens = built(optim), tokens_of_lengths([5, 4], device="cpu")
+    ids, labels = torch.arange(9) * 5 % 61, torch.arange(9) * 7 % 61
+    torch.stack(model.losses(ids, labels, tokens, further=((labels, ids),))).sum().backward()
+    pairs = [(d.shard.name, getattr(m, name)) for d, m, name in declared_parameters(model)]
+    assert all(one.requires_grad == optim.trains(name) for name, one in pairs)
+    return {name: one.grad for name, one in pairs if one.grad is not None}
+
+
+@pytest.mark.parametrize(
+    "optim",
+    [
+        OptimConfig(frozen=("embed.weight", "layers.[01].*")), OptimConfig(trained=("head.weight",)),
+        OptimConfig(trained=("mtp.*",)), OptimConfig(frozen=("*.attention.q",)), OptimConfig(frozen=("embed.weight",)),
+        OptimConfig(trained=("embed.weight",)),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_a_model_trained_whole_and_of_nothing_else(optim: OptimConfig) -> None:
+    whole, some = gradients(TRAIN_ALL), gradients(optim)
+    assert some.keys() == {name for name in whole if optim.trains(name)}
+    for name, gradient in some.items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-14)
+
+
+def test_backward_ends_above_what_is_not_trained() -> None:
+    upper = built(OptimConfig(trained=("layers.2.*",)))
+    run: object = upper.run_layers
+    assert isinstance(run, BelowTrained) and run.count == 2
+    first = built(OptimConfig(frozen=("embed.weight",)))
+    assert isinstance(first.entrance, Start) and not isinstance(first.run_layers, BelowTrained)
+    whole = built(OptimConfig(frozen=("layers.*",)))
+    assert not isinstance(whole.entrance, Start) and not isinstance(whole.run_layers, BelowTrained)
+
+
+def test_nothing_changes_where_all_is_trained() -> None:
+    model = built(TRAIN_ALL)
+    before: Sequence[nn.Module] = list(model.modules())
+    freeze([model], MODEL, TRAIN_ALL)
+    assert list(model.modules()) == before and all(one.requires_grad for one in model.parameters())

@@ -1,0 +1,167 @@
+"""Patterns choose what is trained and at which rates, and a pattern without sense is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalith.config.lora import LoraConfig
+from megalith.config.model import ModelConfig
+from megalith.config.moe import MoEConfig
+from megalith.config.mup import MuPConfig
+from megalith.config.optim import GroupConfig, OptimConfig
+from megalith.config.schedule import ScheduleConfig
+from megalith.plan.groups import named_parameters, parameter_rows, pattern_problems, rates_in
+from megalith.plan.initial import PLAIN, Rates
+from megalith.testing.tiny import tiny_run
+from megalith.verify.variants import BIASED_CHOICE, FURTHER_EXPERTS
+
+MODEL = ModelConfig(
+    vocab_size=61, hidden_size=24, num_layers=12, num_heads=4, num_kv_heads=2, head_dim=6, ffn_hidden_size=20
+)
+TIED = replace(MODEL, tied_embeddings=True)
+FALLING = ScheduleConfig(lr=1e-2, min_lr=1e-3)
+
+
+def problems(optim: OptimConfig, model: ModelConfig = MODEL, schedule: ScheduleConfig = FALLING) -> list[str]:
+    return pattern_problems(optim, schedule, model, None)
+
+
+def of_group(**settings: object) -> list[str]:
+    """Of one group of the embedding."""
+    given: dict[str, object] = {"name": "table", "match": ("embed.weight",)} | settings
+    return problems(OptimConfig(groups=(GroupConfig(**given),)))  # type: ignore[arg-type]  # by name
+
+
+def test_defaults_train_everything_alike() -> None:
+    assert problems(OptimConfig()) == []
+    assert all(
+        rates_in(MODEL, OptimConfig(), one.name, int(one.matrix)) == PLAIN for one in named_parameters(MODEL, None)
+    )
+
+
+def test_patterns_that_fit_are_no_problem() -> None:
+    groups = (
+        GroupConfig(name="ends", match=("embed.weight", "head.weight"), lr=1e-3, min_lr=0.0),
+        GroupConfig(name="slow", match=("layers.[0-3].*",), lr_scale=0.1),
+        GroupConfig(name="firm", match=("*.attention.q",), weight_decay=0.5),
+    )
+    assert problems(OptimConfig(frozen=("layers.1?.*",), groups=groups, decayed_vectors=("*norm.weight",))) == []
+
+
+@pytest.mark.parametrize(
+    ("optim", "parts"),
+    [
+        (OptimConfig(frozen=("layer.3.*",)), ("optim.frozen=layer.3.*", "Did you mean layers.3.*")),
+        (OptimConfig(trained=("*.mlp.dwn",)), ("optim.trained=*.mlp.dwn", "*.mlp.down")),
+        (OptimConfig(frozen=("*",)), ("optim.frozen=['*']", "nothing to train", "Remove")),
+        (OptimConfig(trained=()), ("optim.trained=[]", "nothing to train")),
+        (OptimConfig(decayed_vectors=("*.q",)), ("optim.decayed_vectors=*.q", "no vector", "layers.0.attention_norm")),
+        (
+            OptimConfig(frozen=("embed.*",), groups=(GroupConfig(name="a", match=("embed.weight",), lr=1e-3),)),
+            ("optim.groups[a].match=['embed.weight']", "not trained"),
+        ),
+    ],
+)
+def test_patterns_that_fit_nothing_are_refused_with_near_names(optim: OptimConfig, parts: tuple[str, ...]) -> None:
+    (told,) = problems(optim)
+    assert all(part in told for part in parts), told
+
+
+def test_a_tied_head_and_a_balancing_bias_are_told_where_they_belong() -> None:
+    (told,) = problems(OptimConfig(frozen=("head.weight",)), TIED)
+    assert "the head is embed.weight" in told
+    (told,) = problems(OptimConfig(frozen=("*.balancing_bias",)), BIASED_CHOICE)
+    assert "moves as long as its router is trained" in told
+
+
+def test_two_groups_that_disagree_are_both_named_with_the_parameter() -> None:
+    one, other = (
+        GroupConfig(name="one", match=("*.q",), lr=1e-3),
+        GroupConfig(name="two", match=("layers.1.*",), lr=2e-3),
+    )
+    (told,) = problems(OptimConfig(groups=(one, other)))
+    assert "one (lr=0.001) and two (lr=0.002) disagree on the learning rate of layers.1.attention.q" in told
+    assert problems(OptimConfig(groups=(one, replace(other, lr=1e-3)))) == []
+    firm = replace(other, lr=None, weight_decay_scale=0.5)
+    assert problems(OptimConfig(groups=(one, firm))) == []
+    (told,) = problems(OptimConfig(groups=(one, firm, replace(firm, name="three", weight_decay_scale=0.25))))
+    assert "two (weight_decay_scale=0.5) and three (weight_decay_scale=0.25) disagree on the weight decay" in told
+
+
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"lr": 1e-3, "lr_scale": 2.0}, "lr=0.001 and optim.groups[table].lr_scale=2.0 both decide"),
+        ({"min_lr": 1e-3}, "min_lr=0.001 is read beside optim.groups[table].lr only"),
+        ({"lr": -1.0}, "lr=-1.0 must be a finite number"),
+        ({"lr_scale": float("nan")}, "lr_scale=nan must be a finite number"),
+        ({"lr": 1e-4}, "lr=0.0001 is below schedule.min_lr=0.001"),
+        ({}, "decides nothing. Set optim.groups[table].lr"),
+        ({"match": (), "lr": 1e-2}, "match=[] fits no parameter"),
+        ({"name": "My group", "lr": 1e-2}, "name='My group' must be small letters"),
+        ({"weight_decay": 0.1, "end_weight_decay": 0.2}, "has no effect with schedule.weight_decay_style=constant"),
+        ({"match": ("*norm.weight",), "weight_decay": 0.1}, "which do not decay. Set optim.decayed_vectors"),
+    ],
+)
+def test_settings_of_a_group_that_make_no_sense_are_refused(settings: dict[str, object], part: str) -> None:
+    assert any(part in told for told in of_group(**settings)), of_group(**settings)
+
+
+def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
+    group = OptimConfig(groups=(GroupConfig(name="a", match=("embed.*",), lr=1e-3, min_lr=1e-4),))
+    warm = ScheduleConfig(lr=1e-2, warmup_steps=3, warmup_init=5e-3)
+    assert any("below schedule.warmup_init=0.005" in told for told in problems(group, schedule=warm))
+    constant = ScheduleConfig(lr=1e-2, style="constant")
+    assert any("never reached with schedule.style=constant" in told for told in problems(group, schedule=constant))
+
+
+def test_group_names_are_their_own() -> None:
+    twice = tuple(GroupConfig(name="a", match=(name,), lr=1e-2) for name in ("embed.weight", "head.weight"))
+    assert any("two groups are called a" in told for told in problems(OptimConfig(groups=twice)))
+
+
+def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
+    lora = LoraConfig(rank=2)
+    (told,) = pattern_problems(OptimConfig(frozen=("layers.0.*",)), FALLING, MODEL, lora)
+    assert "lora.rank=2" in told and "lora.layers" in told
+    faster = OptimConfig(groups=(GroupConfig(name="b", match=("*.lora_b",), lr_scale=16.0),))
+    assert pattern_problems(faster, FALLING, MODEL, lora) == []
+    assert rates_in(MODEL, faster, "layers.0.mlp.down.lora_b", 1).lr_of == "b"
+
+
+@pytest.mark.parametrize("model", [BIASED_CHOICE, FURTHER_EXPERTS])
+def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(model: ModelConfig) -> None:
+    told = problems(OptimConfig(frozen=("*.moe.router",)), model)
+    assert len(told) == 3 and all("the router" in text and "model.moe.balance." in text for text in told)
+    below = OptimConfig(trained=("head.weight", "norm.weight") if not model.tied_embeddings else ("norm.weight",))
+    assert problems(below, model) == []
+
+
+def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
+    wide = replace(MODEL, mup=MuPConfig(base_hidden_size=6))
+    optim = OptimConfig(
+        groups=(
+            GroupConfig(name="a", match=("*.mlp.*",), lr=1e-3),
+            GroupConfig(name="b", match=("*.down",), weight_decay_scale=0.5),
+        ),
+        decayed_vectors=("norm.weight",),
+    )
+    assert rates_in(wide, optim, "layers.0.mlp.down", 1) == Rates(lr=0.25, eps=0.25, lr_of="a", decay_of="b")
+    assert rates_in(wide, optim, "norm.weight", 0) == Rates(vector_decays=True)
+    assert rates_in(wide, optim, "layers.0.mlp_norm.weight", 0) == PLAIN
+
+
+def test_the_map_tells_of_every_parameter_once() -> None:
+    run = tiny_run({"optim.frozen": "[embed.weight]", "optim.groups": "[{name: a, match: ['*.q'], lr_scale: 0.5}]"})
+    rows = {str(row["name"]): row for row in parameter_rows(run)}
+    assert list(rows) == [one.name for one in named_parameters(run.model, None)]
+    assert rows["embed.weight"]["trained"] is False and "lr" not in rows["embed.weight"]
+    assert (rows["layers.0.attention.q"]["lr"], rows["layers.0.attention.q"]["weight_decay"]) == ("a", "schedule")
+    assert rows["norm.weight"]["weight_decay_factor"] == 0.0 and rows["layers.0.mlp.down"]["weight_decay_factor"] == 1.0
+
+
+def test_a_model_with_experts_has_no_name_for_what_moves_by_itself() -> None:
+    moe = MoEConfig(experts=4, ffn_hidden_size=8)
+    names = [one.name for one in named_parameters(replace(BIASED_CHOICE, moe=moe), None)]
+    assert not any("balancing" in name for name in names)
+    assert not any("balancing" in one.name for one in named_parameters(BIASED_CHOICE, None))
