@@ -1,4 +1,4 @@
-"""`megalith data`: look into token stores (`info`, `cat`), check them (`verify`) and join them (`merge`)."""
+"""`megalith data`: `info`, `cat`, `verify` and `merge` token stores, and `pack` conversations into rows."""
 
 from dataclasses import asdict, dataclass
 
@@ -6,6 +6,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
+from megalith.cli.pack import pack
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
@@ -61,13 +62,13 @@ class MergeOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Run `megalith data info|verify|cat|merge`."""
-    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge}
+    """Run `megalith data info|verify|cat|merge|pack`."""
+    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge, "pack": pack}
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: megalith data {{{','.join(actions)}}} ...\n\n{__doc__}")
         return 0
     if argv[0] not in actions:
-        advice = did_you_mean(argv[0], actions) or ""
+        advice = " It is `megalith prepare`." if argv[0] == "prepare" else did_you_mean(argv[0], actions) or ""
         raise ConfigError(f"{argv[0]} is not something `megalith data` does.{advice} Use one of {', '.join(actions)}.")
     return actions[argv[0]](argv[1:])
 

@@ -4,6 +4,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +101,8 @@ def write_packs(path: Path, room: Room, filled: Filled) -> None:
     except OSError as error:
         raise DataError(f"{path} cannot be written ({error}). Choose another path, or free some space.") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def read_packs(path: str, room: Room) -> Packs:

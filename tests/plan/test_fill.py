@@ -1,9 +1,10 @@
 import random
 
+import numpy as np
 import pytest
 
 from megalith.errors import PlanError
-from megalith.plan.fill import Filled, fill_best, fill_by_group, fill_in_order
+from megalith.plan.fill import Filled, fill_apart, fill_best, fill_by_group, fill_first, fill_in_order
 
 
 def rows(filled: Filled) -> list[list[int]]:
@@ -47,3 +48,23 @@ def test_what_fits_no_row_is_refused(lengths: list[int]) -> None:
     for fill in (fill_best, fill_in_order):
         with pytest.raises(PlanError, match=r"do not fit rows of 6 tokens. Use lengths of 1 to 6"):
             fill(lengths, 6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_fit_takes_the_first_row_with_room(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    room, count = int(draw.integers(5, 60)), int(draw.integers(0, 70))
+    lengths = [int(length) for length in draw.integers(1, room + 1, count)]
+    filled = fill_first(lengths, room)
+    rows: list[list[int]] = []
+    for number in sorted(range(count), key=lambda i: -lengths[i]):
+        fits = (row for row in rows if sum(lengths[n] for n in row) + lengths[number] <= room)
+        if (row := next(fits, None)) is None:
+            rows.append([number])
+        else:
+            row.append(number)
+    assert [filled.row(number).tolist() for number in range(filled.num_rows)] == [sorted(row) for row in rows]
+
+
+def test_documents_apart_have_a_row_each() -> None:
+    assert fill_apart([3, 5, 1]).documents.tolist() == [0, 1, 2] and fill_apart([]).num_rows == 0

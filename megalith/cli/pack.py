@@ -1,0 +1,107 @@
+"""`megalith data pack`: decide once which conversations share rows, and tell how full these are."""
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from tyro.conf import Positional
+
+from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.output import print_json
+from megalith.config.train import TrainRun
+from megalith.config.tree import apply_overrides
+from megalith.data.packs import PackReport, pack_first_fit, report_of, write_packs
+from megalith.data.sft import build_conversations
+from megalith.data.tokenizer import build_tokenizer
+from megalith.errors import raise_all
+from megalith.recipes import resolve
+
+WIDTH = 40
+"""Characters of the longest bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackOptions:
+    """Pack a run's conversations into rows, longest first, each into the first row that has room for it; the run's seed
+    decides among equally long ones. Training reads the result with --data.sft.packs OUTPUT."""
+
+    recipe: Positional[str]
+    """A recipe's name, a YAML file, or the folder of a run that reads conversations (data.sft)."""
+
+    output: str
+    """The file to write."""
+
+    overwrite: bool = False
+    """Replace a file of that name."""
+
+    json: bool = False
+    """Print one JSON document about the result."""
+
+
+def pack(argv: list[str]) -> int:
+    """Run `megalith data pack RECIPE --output FILE`.
+
+    Raises:
+        ConfigError: the run reads no conversations, or the file is there already.
+        DataError: conversations cannot be read, or the file cannot be written.
+    """
+    rest, overrides = split_overrides(argv, TrainRun)
+    options = parse_options(PackOptions, rest, prog="megalith data pack", root=TrainRun)
+    run = apply_overrides(resolve(options.recipe), overrides)
+    output = Path(options.output)
+    raise_all(_problems(run, options))
+    tokenizer = build_tokenizer(run.tokenizer)
+    dataset = build_conversations(
+        replace(run.data, sft=replace(run.data.sft, packs=None)), split="train", seq_len=run.train.seq_len,
+        seed=run.seed, num_samples=None, vocab_size=run.model.vocab_size, tokenizer=tokenizer,
+        tokenizer_path=run.tokenizer.path, alone=True,
+    )  # fmt: skip
+    room = dataset.room()
+    filled = pack_first_fit(room, run.seed)
+    write_packs(output, room, filled)
+    report = report_of(filled, room.lengths, room.seq_len)
+    if options.json:
+        print_json({"output": str(output), "seq_len": room.seq_len, **asdict(report)})
+    else:
+        print(f"wrote {output}: {text_of(report, room.seq_len)}")
+        print(f"use it with --data.sft.packs {output}")
+    return 0
+
+
+def _problems(run: TrainRun, options: PackOptions) -> list[str]:
+    problems = []
+    if not run.data.sft.used():
+        problems.append(
+            f"{options.recipe} reads no conversations (data.sft.path={list(run.data.sft.path)}). Set data.sft.path, or "
+            f"use another recipe; text is made ready by `megalith prepare`."
+        )
+    if run.train.tokens_per_microbatch is not None:
+        problems.append(
+            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: conversations are packed step by step, "
+            f"and no file is read. Set train.tokens_per_microbatch=none."
+        )
+    if Path(options.output).exists() and not options.overwrite:
+        problems.append(f"--output={options.output} is there already. Pass --overwrite to replace it.")
+    return problems
+
+
+def text_of(report: PackReport, seq_len: int) -> str:
+    """The report for people.
+
+    >>> print(text_of(PackReport(3, 2, 4, 0.5, 4 / 3, ((1, 1, 2), (2, 2, 1))), 80))
+    4 conversations in 3 rows of 80 tokens (2 at least)
+      fill  50.0%, 1.3 conversations in a row on average
+      rows with
+            1  ######################################## 2
+            2  #################### 1
+    """
+    lines = [
+        f"{report.conversations:,} conversations in {report.rows:,} rows of {seq_len:,} tokens ({report.fewest:,} at "
+        f"least)",
+        f"  fill  {report.fill:.1%}, {report.mean:.1f} conversations in a row on average",
+        "  rows with",
+    ]
+    most = max((count for *_, count in report.histogram), default=1)
+    for first, last, count in report.histogram:
+        name = str(first) if first == last else f"{first}-{last}"
+        lines.append(f"  {name:>9}  {'#' * -(-count * WIDTH // most)} {count:,}")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Tests of megalith/data/packs.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.data.packs import (
+    Room,
+    joined,
+    numbers_of,
+    pack_first_fit,
+    read_packs,
+    report_of,
+    write_packs,
+)
+from megalith.data.sample import PackedSample
+from megalith.errors import DataError
+from megalith.plan.deal import Budget
+from megalith.plan.fill import Filled
+
+
+def document(first: int, length: int) -> PackedSample:
+    ids = np.arange(first, first + length)
+    return PackedSample(ids, ids + 1, (length,), length)
+
+
+def test_documents_follow_one_another_and_filler_them() -> None:
+    row = joined([document(10, 3), document(50, 2)], Budget(capacity=12, longest=4))
+    assert row.ids.tolist() == [10, 11, 12, 50, 51] + [0] * 7 and row.labels.tolist() == [11, 12, 13, 51, 52] + [-1] * 7
+    assert row.lengths == (3, 2, 4, 3) and row.read_lengths == (3, 2) and row.num_valid == 5
+    assert numbers_of([7, 2], row, 100).tolist() == [700, 701, 702, 200, 201] + [-1] * 7
+    empty = joined([], Budget(capacity=12, longest=8))
+    assert empty.lengths == (8, 4) and empty.read_lengths == () and (empty.labels == -1).all()
+    assert numbers_of([], empty, 100).tolist() == [-1] * 12
+
+
+def test_documents_that_will_be_padded_leave_room_for_it() -> None:
+    row = joined([document(10, 3), document(50, 5)], Budget(capacity=24, longest=8, multiple=4))
+    padded = sum(length + -length % 4 for length in row.lengths)
+    assert row.read_lengths == (3, 5) and padded == 24 and sum(row.lengths) == 20
+
+
+LENGTHS = np.array([7, 3, 9, 3, 1, 8, 3, 2])
+ROOM = Room("abc", 10, "drop", LENGTHS, np.array([0, 1, 3, 4, 5, 6, 7]))
+
+
+def test_a_packing_has_every_conversation_once_and_depends_on_the_seed_alone() -> None:
+    filled = pack_first_fit(ROOM, 1)
+    assert sorted(filled.documents.tolist()) == ROOM.kept.tolist()
+    assert all(LENGTHS[filled.row(number)].sum() <= 10 for number in range(filled.num_rows))
+    again = pack_first_fit(ROOM, 1)
+    assert (filled.documents == again.documents).all() and (filled.starts == again.starts).all()
+    assert filled.num_rows == 3, "27 tokens need no more"
+
+
+def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    path, filled = tmp_path / "packs.npz", pack_first_fit(ROOM, 1)
+    write_packs(path, ROOM, filled)
+    found = read_packs(str(path), ROOM)
+    assert (found.filled.documents == filled.documents).all() and (found.filled.starts == filled.starts).all()
+    assert len(found.digest) == 32 and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "packs.npz"
+    write_packs(path, ROOM, pack_first_fit(ROOM, 1))
+    others = {
+        "other conversations or another template or tokenizer: abc there, xyz here": ROOM._replace(digest="xyz"),
+        "train.seq_len: 10 there, 12 here": ROOM._replace(seq_len=12),
+        "data.sft.overlong: drop there, error here": ROOM._replace(overlong="error"),
+    }
+    for text, room in others.items():
+        with pytest.raises(DataError, match=f"was made for {text}. Make it again with `megalith data pack`"):
+            read_packs(str(path), room)
+    for wrong in (Filled(np.array([0, 1]), np.array([0, 2])), Filled(ROOM.kept, np.array([0, 7]))):
+        write_packs(path, ROOM, wrong)
+        with pytest.raises(DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"):
+            read_packs(str(path), ROOM)
+    path.write_text("nothing")
+    for name in ("packs.npz", "none"):
+        with pytest.raises(DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"):
+            read_packs(str(tmp_path / name), ROOM)
+
+
+def test_a_report_counts_rows_by_what_is_in_them() -> None:
+    starts = np.array([0, 1, 3, 6])
+    report = report_of(Filled(np.array([2, 0, 4, 1, 3, 6]), starts), LENGTHS, 10)
+    assert (report.rows, report.fewest, report.conversations, report.mean) == (3, 3, 6, 2.0)
+    assert report.fill == pytest.approx(26 / 30) and report.histogram == ((1, 1, 1), (2, 2, 1), (3, 3, 1))
+    many = report_of(Filled(np.arange(30) % 8, np.array([0, 1, 30])), LENGTHS, 1000)
+    assert many.histogram[0] == (1, 3, 1) and many.histogram[-1] == (28, 30, 1) and len(many.histogram) == 10
+
+
+def test_samples_of_rows_keep_what_they_had() -> None:
+    whole = document(3, 4)
+    assert whole.read_lengths == (4,) and replace(whole, num_valid=0).read_lengths == ()
