@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megalith.config.lora import LoraConfig, lora_layers
+from megalith.config.lora import lora_layers
 from megalith.config.model import ModelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.costs import attention_flops, latent_flops, layer_flops, mlp_flops, shared_flops
+from megalith.plan.frozen import first_trained_layer, tables_trained
 from megalith.plan.recompute import layer_spans, modules_again
 from megalith.plan.stages import Stage
 
@@ -18,8 +19,8 @@ def repeated_flops(
     """Operations of a step that are no new work: a second forward of whole layers or of the parts that are named, those
     of further predictions among them; a third of what `step_flops` counts for them, whose arguments these are.
 
-    stages: of the whole pipeline. What lies below every adapter has no backward, so nothing of it runs again; adapters'
-    own products, few beside a layer's, are not counted.
+    stages: of the whole pipeline. What lies below everything that is trained has no backward, so nothing of it runs
+    again; adapters' own products, few beside a layer's, are not counted.
     Source: Korthikanti et al. 2022, arXiv:2205.05198, appendix A.
     """
     if run.recompute.granularity == "none":
@@ -29,7 +30,7 @@ def repeated_flops(
         return sum(seen.layer(layer) for layer in _layers_again(run, stages)) // 3
     modules = modules_again(run.recompute)
     modules = tuple(one for one in modules if one != "core_attention" or "mla_up_proj" not in modules)  # it is inside
-    layers = (layer for stage in stages for layer in _with_backward(stage.layers, run.lora, run.model))
+    layers = (layer for stage in stages for layer in _with_backward(stage.layers, run))
     further = [run.model.num_layers - 1] * run.model.mtp.depths
     return sum(seen.part(module, layer) for layer in (*layers, *further) for module in modules) // 3
 
@@ -38,7 +39,7 @@ def _layers_again(run: TrainRun, stages: Sequence[Stage]) -> list[int]:
     """Numbers of the layers that run again, over all stages; the last layer's once more for each further prediction."""
     found = []
     for stage in stages:
-        layers = _with_backward(stage.layers, run.lora, run.model)
+        layers = _with_backward(stage.layers, run)
         found += _chosen(run.recompute, layers)
     return found + _chosen(run.recompute, [run.model.num_layers - 1]) * run.model.mtp.depths
 
@@ -48,9 +49,13 @@ def _chosen(recompute: RecomputeConfig, layers: Sequence[int]) -> list[int]:
     return [layer for span in spans if span.recomputed for layer in layers[span.start : span.stop]]
 
 
-def _with_backward(layers: range, lora: LoraConfig | None, model: ModelConfig) -> list[int]:
-    """Those from the first adapter on; all where the weights themselves are trained."""
-    first = 0 if lora is None else lora_layers(lora, model)[0]
+def _with_backward(layers: range, run: TrainRun) -> list[int]:
+    """Those from the first adapter on, or from the first that is trained."""
+    if run.lora is not None:
+        first = lora_layers(run.lora, run.model)[0]
+    else:
+        below = not run.optim.trains_all() and not tables_trained(run.model, run.optim)
+        first = first_trained_layer(run.model, run.optim) if below else 0
     return [layer for layer in layers if layer >= first]
 
 

@@ -3,15 +3,13 @@
 Good for telling which axis costs what and what can hide it, not for predicting a step.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import trained_step_flops
 from megalith.plan.costs import head_flops, step_flops
 from megalith.plan.devices import EFFICIENCY, LINK_EFFICIENCY, Device
-from megalith.plan.memory import setting_of
-from megalith.plan.savings import savings
+from megalith.plan.repeated import repeated_flops
 from megalith.plan.traffic import Traffic
 from megalith.plan.workload import Workload
 
@@ -99,16 +97,6 @@ def layer_share(run: TrainRun) -> float:
 
 def repeated_share(workload: Workload) -> float:
     """What recomputation adds, as a part of the useful work; a second forward costs the same whatever is trained."""
-    c, length = workload.run.model, workload.run.train.seq_len
-    whole = step_flops(c, tokens=length, squared_lengths=length**2)
-    useful = trained_step_flops(c, workload.run.lora, workload.run.optim, tokens=length, squared_lengths=length**2)
-    layers = workload.run.model.num_layers
-    kind = workload.run.parallel.context.kind
-    setting = setting_of(workload, 0, kind=kind, accelerator=True)
-    stages = Counter(len(stage.layers) for stage in workload.stages if stage.layers)
-    extra = sum(
-        alike * count / layers * saving.extra
-        for count, alike in stages.items()
-        for saving in savings(setting, num_layers=count)
-    )
-    return extra * whole / useful
+    run, length = workload.run, workload.run.train.seq_len
+    useful = trained_step_flops(run.model, run.lora, run.optim, tokens=length, squared_lengths=length**2)
+    return repeated_flops(run, workload.stages, tokens=length, squared_lengths=length**2) / useful

@@ -50,7 +50,9 @@ from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, pairs_seen, tflops_per_device
 from megalith.plan.deal import budget_of, document_cost
 from megalith.plan.experts import balance_notes
+from megalith.plan.repeated import repeated_flops
 from megalith.plan.savings import run_lines
+from megalith.plan.stages import plan_stages
 from megalith.plan.unused import unused_notes
 from megalith.posttrain.lora import load_adapters, load_base
 from megalith.train.build import (
@@ -157,10 +159,13 @@ class _Loop:
         )
         self.budget = budget_of(run.train, run.parallel, run.model)
         self.flops = 0  # of the global batch, since the last logged row
+        self.again = 0  # operations that recomputation repeated, beside these
         self.seconds = 0.0  # in steps, since the last logged row
         self.read = 0  # tokens, since the last logged row
         self.learnt = 0.0, 0.0  # share of the last step's tokens that are labels, and of its rows that are tokens
         self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
+        pipeline, pp = run.parallel.pipeline, run.parallel.pp
+        self.stages = plan_stages(pipeline, pp=pp, num_layers=run.model.num_layers)
         self.lr = 0.0
         self.groups: Mapping[str, GroupRates] = NO_GROUPS
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
@@ -225,6 +230,9 @@ class _Loop:
         self.flops += trained_step_flops(
             run.model, run.lora, run.optim, tokens=batches.num_read, squared_lengths=squares,
             windowed=windowed,
+        )  # fmt: skip
+        self.again += repeated_flops(
+            run, self.stages, tokens=batches.num_read, squared_lengths=squares, windowed=windowed
         )  # fmt: skip
         self.read += batches.num_read
         state.step += 1
@@ -295,6 +303,8 @@ class _Loop:
         if result.z_loss is not None and result.max_logit is not None:
             row |= {"z_loss": result.z_loss, "max_logit": result.max_logit if math.isfinite(result.max_logit) else None}
         row |= {f"lr_{group.name}": self.groups[group.name].lr for group in run.optim.groups if group.sets_rate}
+        if mfu is not None and self.again:
+            row["hfu"] = round(mfu * (1 + self.again / max(1, self.flops)), 4)
         if self.trainer.loss_scale is not None:
             row["loss_scale"] = self.trainer.loss_scale.scale
         row |= {f"mtp_{depth}_loss": loss for depth, loss in enumerate(result.further_losses, start=1)}
@@ -311,7 +321,7 @@ class _Loop:
             row["imbalance"] = round(uneven, 4)
         if packed:
             row["microbatches"] = self.dealt[1]
-        self.flops, self.seconds, self.read = 0, 0.0, 0
+        self.flops, self.again, self.seconds, self.read = 0, 0, 0.0, 0
         self._write(row)
         self.progress.step(
             state.step, {"loss": f"{result.loss:.4f}", "lr": f"{self.lr:.2e}", "tokens/s": f"{per_second:,.0f}"}

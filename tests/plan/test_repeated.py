@@ -95,6 +95,16 @@ def test_layers_below_every_adapter_do_not_run_again() -> None:
     assert repeated(MODEL, chosen("mlp"), lora=every) == 3 * repeated(MODEL, chosen("mlp"), lora=above)
 
 
+def test_layers_below_everything_that_is_trained_do_not_run_again() -> None:
+    run = replace(resolve("tiny_cpu"), model=MODEL, recompute=FULL)
+    above = replace(run, optim=replace(run.optim, frozen=("embed.*", "layers.0.*", "layers.1.attention.*")))
+    table = replace(run, optim=replace(run.optim, frozen=("layers.*",)))
+    found = [
+        repeated_flops(one, (whole_model(3),), tokens=8, squared_lengths=64) for one in (run, above, table)
+    ]  # fmt: skip
+    assert found[0] * 2 == found[1] * 3 and found[2] == found[0], "the embedding is below all layers"
+
+
 def test_each_stage_chooses_among_its_own_layers() -> None:
     run = replace(resolve("tiny_cpu"), model=MODEL, recompute=replace(FULL, method="block"))
     stages = (Stage(range(2), embedding=True), Stage(range(2, 3), loss=True))

@@ -24,6 +24,7 @@ from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.observe.metrics import read_metrics
 from megalith.observe.progress import StepProgress
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.plan.costs import head_flops, step_flops
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
@@ -54,7 +55,7 @@ def train(path: Path, settings: Mapping[str, Override] | None = None, *, show: b
 
 def rows(path: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what depends on the clock."""
-    clock = ("tokens_per_second", "step_ms", "tflops_per_device", "mfu", "memory_gib", "time_utc")
+    clock = ("tokens_per_second", "step_ms", "tflops_per_device", "mfu", "hfu", "memory_gib", "time_utc")
     return [
         {name: value for name, value in row.items() if name not in clock}
         for row in read_metrics(path / "metrics.jsonl")
@@ -456,6 +457,19 @@ def test_a_step_that_changed_nothing_is_counted_and_moves_no_schedule(
 def test_rows_are_logged_as_often_as_asked_and_at_the_end(tmp_path: Path) -> None:
     train(tmp_path, {"train.log_every": "3", "train.eval_every": "none"})
     assert [(row["step"], "loss" in row) for row in rows(tmp_path)] == [(3, True), (6, True), (8, True), (8, False)]
+
+
+def test_what_recomputation_repeats_is_told_beside_what_is_useful(tmp_path: Path) -> None:
+    settings = {"train.steps": "2", "observe.peak_tflops": "1e-6", "train.eval_steps": "0"}
+    train(tmp_path / "plain", settings)
+    assert all("hfu" not in row for row in read_metrics(tmp_path / "plain" / "metrics.jsonl"))
+    train(tmp_path / "again", settings | {"recompute.granularity": "full"})
+    run = tiny_run(settings)
+    length = run.train.seq_len
+    useful = step_flops(run.model, tokens=length, squared_lengths=length**2)
+    layers = useful - head_flops(run.model, length)
+    for row in read_metrics(tmp_path / "again" / "metrics.jsonl"):
+        assert row["mfu"] > 10 and row["hfu"] / row["mfu"] == pytest.approx(1 + layers / 3 / useful, rel=1e-5)
 
 
 def test_without_evaluation_steps_nothing_is_evaluated(tmp_path: Path) -> None:
