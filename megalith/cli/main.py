@@ -22,6 +22,7 @@ SUMMARIES = {
     "data": "look into .bin/.idx pairs, check, join and blend them",
     "train": "train a recipe; the same command resumes",
     "evaluate": "loss and bits per byte of a checkpoint on held-out text",
+    "routing": "how a run's tokens choose among experts, and how far one layer tells the next",
     "generate": "write text with a checkpoint or a Hugging Face folder",
     "chat": "talk with a tuned model in the terminal",
     "recipes": "list, show and compare ready-made runs, with parameters and memory",

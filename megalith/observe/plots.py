@@ -1,9 +1,10 @@
 """Plots of a run, drawn from its metrics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalith.observe.metrics import read_metrics
+from megalith.observe.routing import Foresight, Use
 
 
 def plot_run(folder: Path) -> Path | None:
@@ -68,6 +69,45 @@ def plot_experts(folder: Path) -> Path | None:
         axes.grid(alpha=0.3)
     figure.suptitle(folder.name)
     target = folder / "plots" / "experts.png"
+    target.parent.mkdir(exist_ok=True)
+    FigureCanvasAgg(figure)
+    figure.savefig(target)
+    return target
+
+
+def plot_routing(
+    folder: Path, uses: Sequence[Use], pairs: Sequence[Foresight], found: Mapping[tuple[str, str], float]
+) -> Path:
+    """Draw `plots/routing.png`: each layer's experts, busiest first, and what the layer before tells of its choices.
+
+    `found`: of layers' choices, what a router finds in the hidden states of a layer, itself or the one before.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 8), layout="constrained")
+    share, told = figure.subplots(2, 1)
+    busiest = [sorted((value * len(use.shares) for value in use.shares), reverse=True) for use in uses]
+    image = share.imshow(busiest, aspect="auto", interpolation="nearest", vmin=0.0)
+    figure.colorbar(image, ax=share, label="choices, mean = 1")
+    share.set_yticks(range(len(uses)), [use.layer for use in uses], fontsize="small")
+    share.set_xlabel("experts, the busiest first")
+    curves = {
+        "known of the best choice": [pair.information for pair in pairs],
+        "all k, by counts": [pair.all for pair in pairs], "all k, blind": [pair.all_blind for pair in pairs],
+    }  # fmt: skip
+    if any(one != other for one, other in found):
+        by_router = [found.get((pair.layer, pair.following), float("nan")) for pair in pairs]
+        curves["all k, by the router on hidden states before"] = by_router
+    for label, values in curves.items():
+        told.plot(range(len(pairs)), values, "o-", markersize=3, linewidth=1, label=label)
+    told.set_xticks(range(len(pairs)), [pair.following for pair in pairs], fontsize="small", rotation=90)
+    told.set_ylim(-0.02, 1.02)
+    told.set_ylabel("told by the layer before")
+    told.legend(fontsize="small")
+    told.grid(alpha=0.3)
+    figure.suptitle(folder.name)
+    target = folder / "plots" / "routing.png"
     target.parent.mkdir(exist_ok=True)
     FigureCanvasAgg(figure)
     figure.savefig(target)

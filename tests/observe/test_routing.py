@@ -1,0 +1,126 @@
+"""What a trace tells: traces made by hand, of which the answer is known."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from megalith.errors import DataError
+from megalith.observe.routing import Foresight, in_order, likeliest, steps_of_trace, study_trace
+
+Experts = NDArray[np.int64]
+DRAW = np.random.default_rng(7)
+
+
+def write(
+    folder: Path, layers: dict[str, Experts], *, steps: int = 1, rank: int = 0, split: int = 1, **place: int
+) -> None:
+    """A rank's trace of some layers; every step has the next part of the tokens, in `split` microbatches."""
+    folder.mkdir(exist_ok=True)
+    with (folder / f"rank_{rank:05d}.jsonl").open("a") as file:
+        for step in range(steps):
+            for layer, experts in layers.items():
+                for microbatch, part in enumerate(np.array_split(np.array_split(experts, steps)[step], split)):
+                    row: dict[str, Any] = {"step": step + 1, "layer": layer, "dp": 0, "cp": 0, "tp": 0, **place}
+                    row |= {"microbatch": microbatch, "num_tokens": len(part), "top_k": part.shape[1]}
+                    file.write(json.dumps(row | {"experts": part.tolist()}) + "\n")
+
+
+def pair(folder: Path, here: Experts, there: Experts, experts: int, **how: Any) -> Foresight:
+    """How far the first layer tells the second."""
+    write(folder, {"layers.0": here, "layers.1": there}, **how)
+    (found,) = study_trace(folder, experts=experts)[1]
+    assert (found.layer, found.following, found.tokens) == ("layers.0", "layers.1", len(here))
+    return found
+
+
+def distinct(tokens: int, top_k: int, experts: int) -> Experts:
+    """Choices of `top_k` different experts, all equally likely."""
+    return DRAW.random((tokens, experts)).argsort(1)[:, :top_k]
+
+
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_a_permutation_tells_everything(tmp_path: Path, top_k: int) -> None:
+    here = distinct(3000, top_k, 6)
+    found = pair(tmp_path, here, np.array([3, 5, 0, 4, 1, 2])[here], 6, steps=2, split=3)
+    assert found.information == pytest.approx(1.0, abs=1e-3)
+    assert found.first == found.all == 1.0
+    assert found.first_blind == pytest.approx(1 / 6, abs=0.03) and found.all_blind == pytest.approx(top_k / 6, abs=0.03)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(4000, 4), (300, 40)])
+def test_independent_choices_tell_nothing_even_if_tokens_are_few(tmp_path: Path, tokens: int, experts: int) -> None:
+    here, there = distinct(tokens, 2, experts), distinct(tokens, 2, experts)
+    found = pair(tmp_path, here, there, experts)
+    assert found.information < 0.005
+    assert found.all == pytest.approx(2 / experts, abs=0.03) and found.first == pytest.approx(1 / experts, abs=0.04)
+    both = np.zeros((experts, experts))
+    np.add.at(both, (here[:, 0], there[:, 0]), 1 / tokens)
+    apart = np.outer(both.sum(1), both.sum(0))
+    of_itself = (both[both > 0] * np.log(both[both > 0] / apart[both > 0])).sum() / math.log(experts)
+    assert (of_itself > 0.3) == (tokens == 300), "by its own counts it would tell a lot"
+
+
+def test_a_noisy_choice_tells_what_shannon_says(tmp_path: Path) -> None:
+    """Of two equal experts one in ten tokens goes to the other: 1 - H(0.1) bits of 1."""
+    here = np.tile([[0], [1]], (10000, 1))
+    there = np.where(DRAW.random((20000, 1)) < 0.1, 1 - here, here)
+    found = pair(tmp_path, here, there, 2, split=4)
+    expected = 1 + 0.1 * math.log2(0.1) + 0.9 * math.log2(0.9)
+    assert found.information == pytest.approx(expected, abs=0.02)
+    assert found.first == pytest.approx(0.9, abs=0.01) and found.first_blind == pytest.approx(0.5, abs=0.01)
+
+
+def test_guesses_are_of_the_other_half(tmp_path: Path) -> None:
+    """What the second half does after each expert, the first half never did."""
+    here = np.tile(np.arange(4), 50).reshape(-1, 1)
+    there = np.concatenate([here[:100], 3 - here[100:]])
+    found = pair(tmp_path, here, there, 4)
+    assert (found.first, found.information) == (0.0, 0.0)
+
+
+def test_how_choices_concentrate(tmp_path: Path) -> None:
+    write(tmp_path, {"layers.2": np.array([[0, 1], [0, 1], [0, 2], [0, 3]]), "layers.10": np.array([[0, 1], [2, 3]])})
+    few, even = study_trace(tmp_path, experts=4)[0]
+    assert (few.layer, even.layer) == ("layers.2", "layers.10")
+    assert few.shares == (0.5, 0.25, 0.125, 0.125) and (few.tokens, few.load, few.half) == (4, 2.0, 1)
+    assert few.entropy == pytest.approx(1.75 / 2)
+    assert (even.load, even.half) == (1.0, 2) and even.entropy == pytest.approx(1.0)
+
+
+def test_ranks_of_two_stages_and_of_two_places_are_joined_by_their_tokens(tmp_path: Path) -> None:
+    places = [distinct(200, 1, 3) for _ in range(2)]
+    for dp, here in enumerate(places):
+        write(tmp_path, {"layers.0": here}, rank=dp, dp=dp)
+    for dp, here in enumerate(places):
+        write(tmp_path, {"layers.1": 2 - here, "mtp.0.layer": here}, rank=3 - dp, dp=dp)
+    uses, pairs = study_trace(tmp_path, experts=3)
+    assert [use.tokens for use in uses] == [400, 400, 400]
+    assert [(one.layer, one.following, one.tokens, one.all) for one in pairs] == [
+        ("layers.0", "layers.1", 400, 1.0), ("layers.1", "mtp.0.layer", 400, 1.0)
+    ]  # fmt: skip
+
+
+def test_layers_without_a_next_one_tell_nothing(tmp_path: Path) -> None:
+    write(tmp_path, {"layers.4": distinct(5, 1, 3)})
+    assert study_trace(tmp_path, experts=3)[1] == []
+    assert in_order(["mtp.0.layer", "layers.10", "layers.9"]) == ["layers.9", "layers.10", "mtp.0.layer"]
+    assert likeliest(np.eye(3), np.zeros((0, 1), dtype=np.int16), 2).shape == (0, 2)
+
+
+def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no routing trace there .* Run with observe.routing_trace=1"):
+        study_trace(tmp_path, experts=3)
+    write(tmp_path, {"layers.0": np.array([[5]])})
+    with pytest.raises(DataError, match=r"step 1, layers.0: expert 5 of 3. Use the trace .* model.moe.experts=3"):
+        study_trace(tmp_path, experts=3)
+    file = tmp_path / "rank_00000.jsonl"
+    file.write_text(file.read_text() + '{"step": 2, "lay')
+    assert [step for step, _ in steps_of_trace(tmp_path)] == [1], "a crash cut the last line short"
+    file.write_text(file.read_text() + "\n")
+    with pytest.raises(DataError, match="line 2 is no row of a trace .JSONDecodeError: .* Remove the line, or run"):
+        list(steps_of_trace(tmp_path))
