@@ -1,9 +1,16 @@
 """What faults in attention across ranks put in place of the right functions; see `verify/faults.py`."""
 
+from typing import Any
+
+import numpy as np
 from torch import Tensor
 
 from megalith.kernels.span_attention import Result, nothing_found
+from megalith.kernels.tokens import Context
+from megalith.kernels.visible import SeenPairs
+from megalith.parallel.context import seen_of_groups
 from megalith.parallel.group import Group
+from megalith.plan.context import Numbers, Spans, plan_spans
 
 
 def heads_of_the_first_rank(weight: Tensor | None, group: Group) -> Tensor | None:
@@ -16,3 +23,27 @@ def nothing_found_without_the_extra_score(
 ) -> Result:
     """A ring begins as if only keys took part in softmax."""
     return nothing_found(q, width, sinks)
+
+
+def one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
+    """Documents begin with the row where keys are of other ranks. `others`: as `plan_spans` has them."""
+    own = np.array_equal(queries, keys)
+    return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
+
+
+def chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
+    """Chunks are counted from the first token of all documents. `others`: as `plan_spans` has them."""
+    seen, size = plan_spans(queries, keys, starts, **others), others["window"]
+    return plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size)) if size else seen
+
+
+def rows_of_the_first_rank(context: Context, near: int) -> list[SeenPairs] | None:
+    """Masks let see what they let the first rank's tokens see."""
+    seen = seen_of_groups(context, near)
+    first = context.numbers_of_groups(near)[0]
+    return None if seen is None else [SeenPairs(pairs.visible, first, pairs.keys) for pairs in seen]
+
+
+def known_to_the_first(context: Context, near: int) -> list[SeenPairs] | None:
+    """Masks hide something on the first rank alone."""
+    return seen_of_groups(context, near) if context.rank == 0 else None

@@ -65,7 +65,7 @@ def judge(fault: Fault) -> Verdict:
         optim = replace(choice_of(fault), eps=case.run.optim.eps)
         run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim)
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))
-        found = prove_layout(replace(case, run=run))
+        found = prove_layout(replace(case, run=run, masks="alone" if "masks" in fault.needs else None))
         return Verdict(fault, where, *_first_difference(found))
     except RankError as error:
         told = str(error).split("\nthen:")[0].splitlines()[-1]

@@ -56,7 +56,7 @@ from megalith.parallel.tensor import (
     VocabHead,
     WholeTokens,
 )
-from megalith.plan.context import Numbers, Slices, Spans, plan_spans
+from megalith.plan.context import Numbers, Slices, Spans
 from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
@@ -71,7 +71,7 @@ Need = Literal[
     "split backward", "zero", "replicas", "fsdp", "recompute", "offload", "dropout", "gather", "a2a", "documents",
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
-    "chunks of documents", "off by one", "z loss", "balance over ranks", "frozen", "groups",
+    "chunks of documents", "off by one", "z loss", "balance over ranks", "masks", "frozen", "groups",
 ]  # fmt: skip
 
 
@@ -336,18 +336,8 @@ def _heads_of_the_next_rank(out: Tensor, group: Group, join: Join) -> Tensor:
     return y.roll(out.shape[1], dims=1)
 
 
-def _one_document_across_ranks(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
-    own = np.array_equal(queries, keys)
-    return plan_spans(queries, keys, starts if own else np.zeros_like(starts), **others)
-
-
 def _no_window(self: tokens.Context, near: int, *, causal: bool = True, **windows: Any) -> tuple[Spans, ...]:
     return ORIGINAL_SPANS_OF_GROUPS(self, near, causal=causal)
-
-
-def _chunks_of_rows(queries: Numbers, keys: Numbers, starts: Numbers, **others: Any) -> Spans:
-    seen, size = plan_spans(queries, keys, starts, **others), others["window"]
-    return plan_spans(queries, keys, np.maximum(starts, np.arange(len(starts)) // size * size)) if size else seen
 
 
 def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor, ...]:
@@ -633,11 +623,12 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "chunks_of_rows", "Chunks that attention stays inside are counted from the first token of all documents.",
         "numbers", ("cp", "documents", "window", "chunks of documents"),
-        lambda: replaced(tokens, "plan_spans", _chunks_of_rows),
+        lambda: replaced(tokens, "plan_spans", attention_faults.chunks_of_rows),
     ),
     Fault(
         "documents_joined_across_ranks", "Tokens see other documents, where the keys are those of another rank.",
-        "numbers", ("cp", "documents"), lambda: replaced(tokens, "plan_spans", _one_document_across_ranks),
+        "numbers", ("cp", "documents"),
+        lambda: replaced(tokens, "plan_spans", attention_faults.one_document_across_ranks),
     ),
     Fault(
         "ring_gather_owner", "Tokens that came round a ring are taken for those of the rank before their owner.",
@@ -677,6 +668,15 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "whole_norm_local", "Queries and keys are normed over the rank's own heads.",
         "types", ("tp", "whole norms"), lambda: replaced(qk_norm, "all_reduce", lambda x, group: x),
+    ),
+    Fault(
+        "masks_of_another_rank", "Every rank looks at the rows of masks that are of the first rank's tokens.",
+        "numbers", ("cp", "masks"),
+        lambda: replaced(context, "seen_of_groups", attention_faults.rows_of_the_first_rank),
+    ),
+    Fault(
+        "masks_forgotten", "All ranks but the first forget that tokens have masks.",
+        "numbers", ("cp", "masks"), lambda: replaced(context, "seen_of_groups", attention_faults.known_to_the_first),
     ),
     Fault(
         "latent_key_not_entered", "The key that all heads of latent attention share does not enter divided work.",

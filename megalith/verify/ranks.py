@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun, dropout_seed
 from megalith.data.loader import Loader, Masks
-from megalith.data.sample import Dataset, Sample
+from megalith.data.sample import Dataset, RowMask, Sample
 from megalith.nn.init import fill
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import my_slicing
@@ -69,10 +70,14 @@ class RaggedRows:
     places: bool = False
     """Tokens have random places in time, height and width, in all rows but every third, which are text."""
 
+    masks: "MaskKind | None" = None
+    """Random masks of pairs, some of which let a token see nothing, in all rows; or beside causality in every third
+    row, and padding in another third."""
+
     @property
     def fingerprint(self) -> str:
         """What it is made of."""
-        made_of = (self.seq_len, self.vocab_size, self.num_samples, self.masked, self.eod, self.places)
+        made_of = (self.seq_len, self.vocab_size, self.num_samples, self.masked, self.eod, self.places, self.masks)
         return " ".join(["ragged rows", *map(str, made_of)])
 
     def __len__(self) -> int:
@@ -85,7 +90,21 @@ class RaggedRows:
         kept = 0 if k in self.masked else int(draw.integers(2, self.seq_len + 2))
         if self.eod is not None:
             ids[draw.random(len(ids)) < 0.2] = self.eod
-        return Sample(ids, kept, places=draw.integers(0, 30, (3, self.seq_len)) if self.places and k % 3 else None)
+        places = draw.integers(0, 30, (3, self.seq_len)) if self.places and k % 3 else None
+        return Sample(ids, kept, places=places, mask=None if self.masks is None else self._mask(k))
+
+    def _mask(self, k: int) -> RowMask | None:
+        draw, alone = np.random.default_rng(key(0, "verify", "masks", k)), self.masks == "alone"
+        if not alone and k % 3 == 0:
+            return None
+        if not alone and k % 3 == 1:
+            return RowMask(draw.random(self.seq_len) < 0.7)
+        seen = (draw.random((self.seq_len, self.seq_len)) < 0.6) & (draw.random((self.seq_len, 1)) < 0.8)
+        return RowMask(seen, alone)
+
+
+MaskKind = Literal["beside", "alone"]
+"""Whether masks hide more than causality does, or take its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +115,9 @@ class LayoutCase:
     world: int
     fault: str | None = None
     """Name of a planted fault; None: the code as it is."""
+
+    masks: MaskKind | None = None
+    """Of tokens; None: they have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +187,7 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
     with tempfile.TemporaryDirectory() as folder:
         result = run_ranks(run_case, case.world, case, f"{folder}/ranks", timeout=timeout)[0]
-        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1), f"{folder}/alone")
+        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1, masks=case.masks), f"{folder}/alone")
     assert result is not None and reference is not None
     return compare_results(result, reference)
 
@@ -225,7 +247,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     _give_adapters_values(trainer)
     initial, groups = _weights(trainer) | _still(trainer), _group_rates(case.run)
     losses, norms, uses, gradients = [], [], [], {}
-    loader = _loader(case.run, mesh, consumed=0, steps=STEPS)
+    loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
     for step in range(STEPS):
         result = train_step(trainer, loader.next(), lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups)
@@ -245,7 +267,7 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     again.optimizer.set_updates(STEPS)
     publish_loaded(again)
     rows = case.run.train.global_batch_size
-    batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1).next()
+    batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1, masks=case.masks).next()
     losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss)
     uses.append(use_of_experts(again.staged.modules, mesh))
     again.data.settle()
@@ -358,7 +380,7 @@ def _give_adapters_values(trainer: Trainer) -> None:
     publish_loaded(trainer)
 
 
-def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
+def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int, masks: MaskKind | None = None) -> Loader:
     train = run.train
     # The first microbatch of one rank and the second row of the run have no label at all.
     eod = 7 if run.data.documents else None
@@ -366,7 +388,7 @@ def _loader(run: TrainRun, mesh: Mesh, *, consumed: int, steps: int) -> Loader:
     made_of = train.seq_len, run.model.vocab_size, 12 * (STEPS + 1), (0, 1, 2, 17)
     dataset: Dataset = RaggedDocuments(*made_of)
     if budget is None:
-        dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections))
+        dataset = RaggedRows(*made_of, eod=eod, places=bool(run.model.rope.sections), masks=masks)
     return Loader(
         dataset, Masks(eod=eod, documents=run.data.documents), mesh.dp, global_batch_size=train.global_batch_size,
         micro_batch_size=train.micro_batch_size, consumed=consumed, steps=steps, device=torch.device("cpu"),

@@ -12,11 +12,11 @@ from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.verify.ranks import LayoutCase, layout_case
+from megalith.verify.ranks import LayoutCase, MaskKind, layout_case
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
-    "adapters", "experts", "chosen parameters",
+    "adapters", "experts", "chosen parameters", "masks",
 ]  # fmt: skip
 
 
@@ -32,10 +32,10 @@ class Layout:
     """Of a microbatch, of the 12 of a step."""
 
     seq_len: int = 12
-    documents: bool = False
     budget: int | None = None
     """Whole documents in packs of so many tokens for each rank along cp, instead of rows."""
 
+    documents: bool = False
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
@@ -49,6 +49,9 @@ class Layout:
     lora: LoraConfig | None = None
     optim: OptimConfig = TRAIN_ALL
     """What is trained, and at which rates."""
+
+    masks: MaskKind | None = None
+    """Of tokens."""
 
     sample: bool = False
     """One of the few that together have everything once, on at most four processes: in `make test`, and in
@@ -76,7 +79,7 @@ class Layout:
                 loss_chunk=7 if self.recomputed_loss else None, tokens_per_microbatch=self.budget,
             ),
         )  # fmt: skip
-        return replace(case, run=run)
+        return replace(case, run=run, masks=self.masks)
 
 
 def tiny(

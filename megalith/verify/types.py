@@ -37,6 +37,7 @@ from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.tree import from_dict, to_dict
+from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.routing import Choice
 from megalith.kernels.tokens import BalanceShare, DropoutKey, Join, Tokens, tokens_of_lengths, tokens_of_slices
@@ -141,12 +142,13 @@ class TypeReport:
 def type_check(
     model: ModelConfig, parallel: ParallelConfig, *, world: int, ranks: Sequence[int] | None = None,
     recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE, lora: LoraConfig | None = None,
-    optim: OptimConfig = TRAIN_ALL,
+    optim: OptimConfig = TRAIN_ALL, masked: bool = False,
 ) -> TypeReport:  # fmt: skip
     """Check a layout of `world` ranks at some of its ranks; unset: the first, one in the middle and the last.
 
     In a pipeline, every kind of stage there is checked at each of them. Every second place reads documents of uneven
-    lengths instead of rows. What `recompute` runs again in backward is checked a second time there.
+    lengths instead of rows. What `recompute` runs again in backward is checked a second time there. With `masked`,
+    tokens have masks.
     Replaces `torch.autograd.Function.apply` while it runs, and puts it back. Not for a process that computes in other
     threads: use `type_check_in_child` there.
 
@@ -164,7 +166,7 @@ def type_check(
     for number, (rank, chunk) in enumerate(chosen):
         place = _build(
             model, parallel, grid, rank, chunk, recompute=recompute, documents=number % 2 == 1, lora=lora,
-            optim=optim,
+            optim=optim, masked=masked,
         )  # fmt: skip
         names |= place.shards.keys()
         counts = calls[kind_of(place.model.stage, parallel.context, model)] = Counter[str]()
@@ -322,7 +324,7 @@ class Place:
 
 def _build(
     model: ModelConfig, parallel: ParallelConfig, grid: Grid, rank: int, chunk: int, *, recompute: RecomputeConfig,
-    documents: bool, lora: LoraConfig | None = None, optim: OptimConfig = TRAIN_ALL,
+    documents: bool, lora: LoraConfig | None = None, optim: OptimConfig = TRAIN_ALL, masked: bool = False,
 ) -> Place:  # fmt: skip
     """Build one rank, outside of the check: an operation on a tensor without types would be refused in it.
 
@@ -335,7 +337,7 @@ def _build(
     hidden = {axis: V if axis in DATA_AXES or split else I for axis in DENSE_AXES}
     batch = paper_batch(
         parts=mesh.tp.size, documents=documents, slicing=my_slicing(parallel, mesh), further=model.mtp.depths,
-        balanced=model.moe is not None and not model.moe.balance.sinkhorn,
+        balanced=model.moe is not None and not model.moe.balance.sinkhorn, masked=masked,
     )  # fmt: skip
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
     received, gradients = (
@@ -359,11 +361,13 @@ def _chunks(
 
 
 def paper_batch(
-    *, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0, balanced: bool = False
+    *, parts: int, documents: bool, slicing: Slicing = WHOLE, further: int = 0, balanced: bool = False,
+    masked: bool = False,
 ) -> Batch:  # fmt: skip
     """Eight tokens for each of `parts` ranks, or a few more for padding: two rows, or documents of uneven lengths.
 
-    `balanced`: as in training, with what keeps experts busy.
+    `balanced`: as in training, with what keeps experts busy; `masked`: with a mask for all documents but the second,
+    and padding.
     """
     count = 8 * parts * slicing.ranks
     lengths = [3, 1, count - 4] if documents else [count // 2] * 2
@@ -372,6 +376,10 @@ def paper_batch(
         tokens = tokens_of_slices(slices, slicing, device="meta")
     else:
         tokens = tokens_of_lengths(lengths, device="meta")
+    if masked:
+        masks = [torch.empty(n, n, dtype=torch.bool, device="meta") for n in lengths]
+        tokens = with_masks(tokens, [masks[0], None, *masks[2:]])
+        tokens = with_padding(tokens, torch.empty(count, dtype=torch.bool, device="meta"))
     ids, labels, numbers, *others = (
         torch.empty(tokens.num_tokens, dtype=torch.int64, device="meta") for _ in range(3 + 2 * further)
     )
@@ -460,17 +468,21 @@ def declare(model: nn.Module, grid: Grid) -> None:
 def declare_inputs(batch: Batch) -> None:
     """Type a batch: every dp and cp rank has its own, every tensor-parallel rank the same for different work.
 
-    The order of all tokens that cp ranks share is known to each of them, and the same.
+    The order of all tokens that cp ranks share is known to each of them, and the same; so are their masks.
     """
     tensors = [getattr(batch.tokens, field.name) for field in fields(batch.tokens)]
     context = batch.tokens.context
     near, everyone = ((), ()) if context is None else (_orders(context.neighbours), _orders(context.everyone))
+    visible = batch.tokens.whole.visible
+    masks = () if visible is None else (visible.keys, visible.pairs, visible.rows)
+    near, everyone = (near, (*everyone, *masks)) if context is not None else ((*near, *masks), everyone)
     further = [value for pair in batch.further for value in pair]
     for value in (batch.ids, batch.labels, *further, *tensors, *(batch.tokens.dropout or ()), *near):
         if isinstance(value, Tensor):
             checker.assert_type(value, _by_axis(lambda axis: V if axis in DATA_AXES else R))
     for value in everyone:
-        checker.assert_type(value, _by_axis(lambda axis: V if axis in PARTS["dp"] else R))
+        if isinstance(value, Tensor):
+            checker.assert_type(value, _by_axis(lambda axis: V if axis in PARTS["dp"] else R))
 
 
 def _orders(join: Join) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""flex_attention: what it is told about documents, windows, caps and sinks gives the plain definition's attention."""
+"""flex_attention: documents, windows, caps, sinks and masks give the attention of the plain definition."""
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -7,9 +9,11 @@ from torch import Tensor
 
 from megalith.kernels.attention import attention, reference_attention
 from megalith.kernels.flex_attention import block_mask, flexible_attention, intervals, plan_blocks, takes
+from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.scores import Scores, WeightDropout
 from megalith.kernels.sdpa import Lengths
-from megalith.kernels.tokens import tokens_of_queries
+from megalith.kernels.tokens import Tokens, tokens_of_queries
+from megalith.kernels.visible import SeenPairs, Visible
 from megalith.testing.tolerance import relative_error
 
 LENGTHS: tuple[Lengths, ...] = (((150, 150), (3, 3), (40, 90), (1, 130)), ((7, 7),), ((128, 128), (256, 256)))
@@ -46,6 +50,40 @@ def test_values_and_gradients_are_those_of_the_definition(
     assert relative_error(mine, theirs) <= 1e-5
     for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True):
         assert relative_error(a, b) <= 1e-5
+
+
+def masked(device: str = "cpu", *, alone: bool = False) -> Tokens:
+    """With masks that hide all keys from some queries, and padding; beside causality the second document has none."""
+    draw, tokens = torch.Generator().manual_seed(2), tokens_of_queries(list(LENGTHS[0]), device=device)
+    masks = [
+        ((torch.rand(size, generator=draw) < 0.6) & (torch.rand(size[0], 1, generator=draw) < 0.9)).to(device)
+        for size in LENGTHS[0]
+    ]
+    if alone:
+        return with_masks(tokens, masks, alone=True)
+    text = torch.rand(sum(keys for _, keys in LENGTHS[0]), generator=draw) < 0.8
+    return with_padding(with_masks(tokens, [masks[0], None, *masks[2:]]), text.to(device))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("kind", ["beside", "alone", "padding"])
+def test_masks_hide_what_the_definition_hides(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
+    tokens = masked(alone=kind == "alone")
+    assert tokens.visible is not None
+    tokens = tokens if kind != "padding" else replace(tokens, visible=Visible(tokens.visible.keys))
+    for scores in (SCORES[0], SCORES[2], SCORES[3]):
+        q, k, v, sink = inputs_of(LENGTHS[0], torch.float32)
+        sinks = None if scores.off_by_one else sink
+        inputs = [q, k, v] if sinks is None else [q, k, v, sink]
+        assert tokens.visible is not None
+        seen = SeenPairs(tokens.visible, torch.arange(len(q)), torch.arange(len(k)))
+        mine = flexible_attention(q, k, v, LENGTHS[0], tokens.visible.scores(scores), sinks, seen, compiled=False)
+        theirs = reference_attention(q, k, v, tokens, scores, sinks)
+        dy = torch.randn(mine.shape, generator=torch.Generator().manual_seed(1))
+        assert relative_error(mine, theirs) <= 1e-5
+        for a, b in zip(torch.autograd.grad(mine, inputs, dy), torch.autograd.grad(theirs, inputs, dy), strict=True):
+            assert bool(torch.isfinite(a).all()) and relative_error(a, b) <= 1e-5
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -106,12 +144,16 @@ def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.M
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("masks", [None, "beside", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_the_compiled_kernel_gives_what_the_definition_gives(scores: Scores, dtype: torch.dtype) -> None:
+def test_on_a_gpu_the_compiled_kernel_gives_what_the_definition_gives(
+    scores: Scores, dtype: torch.dtype, masks: str | None
+) -> None:
     q, k, v, sink = inputs_of(LENGTHS[0], dtype, "cuda", size=64)
     sinks = None if scores.off_by_one else sink
     inputs = [q, k, v] if sinks is None else [q, k, v, sink]
     tokens = tokens_of_queries(list(LENGTHS[0]), device="cuda")
+    tokens = tokens if masks is None else masked("cuda", alone=masks == "alone")
     mine = attention(q, k, v, tokens, scores, sinks)
     theirs = reference_attention(q.double(), k.double(), v.double(), tokens, scores, sinks)
     allowed = 2e-2 if dtype == torch.bfloat16 else 1e-4

@@ -1,6 +1,7 @@
 """Masks are checked, named when they do not fit, and laid down for whole documents wherever their tokens are."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -136,6 +137,16 @@ def test_rows_that_ranks_share_keep_their_lengths() -> None:
     assert with_padding(tokens, text).valid.tolist() == text[[0, 1, 6, 7]].tolist()
     masked = of_documents(with_masks(tokens, [torch.eye(3).bool(), None]))
     assert masked[0] is not None and torch.equal(masked[0], torch.eye(3).bool()) and masked[1] is None
+
+
+PAGE = Path(__file__).parents[2] / "docs/concepts/layers.md"
+
+
+def test_the_example_of_the_page_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    section = PAGE.read_text(encoding="utf-8").split("## Masks and padding")[1].split("\n## ")[0]
+    code, printed = section.split("```python\n")[1].split("```\n")[0], section.split("```\n")[2]
+    exec(code, {})  # lint: allow eval-exec: our own page
+    assert capsys.readouterr().out == printed
 
 
 def test_other_fields_stay() -> None:

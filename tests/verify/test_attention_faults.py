@@ -1,11 +1,22 @@
 """What is planted differs from what is right by the one thing that it is about."""
 
+import numpy as np
 import torch
 
+from megalith.kernels.masks import with_masks
 from megalith.kernels.span_attention import nothing_found
-from megalith.parallel.context import of_my_heads
+from megalith.kernels.tokens import Context, tokens_of_slices
+from megalith.parallel.context import of_my_heads, seen_of_groups
 from megalith.parallel.group import Group
-from megalith.verify.attention_faults import heads_of_the_first_rank, nothing_found_without_the_extra_score
+from megalith.plan.context import Slicing, plan_slices, plan_spans
+from megalith.verify.attention_faults import (
+    chunks_of_rows,
+    heads_of_the_first_rank,
+    known_to_the_first,
+    nothing_found_without_the_extra_score,
+    one_document_across_ranks,
+    rows_of_the_first_rank,
+)
 
 
 def test_heads_are_those_of_the_first_rank_on_every_rank() -> None:
@@ -26,3 +37,30 @@ def test_the_extra_score_is_left_out_and_sinks_are_not() -> None:
     sinks = torch.tensor([0.5, 1.5])
     for begin in (nothing_found, nothing_found_without_the_extra_score):
         assert torch.equal(begin(q, 4, sinks).lse[:, 0, 0], sinks)
+
+
+def test_spans_are_right_where_the_fault_is_not() -> None:
+    every, starts = np.arange(8), np.repeat([0, 3], [3, 5])
+    own = one_document_across_ranks(every, every, starts)
+    assert own.visible.tolist() == plan_spans(every, every, starts).visible.tolist()
+    across = one_document_across_ranks(every[4:], every[:4], starts)
+    assert across.visible.tolist() == [[0, 4]] * 4 and plan_spans(every[4:], every[:4], starts).visible[0, 0] == 3
+    chunks = chunks_of_rows(every, every, starts, window=4, chunked=True)
+    assert chunks.visible[:, 0].tolist() == [0, 0, 0, 3, 4, 4, 4, 4]
+    plain = chunks_of_rows(every, every, starts, window=None, chunked=False)
+    assert plain.visible.tolist() == plan_spans(every, every, starts).visible.tolist()
+
+
+def test_the_second_rank_has_the_masks_of_the_first_or_none() -> None:
+    def shared(rank: int) -> Context:
+        slicing = Slicing(ranks=2, rank=rank)
+        tokens = with_masks(tokens_of_slices(plan_slices([8], row=8, slicing=slicing), slicing), [torch.eye(8).bool()])
+        assert tokens.context is not None
+        return tokens.context
+
+    first, second = shared(0), shared(1)
+    wrong, right = rows_of_the_first_rank(second, 1), seen_of_groups(first, 1)
+    assert wrong is not None and right is not None
+    for mine, theirs in zip(wrong, right, strict=True):
+        assert torch.equal(mine.of_row(0, 1), theirs.of_row(0, 1))
+    assert known_to_the_first(first, 1) is not None and known_to_the_first(second, 1) is None

@@ -66,6 +66,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "window_lost_in_ring": (False, "wrong loss"),
     "sinks_in_every_step": (False, "wrong loss"),
     "distances_within_a_rank": (False, "wrong loss"),
+    "masks_of_another_rank": (False, "wrong loss"),
+    "masks_forgotten": (False, "wrong loss"),
     "biases_not_summed_over_stages": (False, "wrong gradients"),
     "biases_of_other_heads": (False, "wrong loss"),
     "extra_score_left_out": (False, "wrong loss"),

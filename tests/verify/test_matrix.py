@@ -34,6 +34,7 @@ def test_no_row_breaks_a_rule(row: Layout) -> None:
 @pytest.mark.parametrize("rows", [MATRIX, SAMPLE], ids=["all", "sample"])
 def test_everything_is_in_it_and_in_its_sample(rows: list[Layout]) -> None:
     layouts = [row.parallel for row in rows]
+    assert {row.masks for row in rows} >= {None, "alone"}
     for axis in ("tp", "cp", "pp", "dp"):
         assert {getattr(p, axis) for p in layouts} >= {1, 2, 3}
     schedules: set[ScheduleName] = {schedule_name(p.pipeline) for p in layouts if p.pp > 1}

@@ -1,0 +1,75 @@
+"""Masks are proved under every axis and every kind of exchange, beside causality and in its place, and type-check."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megalith.config.context import ContextConfig
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.parallel.context import my_slicing
+from megalith.parallel.mesh import mesh_on_paper, model_grid
+from megalith.plan.context import KINDS
+from megalith.testing.inject import replaced
+from megalith.verify import types
+from megalith.verify.masked import FEW, masked_rows
+from megalith.verify.ranks import RaggedRows
+from megalith.verify.types import paper_batch, type_check
+from megalith.verify.variants import SINKS
+
+ROWS = list(masked_rows())
+
+
+def test_masks_meet_every_axis_and_every_kind_of_exchange() -> None:
+    layouts = [row.parallel for row in ROWS]
+    assert {row.masks for row in ROWS} == {"beside", "alone"} and any(row.documents for row in ROWS)
+    for axis in ("tp", "cp", "pp", "dp", "ep"):
+        assert max(getattr(p, axis) or 1 for p in layouts) > 1
+    assert {p.context.kind for p in layouts if p.cp > 1} == {*KINDS}
+    assert {row.recompute.granularity for row in ROWS} == {"none", "full", "selective"}
+    assert all(row.case().masks == row.masks for row in ROWS)
+
+
+def test_rows_have_masks_of_every_kind_and_some_let_a_token_see_nothing() -> None:
+    beside = [RaggedRows(12, 61, 9, (), masks="beside").sample(k).mask for k in range(6)]
+    assert [None if mask is None else mask.seen.ndim for mask in beside] == [None, 1, 2] * 2
+    alone = [RaggedRows(12, 61, 9, (), masks="alone").sample(k).mask for k in range(6)]
+    assert all(mask is not None and mask.alone and mask.seen.shape == (12, 12) for mask in alone)
+    assert any(mask is not None and not mask.seen.any(1).all() for mask in alone)
+    plain = RaggedRows(12, 61, 9, ())
+    assert plain.sample(4).mask is None and plain.fingerprint != RaggedRows(12, 61, 9, (), masks="alone").fingerprint
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_type_check_where_ranks_share_tokens(kind: str) -> None:
+    context = ContextConfig(kind=kind, a2a=2 if kind == "a2a+ring" else None)  # type: ignore[arg-type]  # one of them
+    parallel = ParallelConfig(cp=4 if kind == "a2a+ring" else 2, context=context)
+    assert type_check(FEW, parallel, world=8, ranks=(5,), masked=True).problems == ()
+
+
+@pytest.mark.parametrize("model", [FEW, SINKS])
+def test_masks_type_check_beside_tensor_parallelism(model: ModelConfig) -> None:
+    assert type_check(model, ParallelConfig(tp=2, sp=True), world=4, masked=True).problems == ()
+
+
+def test_a_mask_of_which_nothing_is_declared_is_refused() -> None:
+    declare = types.declare_inputs
+
+    def without_masks(batch: types.Batch) -> None:
+        declare(replace(batch, tokens=replace(batch.tokens, visible=None)))
+
+    with replaced(types, "declare_inputs", without_masks):
+        assert type_check(FEW, ParallelConfig(tp=2, sp=True), world=2, masked=True).problems
+
+
+def test_on_paper_tokens_have_masks_of_documents_and_padding() -> None:
+    parallel = ParallelConfig(cp=2)
+    mesh = mesh_on_paper(model_grid(parallel, FEW, 2), rank=1)
+    for documents in (True, False):
+        for slicing in (my_slicing(parallel, mesh), my_slicing(ParallelConfig(), mesh)):
+            batch = paper_batch(parts=1, documents=documents, slicing=slicing, masked=True)
+            visible = batch.tokens.whole.visible
+            assert visible is not None and visible.pairs is not None and visible.keys is not None
+            assert visible.pairs.is_meta and visible.pairs.dtype == torch.bool
+            assert visible.starts[:2] == (0, None)
