@@ -66,7 +66,7 @@ def prove_row(row: Layout, kernels: Kernel = "auto") -> LayoutResult:
     if not problems:  # the rest needs a layout that can be built
         types = type_check(
             row.model, row.parallel, world=row.world, recompute=case.run.recompute, offload=case.run.offload,
-            lora=row.lora, optim=case.run.optim,
+            lora=row.lora, optim=case.run.optim, masked=row.masks is not None,
         )  # fmt: skip
         problems += [f"b: {found}" for found in types.problems]
         schedule = schedule_of(case.run, row.world)
