@@ -69,4 +69,4 @@ def test_unknown_actions_are_refused_and_help_names_the_known(capsys: pytest.Cap
     assert run("mege") == 2
     assert "mege is not something `megalith data` does." in capsys.readouterr().err
     assert run() == 0
-    assert "{info,verify,cat,merge}" in capsys.readouterr().out
+    assert "{info,verify,cat,merge,pack}" in capsys.readouterr().out

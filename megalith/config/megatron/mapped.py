@@ -253,6 +253,14 @@ TOKENS = (
         how="nemotron-h-aligned, nemotron-nano-v2; identity, with an end token; default: the tokenizer's own template, "
         "and all is learnt; others need a Jinja file",
     ),
+    Row(
+        name="--sequence-packing-scheduler", takes="text", fields=("train.tokens_per_microbatch",),
+        how="dp_balanced, with --sft: conversations are packed step by step, and ranks get work that costs alike",
+    ),
+    Row(
+        name="--max-seqlen-per-dp-cp-rank", takes="int", fields=("train.tokens_per_microbatch",),
+        how="with --sequence-packing-scheduler dp_balanced",
+    ),
     Row(name="--split", takes="text", fields=("data.split",), how="left out: 969,30,1, as in Megatron"),
     Row(name="--data-cache-path", takes="text", fields=("data.cache_path",)),
     Row(name="--no-mmap-bin-files", takes="nothing", fields=("data.mmap",), how="false"),

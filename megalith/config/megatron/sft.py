@@ -29,7 +29,8 @@ def translate_sft(draft: Draft) -> None:
     if arguments.given("--split") and not arguments.value("--mock-data"):
         text = "one file of conversations is not divided here. Divide it, and name the parts with --valid-data-path"
         draft.say("not mapped", "--split", text, "numbers")
-    draft.put("--sft", "data.sft.packing", "row", "a row for each line of the file")
+    if not _budget(draft):
+        draft.put("--sft", "data.sft.packing", "row", "a row for each line of the file")
     draft.put("--sft", "data.sft.shuffle", "none")
     draft.put("--sft", "data.sft.overlong", "truncate")
     _format(draft)
@@ -39,6 +40,26 @@ def translate_sft(draft: Draft) -> None:
     if arguments.value("--dataloader-type") in ("cyclic", "external"):
         text = "conversations are shuffled by data.sft.shuffle. Remove it"
         draft.say("not mapped", "--dataloader-type", text, "numbers")
+
+
+def _budget(draft: Draft) -> bool:
+    """Whether conversations are packed step by step, into packs of a number of tokens."""
+    scheduler, size = "--sequence-packing-scheduler", "--max-seqlen-per-dp-cp-rank"
+    kind = draft.arguments.value(scheduler)
+    if kind is None:
+        return False
+    if kind != "dp_balanced":
+        text = (
+            f"not yet: as many context-parallel ranks as each conversation needs; the numbers are the same with "
+            f"{scheduler} dp_balanced"
+        )
+        draft.say("not mapped", scheduler, text)
+        return False
+    if draft.need(size, "the tokens of a microbatch on each rank"):
+        text = "a step has --global-batch-size conversations, in as many microbatches as they need"
+        draft.put(size, "train.tokens_per_microbatch", draft.arguments.value(size), text)
+        draft.put(scheduler, "train.tokens_per_microbatch", draft.arguments.value(size), "balanced by operations, too")
+    return True
 
 
 def _format(draft: Draft) -> None:

@@ -16,8 +16,7 @@ LATER = (
         verdict="not mapped", effect="none",
         reason="not yet: as many context-parallel ranks as each row needs. The numbers are the same",
         flags="""
-            --create-all-gather-group! --hybrid-context-parallel! --max-seqlen-per-cp-rank --max-seqlen-per-dp-cp-rank
-            --sequence-packing-scheduler
+            --create-all-gather-group! --hybrid-context-parallel! --max-seqlen-per-cp-rank
         """,
     ),
     Group(
@@ -430,7 +429,10 @@ MODEL = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="is read with --sft --mock-data only, whose conversations are made up in another way here",
+        reason=(
+            "is read with --sft --mock-data only, whose conversations are made up in another way here; documents can "
+            "have lengths of such a distribution, or of a file (data.mock_lengths)"
+        ),
         flags="--sft-mock-dataset-config-json",
     ),
     Group(

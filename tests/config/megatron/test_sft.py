@@ -1,6 +1,7 @@
 """Tests of megalith/config/megatron/sft.py."""
 
 from megalith.config.data import data_problems
+from megalith.plan.deal import budget_problems
 from tests.config.megatron.conftest import Translate
 
 HUB = ("--mock-data", "--tokenizer-type")
@@ -53,3 +54,17 @@ def test_made_up_conversations_stay_made_up(tiny: Translate) -> None:
     run = tiny(f"{SFT} --sft-tokenizer-prompt-format identity", without=("--tokenizer-type",)).run
     assert run is not None and run.data.sft.mock_conversations == 10_000 and not run.data.mock
     assert data_problems(run.data) == []
+
+
+def test_conversations_packed_step_by_step_have_a_budget(tiny: Translate) -> None:
+    plain = f"{SFT} --data-path a.jsonl --sft-tokenizer-prompt-format identity --micro-batch-size 1"
+    without = (*HUB, "--micro-batch-size")
+    done = tiny(f"{plain} --sequence-packing-scheduler dp_balanced --max-seqlen-per-dp-cp-rank 4096", without=without)
+    assert done.run is not None and done.refusals(strict=True) == []
+    run = done.run
+    assert run.train.tokens_per_microbatch == 4096 and run.data.sft.packing == "best_fit"
+    assert budget_problems(run.train, run.parallel, run.data) == []
+    other = tiny(f"{plain} --sequence-packing-scheduler default_dynamic_cp", without=without)
+    (text,) = (entry.text for entry in other.entries if entry.verdict == "not mapped")
+    assert "as many context-parallel ranks as each conversation needs" in text and "dp_balanced" in text
+    assert tiny(f"{plain} --max-seqlen-per-dp-cp-rank 64", without=without).refusals(strict=True) == []
