@@ -223,6 +223,12 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
     return tokenizer
 
 
+def is_gpt2(folder: Path) -> bool:
+    """Whether a folder has the two files of a GPT-2 tokenizer, and says of no other that they are its."""
+    there = all((folder / name).is_file() for name in (VOCABULARY, MERGES))
+    return there and _read_settings(folder / "tokenizer_config.json").get("tokenizer_class") in _OF_GPT2
+
+
 def _byte_level(model: Any) -> Any:  # a model and a Tokenizer of the library
     """Any text survives encoding and decoding."""
     tokenizer = tokenizers.Tokenizer(model)

@@ -29,6 +29,7 @@ from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
 from megalith.config.tree import from_dict
+from megalith.data.huggingface import is_gpt2
 from megalith.data.sentencepiece import is_sentencepiece
 from megalith.data.tokenizer import brought_along, main_file
 from megalith.errors import CheckpointError, ConfigError
@@ -175,7 +176,7 @@ class Pretrained:
             return True
         main = main_file(self.tokenizer)
         if main is None:
-            return not (folder / "tokenizer.json").is_file() and not is_sentencepiece(folder)
+            return not ((folder / "tokenizer.json").is_file() or is_sentencepiece(folder) or is_gpt2(folder))
         theirs = folder / main.name
         return not theirs.is_file() or storage.read_bytes(theirs) == storage.read_bytes(main)
 
@@ -365,7 +366,7 @@ def _table(rows: Sequence[tuple[str, object, object]]) -> str:
 
 def _open_folder(path: Path) -> Pretrained:
     folder = HuggingFaceFolder(path)
-    if (path / "tokenizer.json").is_file():
+    if (path / "tokenizer.json").is_file() or is_gpt2(path):
         tokenizer = TokenizerConfig(kind="huggingface", path=str(path))
     elif is_sentencepiece(path):
         tokenizer = TokenizerConfig(kind="sentencepiece", path=str(path))

@@ -160,6 +160,14 @@ def test_a_tokenizer_of_two_files_leaves_as_one_that_every_library_reads(tmp_pat
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / kind)
         assert found.encode("What is seven?") == theirs("What is seven?").input_ids
         assert theirs.eos_token_id == found.eod == 0
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    for name in ("vocab.json", "merges.txt"):
+        (tmp_path / f"gpt2-{name}").rename(folder / name)
+    assert opened(folder).tokenizer.path == str(folder), "as old folders of GPT-2 are"
+    assert build_tokenizer(opened(folder).tokenizer).encode("What is seven?") == found.encode("What is seven?")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "CodeGenTokenizer"}')
+    assert opened(folder).tokenizer.kind == "null", "whose files say less than that tokenizer does"
 
 
 def test_a_folder_without_a_tokenizer_gets_no_template_and_a_release_does(
