@@ -8,7 +8,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from megalith.config.attention import AttentionConfig
 from megalith.config.cross import CrossConfig
+from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.mtp import MTPConfig
@@ -20,6 +22,7 @@ from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows, with_plac
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
+from megalith.nn.kernels import use_kernels
 from megalith.nn.moe.router import Router
 from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model_grid
 from megalith.plan.costs import num_parameters
@@ -77,6 +80,31 @@ def test_documents_do_not_see_one_another(tiny: SimpleNamespace) -> None:
     together = model(ids, tokens_of_lengths([5, 1, 10]))
     apart = [model(part, tokens_of_lengths([len(part)])) for part in ids.split([5, 1, 10])]
     torch.testing.assert_close(together, torch.cat(apart), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"attention": AttentionConfig(window=3)}, {"attention": AttentionConfig(sinks=True)},
+        {"positions": "relative"}, {"positions": "learned"},
+        {"head_dim": 4, "rope": RopeConfig(scaling="dynamic", original_max_position=8)},
+        {"attention": AttentionConfig(window=4, chunked=True)}, {"moe": MoEConfig(experts=3, ffn_hidden_size=5)},
+    ],
+    ids=["plain", "window", "sinks", "relative", "learned", "dynamic", "chunks", "experts"],
+)  # fmt: skip
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+def test_documents_without_a_token_change_nothing(
+    changes: dict[str, Any], kernel: Kernel, tiny: SimpleNamespace
+) -> None:
+    model = tiny.model(tiny.config(**changes))
+    use_kernels([model], kernel, mesh_of_one())
+    ids, found = ids_of(24), []
+    for lengths in ([13, 1, 10], [0, 13, 0, 0, 1, 10, 0]):
+        model.zero_grad()
+        loss = model.loss(ids, ids, tokens_of_lengths(lengths))
+        loss.backward()
+        found.append([loss.detach(), *(one.grad.clone() for one in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_a_token_does_not_see_what_comes_after_it(tiny: SimpleNamespace) -> None:
