@@ -155,15 +155,25 @@ def _switches(draft: Draft) -> None:
         draft.put("--disable-bias-linear", setting, linear)
 
 
+CAPTURES = {
+    "--moe-routing-trace-capture-hidden-states": "hidden", "--moe-routing-trace-capture-logits": "logits",
+    "--moe-routing-trace-dump-weights": "routers",
+}  # fmt: skip
+
+
 def translate_trace(draft: Draft) -> None:
-    """What routers choose, written down in the first steps or, as Megatron does unless told, in all."""
+    """What routers choose, written down in the first steps or, as Megatron does unless told, in all; and beside it what
+    they read and made of it."""
     path, most = "--moe-routing-trace-path", "--moe-routing-trace-max-training-iters"
     if not draft.arguments.value("--num-experts") or draft.arguments.value(path) is None:
-        for flag in (path, most):
+        for flag in (path, most, *CAPTURES):
             if draft.arguments.given(flag):
-                needed = path if flag == most and draft.arguments.value("--num-experts") else "--num-experts"
+                needed = path if flag != path and draft.arguments.value("--num-experts") else "--num-experts"
                 draft.say("already", flag, f"is read with {needed} only")
         return
+    asked = {flag: kind for flag, kind in CAPTURES.items() if draft.arguments.value(flag)}
+    for flag in asked:
+        draft.put(flag, "observe.routing_captures", list(asked.values()))
     steps = "train.steps"
     if not draft.arguments.value(most):  # left out, or 0, which Megatron takes for left out
         draft.put(path, "observe.routing_trace", draft.settings.get(steps), "every step", of=(steps,))

@@ -531,6 +531,18 @@ EXPERTS = (
         name="--moe-routing-trace-max-training-iters", takes="int", fields=("observe.routing_trace",),
         how="read with --moe-routing-trace-path; left out, or 0: every step",
     ),
+    Row(
+        name="--moe-routing-trace-capture-hidden-states", takes="nothing", fields=("observe.routing_captures",),
+        how="hidden, read with --moe-routing-trace-path",
+    ),
+    Row(
+        name="--moe-routing-trace-capture-logits", takes="nothing", fields=("observe.routing_captures",),
+        how="logits, read with --moe-routing-trace-path",
+    ),
+    Row(
+        name="--moe-routing-trace-dump-weights", takes="nothing", fields=("observe.routing_captures",),
+        how="routers, read with --moe-routing-trace-path; of every traced step",
+    ),
     Row(name="--moe-apply-probs-on-input", takes="nothing", fields=("model.moe.weigh_input",)),
     Row(
         name="--moe-shared-expert-intermediate-size", takes="int", fields=("model.moe.shared_ffn_hidden_size",),

@@ -112,7 +112,7 @@ def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
 @pytest.mark.parametrize(
     ("added", "without", "refusal"),
     [
-        ("--num-experts 8 --moe-router-padding-for-fp8", (), "--moe-router-padding-for-fp8: not yet"),
+        ("--num-experts 8 --moe-router-padding-for-fp8", (), "--moe-router-padding-for-fp8: not yet: it rounds"),
         ("--mtp-num-layers 1 --mtp-hsm", (), "--mtp-hsm: not yet: further predictions"),
         ("--spec my.module spec", (), "--spec my.module spec: not yet"),
     ],
