@@ -115,11 +115,11 @@ def test_another_model_is_refused_with_all_reasons(capsys: pytest.CaptureFixture
 
 
 def test_strict_refuses_what_changes_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*TINY_LLAMA.split(), "--decoupled-lr", "0.1"]
+    words = [*TINY_LLAMA.split(), "--qk-clip"]
     assert run(*words) == 0
-    assert "not mapped, which changes the numbers\n  --decoupled-lr 0.1" in capsys.readouterr().err
+    assert "not mapped, which changes the numbers\n  --qk-clip" in capsys.readouterr().err
     assert run(*words, "--strict") == 2
-    assert "--decoupled-lr 0.1: not yet: learning rates of their own" in capsys.readouterr().err
+    assert "--qk-clip: not yet: clipping queries and keys" in capsys.readouterr().err
 
 
 def test_our_rules_are_told_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """A run keeps what decides its weights and its data; the rest may change, and is listed."""
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from megalith.train.folder import (
     run_folder,
     set_aside_metrics,
     write_config,
+    write_parameters,
 )
 
 
@@ -102,3 +104,21 @@ def test_a_refused_start_leaves_no_folder_and_one_that_began_leaves_it_all(tmp_p
     again = RunFolder(tmp_path / "runs" / "two")
     fail_after(again, lambda: write_config(again, resolve("tiny_cpu")))
     assert again.config.exists()
+
+
+def test_another_choice_of_trained_parameters_is_refused_and_other_rates_are_listed(tmp_path: Path) -> None:
+    folder, run = started(tmp_path)
+    with pytest.raises(ConfigError, match=r"optim.frozen: \[\] before, \['embed.weight'\] now") as told:
+        changed_settings(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
+    assert "choose another folder with --run NAME" in str(told.value)
+    group = "[{name: table, match: [embed.weight], lr_scale: 0.1}]"
+    (line,) = changed_settings(folder, apply_overrides(run, {"optim.groups": group}))
+    assert line.startswith("optim.groups: []")
+
+
+def test_the_map_of_parameters_is_a_line_for_each(tmp_path: Path) -> None:
+    folder, run = started(tmp_path)
+    write_parameters(folder, apply_overrides(run, {"optim.frozen": "[embed.weight]"}))
+    rows = [json.loads(line) for line in folder.parameters.read_text().splitlines()]
+    assert {"name": "embed.weight", "numel": rows[0]["numel"], "trained": False} == rows[0]
+    assert all(row["lr"] == "schedule" for row in rows[1:]) and len(rows) > 10

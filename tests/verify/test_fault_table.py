@@ -99,6 +99,8 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "host_copy_lost": (False, "wrong gradients"),
     # More than the usual ones. The last two change nothing that one can measure: they leave out a declaration.
     "embedding_not_summed": (True, "wrong loss"),
+    "frozen_weights_decay": (False, "wrong weights after a step"),
+    "rates_of_the_neighbour": (False, "wrong weights after a step"),
     "bias_before_sum": (True, "wrong weights after a step"),
     "loss_not_partial": (True, "no effect"),
     "etp_part_not_declared": (True, "no effect"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from megalith.config.optim import GroupConfig
 from megalith.train.rules import run_problems
 from tests.config.megatron.conftest import Translate
 
@@ -81,3 +82,35 @@ def test_a_wrong_loss_scale_is_refused_with_the_words_of_the_rules(tiny: Transla
 def test_zeros_are_counted_when_asked_for(tiny: Translate, added: str) -> None:
     run = tiny(added).run
     assert run is not None and run.optim.count_zeros == bool(added)
+
+
+def test_rates_of_embedding_and_output_become_a_group(tiny: Translate) -> None:
+    done = tiny("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5")
+    assert done.run is not None and done.refusals(strict=True) == []
+    (group,) = done.run.optim.groups
+    tables = ("embed.weight",) if done.run.model.tied_embeddings else ("embed.weight", "head.weight")
+    assert group == GroupConfig(name="embedding_and_output", match=tables, lr=1e-4, min_lr=1e-5)
+    assert run_problems(done.run, 1) == []
+    other = tiny("--decoupled-lr 1e-4" + ("" if len(tables) == 1 else " --untie-embeddings-and-output-weights")).run
+    assert other is not None and other.optim.groups[0].min_lr is None
+    alone = tiny("--decoupled-min-lr 1e-5")
+    assert alone.run is not None and not alone.run.optim.groups
+    assert any(entry.text == "is read with --decoupled-lr only" for entry in alone.entries)
+    constant = tiny("--decoupled-lr 1e-4 --decoupled-min-lr 1e-5 --lr-decay-style constant")
+    assert constant.run is not None and constant.run.optim.groups[0].min_lr is None
+
+
+def test_norms_of_queries_and_keys_decay_when_they_are_there(tiny: Translate) -> None:
+    for added in ("--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type apply_wd_to_qk_layernorm"):
+        done = tiny(f"--qk-layernorm {added}")
+        assert done.run is not None and done.refusals(strict=True) == []
+        assert done.run.optim.decayed_vectors == ("*.q_norm.*", "*.k_norm.*")
+        assert run_problems(done.run, 1) == []
+    without = tiny("--apply-wd-to-qk-layernorm")
+    assert without.run is not None and without.run.optim.decayed_vectors == ()
+    assert any("no norms of queries and keys" in entry.text for entry in without.entries)
+
+
+def test_the_map_of_groups_goes_to_the_folder_of_the_run(tiny: Translate) -> None:
+    done = tiny("--dump-param-to-param-group-map somewhere.json")
+    assert done.run is not None and done.run.observe.parameters and done.refusals(strict=True) == []

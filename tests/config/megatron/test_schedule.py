@@ -82,7 +82,6 @@ def test_the_learning_rate_of_a_step_is_megatrons(tiny: Translate) -> None:
     ("added", "refusal"),
     [
         ("--rampup-batch-size 2 2 60", "a batch size that changes"),
-        ("--decoupled-lr 1e-4", "learning rates of their own"),
         ("--fp8-format hybrid --fp8-recipe delayed", "8-bit"),
         ("--embedding-weights-in-fp32", "embeddings in fp32 beside bf16"),
         ("--dataloader-type external", "samples come from code that Megatron is given"),
