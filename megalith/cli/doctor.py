@@ -40,10 +40,36 @@ def main(argv: list[str]) -> int:
     rates = [measure("cpu"), *(measure(f"cuda:{i}") for i in range(len(machine.gpus)))] if options.measure else []
     advice = advise(machine, found, rates)
     if options.json:
-        print_json(report(machine, found, rates, advice))
+        print_json(report(machine, found, rates, advice) | {"kernels": [asdict(way) for way in ways_here(machine)]})
     else:
         print_report(machine, found, rates, advice)
+        Console(highlight=False).print(_ways_table(ways_here(machine)))
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to compute an operation, and whether it can be had here."""
+
+    operation: str
+    way: str
+    takes: str
+    deterministic: str
+    here: str
+
+
+def ways_here(machine: Machine) -> list[Way]:
+    """Every way that `kernels.OPERATION` can name."""
+    from megalith.kernels.engine import missing_here
+    from megalith.plan.kernels import GPU, backend_of, table_of_backends
+
+    lacking = missing_here()
+    found = []
+    for op, name, takes, deterministic in table_of_backends():
+        absent = "no GPU" if backend_of(op, name).device == GPU and not machine.gpus else lacking.get(name)
+        here = "yes" if absent is None else f"no: {absent}"
+        found.append(Way(operation=op, way=name, takes=takes, deterministic=deterministic, here=here))
+    return found
 
 
 def report(
@@ -92,6 +118,13 @@ def _machine_table(machine: Machine) -> Table:
     for index, gpu in enumerate(machine.gpus):
         peers = f", reads {', '.join(map(str, gpu.peers))} directly" if gpu.peers else ""
         table.add_row(f"GPU {index}", f"{gpu.name}, {gpu.memory_gib:.1f} GiB{peers}")
+    return table
+
+
+def _ways_table(ways: list[Way]) -> Table:
+    table = Table("kernels.", "way", "takes", "same bits each time", "here", box=box.SIMPLE_HEAD, pad_edge=False)
+    for way in ways:
+        table.add_row(way.operation, way.way, way.takes, way.deterministic, way.here)
     return table
 
 

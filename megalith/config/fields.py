@@ -124,12 +124,13 @@ def _describe(cls: type, prefix: str) -> list[Setting]:
     for field in fields(cls):
         path, hint = join_path(prefix, field.name), hints_of(cls)[field.name]
         section = section_of(hint)
-        if section is not None:
+        if section is not None and not literal_values(hint):
             settings += _describe(section, path)
             continue
         required, default = default_of(field)
         doc = docs_of(cls).get(field.name, "")
         settings.append(Setting(path=path, hint=hint, required=required, default=plain(default), doc=doc))
+        settings += [] if section is None else _describe(section, path)  # one word, or each by itself
     return settings
 
 

@@ -1,7 +1,75 @@
-"""How operations are computed: the fastest way, in torch's operations, or as their definitions say."""
+"""How operations are computed: the fastest way, in torch's operations, by their definitions, or in a way by name."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 Kernel = Literal["auto", "torch", "reference"]
 """auto: the fastest way on this machine; torch: torch operations with our own backward; reference: the plain
 definition, whose backward is autograd's."""
+
+Form = Literal[
+    "auto", "torch", "reference", "loops", "triton", "tiles", "sdpa", "spans", "varlen", "flex", "loop", "grouped",
+    "batched",
+]  # fmt: skip
+"""Every way that some operation knows."""
+
+Op = Literal["norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy"]
+OPS: tuple[Op, ...] = get_args(Op)
+
+InOnePass = Literal["auto", "torch", "reference", "loops", "triton"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelsConfig:
+    """How each operation is computed. One that is named, and is not here or does not take what comes, is an error."""
+
+    shorthand: ClassVar[str] = "all"
+    """What `kernels: torch` sets."""
+
+    all: Kernel = "auto"
+    """Of operations that are left at auto: auto, the fastest way on this machine; torch; reference."""
+
+    norm: InOnePass = "auto"
+    """RMSNorm and LayerNorm, alone and after a residual: loops (CPUs), triton (NVIDIA GPUs)."""
+
+    rope: InOnePass = "auto"
+    """Rotations by position: loops (CPUs), triton (NVIDIA GPUs)."""
+
+    activation: InOnePass = "auto"
+    """Gates and activations, also those of experts with their weights: loops (CPUs), triton (NVIDIA GPUs)."""
+
+    dropout: Literal["auto", "torch", "reference", "loops"] = "auto"
+    """Of hidden states: loops (CPUs)."""
+
+    attention: Literal["auto", "torch", "reference", "tiles", "sdpa", "spans", "varlen", "flex"] = "auto"
+    """tiles (CPUs), sdpa (torch's kernel), spans (intervals of keys), varlen and flex (NVIDIA GPUs); torch: sdpa where
+    it knows the scores, else the definition."""
+
+    experts: Literal["auto", "torch", "reference", "loop", "grouped", "batched"] = "auto"
+    """Their matmuls: loop (one by one), grouped (torch's grouped_mm), batched (equal groups); torch: as auto."""
+
+    cross_entropy: InOnePass = "auto"
+    """Softmax and gradients of the loss: loops (CPUs), triton (NVIDIA GPUs)."""
+
+    def of(self, op: Op) -> Form:
+        """How an operation is computed."""
+        own: Form = getattr(self, op)
+        return self.all if own == "auto" else own
+
+
+KernelSetting = Kernel | KernelsConfig
+
+
+def kernels_of(setting: KernelSetting) -> KernelsConfig:
+    """Of each operation, where one word may stand for all."""
+    return setting if isinstance(setting, KernelsConfig) else KernelsConfig(all=setting)
+
+
+def switch_of(setting: KernelSetting) -> Kernel:
+    """What goes for operations that are not named."""
+    return kernels_of(setting).all
+
+
+def is_forced(form: Form) -> bool:
+    """Whether this is a way of some operations only, which must be had."""
+    return form not in get_args(Kernel)

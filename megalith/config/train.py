@@ -5,7 +5,7 @@ from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import KernelSetting
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig, PrecisionConfig
@@ -154,9 +154,9 @@ class TrainRun:
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     """Plots, TensorBoard, MFU."""
 
-    kernels: Kernel = "auto"
+    kernels: KernelSetting = "auto"
     """How operations between matmuls are computed: auto, the fastest way on this machine; torch, torch operations with
-    our own backward; reference, their plain definitions."""
+    our own backward; reference, their plain definitions. Or for each operation, as kernels.norm."""
 
     seed: int = 1234
     """Decides initial weights, data order and sampling."""

@@ -161,7 +161,7 @@ def apply_overrides(run: T, overrides: Mapping[str, Override]) -> T:
         if hint is None:
             problems.append(unknown_setting(type(run), path, _typed(text)))
         else:
-            _put(data, path, _parse(hint, text))
+            _put(type(run), data, path, _parse(hint, text))
     return _build(type(run), data, problems)
 
 
@@ -169,12 +169,15 @@ def _typed(text: Override) -> str:
     return text if isinstance(text, str) else " ".join(text)
 
 
-def _put(data: dict[str, Plain], path: str, value: Plain) -> None:
-    """Set one leaf. A section that was unset on the way becomes one whose other fields are defaults."""
+def _put(cls: type, data: dict[str, Plain], path: str, value: Plain) -> None:
+    """Set one leaf. A section that was unset on the way becomes one whose other fields are defaults; of one that was a
+    single word that word stays, where its class says what it stands for."""
     *sections, leaf = path.split(".")
-    for section in sections:
-        if not isinstance(data.get(section), dict):
-            data[section] = {}
+    for number, section in enumerate(sections, 1):
+        before = data.get(section)
+        if not isinstance(before, dict):
+            word = getattr(section_of(hint_at(cls, ".".join(sections[:number]))), "shorthand", None)
+            data[section] = {} if word is None or before is None else {word: before}
         data = data[section]
     data[leaf] = value
 
@@ -266,6 +269,9 @@ def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any:
     if value is None and type(None) in options_of(hint):
         return None
     options = [option for option in options_of(hint) if option is not type(None)]
+    section = section_of(hint)
+    if section is not None and isinstance(value, Mapping):
+        return _section(section, value, path, report)
     if len(options) > 1:
         fitting = [option for option in options if _fits(option, value)]
         exact = [option for option in fitting if option is type(value)]  # 1 stays an int in `float | int`
@@ -273,8 +279,6 @@ def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any:
             return report.mismatch(path, hint, value)
         return _value((exact or fitting)[0], value, path, report)
     (option,) = options
-    if is_section(option) and isinstance(value, Mapping):
-        return _section(option, value, path, report)
     if is_many(option) and isinstance(value, list | tuple):
         return _many(option, value, path, report)
     if origin_of(option) is dict and isinstance(value, Mapping):
@@ -312,7 +316,7 @@ def _fits(hint: Hint, value: Plain) -> bool:
 def _mismatch(path: str, hint: Hint, value: Plain) -> str:
     shown = value if isinstance(value, str) and value.isprintable() and value.strip() else f"{value!r:.60}"
     if literal_values(hint) and all(
-        origin_of(option) is Literal or option is type(None) for option in options_of(hint)
+        origin_of(option) is Literal or option is type(None) or is_section(option) for option in options_of(hint)
     ):
         choices = type_name(hint)
         return f"{path}={shown}: there is no such choice.{_nearest_choice(hint, value)} Use {choices}."

@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.config.model import Activation
 from megalith.kernels import cpu
 from megalith.kernels.engine import Engine, engine_for
@@ -37,19 +37,20 @@ class Gate(NamedTuple):
     up_offset: float = 0.0
 
 
-def activate(x: Tensor, activation: Activation, *, kernel: Kernel = "auto") -> Tensor:
+def activate(x: Tensor, activation: Activation, *, kernel: Form = "auto") -> Tensor:
     """The activation of every element: x [t, f] -> [t, f], computed in fp32 (float64 for float64), rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_activate(x, activation)
+    engine_for(kernel, x, op="activation", loops=False, triton=False)  # it has neither, and no other is meant
     y: Tensor = ActivationFunction.apply(x, activation)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def gated(gate_up: Tensor, gate: Gate, *, kernel: Kernel = "auto") -> Tensor:
+def gated(gate_up: Tensor, gate: Gate, *, kernel: Form = "auto") -> Tensor:
     """The gated features: gate_up [t, 2 f], the gate first -> [t, f], computed in fp32 or float64, rounded once."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_gated(gate_up, gate)
-    engine = engine_for(kernel, gate_up, loops=gate.activation in SIGMOIDS)
+    engine = engine_for(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
     y: Tensor = GatedFunction.apply(gate_up, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

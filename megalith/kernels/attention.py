@@ -7,7 +7,7 @@ kernels/flex_attention.py. Biases of single pairs go to torch's kernel, too, doc
 for those beside windows, caps, sinks and dropped weights: these take the ways that know intervals.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Literal
@@ -15,8 +15,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form, is_forced
 from megalith.kernels.dropout import DroppedWeights, weight_factors
+from megalith.kernels.engine import refuse
 from megalith.kernels.relative_bias import distance_biases
 from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
 from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked
@@ -31,7 +32,7 @@ Way = Literal["tiles", "torch", "spans", "varlen", "flex"]
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores = PLAIN, sinks: Tensor | None = None,
-    *, kernel: Kernel = "auto",
+    *, kernel: Form = "auto",
 ) -> Tensor:  # fmt: skip
     """Softmax attention inside each document; every n/g query heads share one key/value head.
 
@@ -42,6 +43,8 @@ def attention(
     scores, else the plain definition.
     """
     lengths = tokens.lengths
+    if is_forced(kernel):
+        check_forced(kernel, q, k, v, tokens, scores, sinks)
     if tokens.visible is not None:
         return _with_masks(q, k, v, tokens, tokens.visible, scores, sinks, kernel)
     if scores.window is not None and scores.chunked:
@@ -54,7 +57,7 @@ def attention(
         return _pair_by_pair(q, k, v, lengths, tokens, scores, sinks, kernel)
     if kernel == "reference" or (kernel == "torch" and not known_to_torch(scores, sinks)):
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
-    way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else "torch"
+    way = way_of(q, v, lengths, scores, sinks) if kernel == "auto" else WAYS[kernel]
     if way == "spans":
         # Planned on the host for the lengths at hand: a compiler would trace that, and once more for all other lengths.
         run = torch.compiler.disable(_spans) if torch.compiler.is_compiling() else _spans
@@ -121,7 +124,7 @@ def dropped_between(tokens: Tokens, scores: Scores) -> DroppedWeights | None:
 
 def _pair_by_pair(
     q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, tokens: Tokens, scores: Scores, sinks: Tensor | None,
-    kernel: Kernel,
+    kernel: Form,
 ) -> Tensor:  # fmt: skip
     """Attention with masks or biases of pairs: by torch's kernel, unless it does not know the rest."""
     known = known_to_torch(replace(scores, window=None, relative=None), sinks)
@@ -153,7 +156,7 @@ def _stacked(masks: list[Tensor | None]) -> Tensor | None:
 
 def _with_masks(
     q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, visible: Visible, scores: Scores, sinks: Tensor | None,
-    kernel: Kernel,
+    kernel: Form,
 ) -> Tensor:  # fmt: skip
     """Attention where tokens have masks. No way that knows none is asked."""
     hiding = visible.scores(scores)
@@ -161,7 +164,7 @@ def _with_masks(
     k, v = _last_keys(k, v, tokens.lengths, kept)
     window = hiding.window if hiding.chunked or hiding.hides(max(keys for _, keys in kept)) else None
     scores, hiding = replace(scores, window=window), replace(hiding, window=window)
-    way = way_with_masks(q, v, scores, sinks) if kernel == "auto" else "torch"
+    way = way_with_masks(q, v, scores, sinks) if kernel == "auto" else WAYS.get(kernel, "torch")
     if way == "torch":
         return _pair_by_pair(q, k, v, kept, tokens, scores, sinks, kernel)
     lengths = kept
@@ -207,6 +210,39 @@ def _spans(
 ) -> Tensor:  # fmt: skip
     spans = spans_of_lengths(lengths, scores.window, causal=scores.causal, right=scores.right)
     return span_attention(q, k, v, spans, scores, sinks, dropped, seen=seen)
+
+
+WAYS: Mapping[Form, Way] = {
+    "torch": "torch", "sdpa": "torch", "tiles": "tiles", "spans": "spans", "varlen": "varlen", "flex": "flex",
+}  # fmt: skip
+"""Of ways that are asked for."""
+
+
+def check_forced(
+    kernel: Form, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, scores: Scores, sinks: Tensor | None
+) -> None:
+    """Refuse a way that was asked for by name and does not take these.
+
+    Raises:
+        ConfigError: it does not; with one that does.
+    """
+    plain = known_to_torch(scores, sinks)
+    if scores.relative is not None:
+        fits = kernel == "sdpa" and known_to_torch(replace(scores, window=None, relative=None), sinks)
+    elif tokens.visible is not None and kernel in ("sdpa", "tiles", "varlen"):
+        fits = kernel == "sdpa" and known_to_torch(replace(scores, window=None), sinks)
+    elif kernel in ("sdpa", "tiles"):
+        whole = all(queries == keys for queries, keys in tokens.lengths)
+        fits = plain and (kernel == "sdpa" or (whole and q.device.type == "cpu"))
+    elif kernel == "spans":
+        fits = True
+    else:
+        from megalith.kernels import flex_attention, varlen_attention
+
+        by_varlen = varlen_attention.takes(q, v, scores, sinks)
+        fits = by_varlen if kernel == "varlen" else flex_attention.takes(q, v, scores)
+    if not fits:
+        refuse("attention", kernel, q)
 
 
 def way_of(q: Tensor, v: Tensor, lengths: Lengths, scores: Scores, sinks: Tensor | None) -> Way:

@@ -75,13 +75,18 @@ def _address(function: object) -> int:
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the compiled loops work on these: on the CPU, all fp32 or all bf16, the first large enough."""
+    """Whether the compiled loops work on these and pay: on the CPU, all fp32 or all bf16, the first large enough."""
+    return tensors[0].numel() >= WORTH_A_LOOP and could_take(*tensors)
+
+
+def could_take(*tensors: Tensor) -> bool:
+    """Whether they work on these, of any size but none."""
     first = tensors[0]
     return (
         first.device.type == "cpu"
         and first.dtype in DTYPES
         and all(tensor.dtype == first.dtype for tensor in tensors)
-        and first.numel() >= WORTH_A_LOOP
+        and first.numel() > 0
         and not torch.compiler.is_compiling()
         and openmp() is not None
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.kernels import cpu
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context, Sink, add_product_, input_grad, linear
@@ -75,7 +75,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     sink: Sink | None = None,
     chunk: int | None = None,
-    kernel: Kernel = "auto",
+    kernel: Form = "auto",
 ) -> Tensor:
     """Sum over labelled tokens of -log softmax(readout(x @ W.T))[label], for the whole vocabulary W: one fp32 or fp64.
 
@@ -99,7 +99,7 @@ def linear_cross_entropy(
 def measured_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
     readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Kernel = "auto",
+    chunk: int | None = None, kernel: Form = "auto",
 ) -> Measured:  # fmt: skip
     """`linear_cross_entropy`, and with it what it saw of each token, through which nothing flows back."""
     return _sum_of_losses(
@@ -110,7 +110,7 @@ def measured_cross_entropy(
 def recomputed_measures(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
     readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Kernel = "auto",
+    chunk: int | None = None, kernel: Form = "auto",
 ) -> Measured:  # fmt: skip
     """`recomputed_cross_entropy`, and with it what it saw of each token; logsumexp may be differentiated."""
     each = token_measures(
@@ -123,7 +123,7 @@ def recomputed_measures(
 def recomputed_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
     readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, z_loss: float = 0.0, sink: Sink | None = None,
-    chunk: int | None = None, kernel: Kernel = "auto",
+    chunk: int | None = None, kernel: Form = "auto",
 ) -> Tensor:  # fmt: skip
     """`linear_cross_entropy` whose backward computes logits again: one matmul more, and no gradients wait for it."""
     return recomputed_measures(
@@ -134,11 +134,10 @@ def recomputed_cross_entropy(
 
 def _sum_of_losses(
     x: Tensor, weight: Tensor, labels: Tensor, vocab: Group, first_row: int, vocab_size: int, readout: Readout,
-    smoothing: float, z_loss: float, sink: Sink | None, chunk: int | None, kernel: Kernel, *, measures: bool,
+    smoothing: float, z_loss: float, sink: Sink | None, chunk: int | None, kernel: Form, *, measures: bool,
 ) -> Measured:  # fmt: skip
-    loops = kernel == "auto"
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=loops, readout=readout)
-    head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss)
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout)
+    head = replace(head.smoothed(smoothing, vocab_size), z_loss=z_loss, form=kernel)
     if kernel == "reference":
         each = _plain_losses(x, weight, labels, head, sink)
         return each._replace(loss=_with_z_loss(each, labels, z_loss).sum())
@@ -166,7 +165,7 @@ def token_losses(
     smoothing: float = 0.0,
     sink: Sink | None = None,
     chunk: int | None = None,
-    kernel: Kernel = "auto",
+    kernel: Form = "auto",
 ) -> Tensor:
     """The same loss of each token: [t], 0 where a token has none; fp32 or float64.
 
@@ -182,11 +181,11 @@ def token_losses(
 def token_measures(
     x: Tensor, weight: Tensor, labels: Tensor, *, vocab: Group, first_row: int, vocab_size: int,
     readout: Readout = AS_THEY_ARE, smoothing: float = 0.0, sink: Sink | None = None, chunk: int | None = None,
-    kernel: Kernel = "auto",
+    kernel: Form = "auto",
 ) -> Measured:  # fmt: skip
     """`token_losses`, and what they saw of each token; losses and logsumexp may both be differentiated."""
-    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel == "auto", readout=readout)
-    head = head.smoothed(smoothing, vocab_size)
+    head = Head.of(weight, vocab, first_row, vocab_size, chunk, loops=kernel != "torch", readout=readout)
+    head = replace(head.smoothed(smoothing, vocab_size), form=kernel)
     if kernel == "reference":
         return _plain_losses(x, weight, labels, head, sink)
     return Measured(*TokenLossesFunction.apply(x, weight, labels, vocab, head, sink))  # type: ignore[no-untyped-call]  # torch's own
@@ -263,6 +262,9 @@ class Head:
     spread_each: float = 0.0
     """What each of them gets of it."""
 
+    form: Form = "auto"
+    """Which loops or programs."""
+
     z_loss: float = 0.0
     """What the square of a labelled token's logsumexp counts."""
 
@@ -281,6 +283,10 @@ class Head:
         # From what all ranks know alike, not from my rows, which may be more than theirs: every chunk is a collective.
         fitting = loss_chunk(vocab_size, ranks=group.size)
         return Head(group, first_row, rows, chunk if chunk is not None else fitting, loops and rows > 0, readout)
+
+    def engine(self, logits: Tensor) -> Engine:
+        """What works on them."""
+        return engine_for(self.form if self.loops else "torch", logits, op="cross_entropy")
 
     def matrix(self, weight: Tensor) -> Tensor:
         """My rows without padding; one row of padding if there is only that, so that no rank leaves out a sum."""
@@ -331,7 +337,7 @@ class Softmax(NamedTuple):
 
 def softmax_over_ranks(logits: Tensor, labels: Tensor, head: Head) -> Softmax:
     """Two small collectives over the ranks that hold the vocabulary, whatever the labels are; leaves logits alone."""
-    own_largest, own_total = ROW_SUMS[engine_for("auto" if head.loops else "torch", logits)](logits)
+    own_largest, own_total = ROW_SUMS[head.engine(logits)](logits)
     largest = all_reduce_max_(own_largest.clone(), head.group)
     rows, mine = head.target(labels)
     target = (logits.gather(1, rows).squeeze(1) - largest).masked_fill_(~mine.squeeze(1), 0.0)
@@ -358,7 +364,7 @@ def logit_gradient(
     at_label = at_label if more is None else at_label.addcmul_(likely, more)
     factor = (weights if more is None else weights + more) / softmax.total
     even = weights * head.spread_each if head.spread and head.rows else None
-    engine = engine_for("auto" if head.loops else "torch", logits)
+    engine = head.engine(logits)
     if engine == "triton":
         row = torch.where(mine, rows, -1).squeeze(1)
         return _triton_gradient(logits, softmax.largest, factor, row, at_label, even, head.readout)

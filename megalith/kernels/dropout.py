@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.kernels import cpu
+from megalith.kernels.engine import engine_for
 from megalith.kernels.linear import Context
 from megalith.kernels.scores import WeightDropout
 from megalith.plan.context import Spans, Tile
@@ -24,7 +25,7 @@ STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
 def dropout(
-    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Kernel = "auto"
+    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto"
 ) -> Tensor:
     """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] -> [t, h].
 
@@ -36,7 +37,7 @@ def dropout(
         return x
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_dropout(x, p, key, numbers, first_feature)
-    loops = kernel == "auto" and cpu.takes(x)
+    loops = engine_for(kernel, x, op="dropout", triton=False) == "loops"
     y: Tensor = DropoutFunction.apply(x, p, key, numbers, first_feature, loops)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

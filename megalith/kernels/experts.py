@@ -13,13 +13,18 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
+from megalith.kernels.engine import refuse
 from megalith.kernels.grouped_linear import (
+    BATCHED,
+    FUSED,
     LOOP,
+    GroupedProducts,
     GroupedSink,
     Groups,
     best_products,
     by_expert,
+    fused_takes,
     grouped_linear,
 )
 from megalith.kernels.linear import Context
@@ -47,7 +52,7 @@ class Matrix(NamedTuple):
 
 def experts(
     rows: Input, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner, *,
-    again: Rebuilding | None = Rebuilt, kernel: Kernel = "auto",
+    again: Rebuilding | None = Rebuilt, kernel: Form = "auto",
 ) -> Tensor:  # fmt: skip
     """`down(inner(up(row), weight))` by the expert of each row: rows [r, h], weights [r] -> [r, h].
 
@@ -56,12 +61,36 @@ def experts(
     """
     if kernel == "reference":
         return reference_experts(value_of(rows), weights, groups, _sunk(up), _sunk(down), inner)
-    if best_products(value_of(rows), up.weight, groups) is LOOP:
+    first = products_named(kernel, value_of(rows), up.weight, groups)
+    if first is LOOP:
         groups = groups.known_on_host()  # a GPU is waited for once, not by every product
-    wide = with_bias(grouped_linear(rows, up.weight, groups, sink=up.sink), up.bias, groups)
+    wide = with_bias(grouped_linear(rows, up.weight, groups, sink=up.sink, products=first), up.bias, groups)
     narrow = inner(wide, weights)
     kept: Input = narrow if again is None else again(narrow, inner, (wide, weights))
-    return with_bias(grouped_linear(kept, down.weight, groups, sink=down.sink), down.bias, groups, weights)
+    last = products_named(kernel, narrow, down.weight, groups)
+    return with_bias(
+        grouped_linear(kept, down.weight, groups, sink=down.sink, products=last), down.bias, groups, weights
+    )
+
+
+def products_named(kernel: Form, x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
+    """The matmuls of experts that are asked for, of x [r, i] and w [e o, i]; the fastest unless by name.
+
+    Raises:
+        ConfigError: these do not take such rows.
+    """
+    if kernel == "loop":
+        return LOOP
+    if kernel == "batched":
+        return BATCHED if groups.equal else _refused(kernel, x)
+    if kernel == "grouped":
+        return FUSED if fused_takes(x, w, groups) else _refused(kernel, x)
+    return best_products(x, w, groups)
+
+
+def _refused(kernel: Form, x: Tensor) -> GroupedProducts:
+    refuse("experts", kernel, x, works="loop")
+    raise AssertionError(f"{kernel} was refused")
 
 
 def reference_experts(rows: Tensor, weights: Tensor, groups: Groups, up: Matrix, down: Matrix, inner: Inner) -> Tensor:

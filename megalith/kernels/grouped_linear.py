@@ -242,6 +242,14 @@ def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
     return FUSED if x.is_cuda and x.dtype == torch.bfloat16 else LOOP
 
 
+def fused_takes(x: Tensor, w: Tensor, groups: Groups) -> bool:
+    """Whether torch's grouped matmul works on these, whether or not it pays."""
+    features = (w.shape[0] // groups.experts, w.shape[1])
+    aligned = all(count * x.element_size() % ALIGNED == 0 for count in features)
+    dtypes = (torch.float32, torch.bfloat16) if x.device.type == "cpu" else (torch.bfloat16,)
+    return HAS_GROUPED_MM and aligned and x.dtype in dtypes
+
+
 # --- where gradients go
 
 

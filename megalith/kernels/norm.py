@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.kernels import cpu, gpu
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Form = "auto") -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight`, row by row: x [t, h], weight [h] -> [t, h].
 
     Statistics are taken in fp32 (float64 for float64), and the normed row is rounded to x's dtype before it meets the
@@ -31,7 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = Fals
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, zero_centred: bool = False, kernel: Form = "auto"
 ) -> tuple[Tensor, Tensor]:
     """The residual stream and its norm: (residual + x, rms_norm(residual + x)), all [t, h].
 
@@ -45,7 +45,7 @@ def add_rms_norm(
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False, kernel: Kernel = "auto"
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, zero_centred: bool = False, kernel: Form = "auto"
 ) -> Tensor:
     """`(x - mean(x)) / sqrt(var(x) + eps) * weight + bias`, row by row: x [t, h], weight and bias [h] -> [t, h].
 
@@ -60,7 +60,7 @@ def layer_norm(
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *,
-    zero_centred: bool = False, kernel: Kernel = "auto",
+    zero_centred: bool = False, kernel: Form = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The residual stream and its norm: (residual + x, layer_norm(residual + x)), all [t, h]."""
     if kernel == "reference" or torch.compiler.is_compiling():
@@ -70,11 +70,11 @@ def add_layer_norm(
     return total, normed
 
 
-def _engine(kernel: Kernel, x: Tensor, *affine: Tensor, residual: Tensor | None = None, loops: bool = True) -> Engine:
+def _engine(kernel: Form, x: Tensor, *affine: Tensor, residual: Tensor | None = None, loops: bool = True) -> Engine:
     """Triton programs give the sum the dtype of x, which is torch's only where the residual has it, too."""
     both = (x,) if residual is None else (x, residual)
     fits = x.shape[-1] <= gpu.WIDEST and both[-1].dtype == x.dtype
-    return engine_for(kernel, *both, *affine, loops=loops, triton=fits)
+    return engine_for(kernel, *both, *affine, op="norm", loops=loops, triton=fits)
 
 
 # --- what they compute, in plain operations

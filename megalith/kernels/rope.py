@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.config.rope import RopeConfig
 from megalith.kernels import cpu
 from megalith.kernels.engine import Engine, engine_for
@@ -114,7 +114,7 @@ def rope_tables(
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Kernel = "auto") -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False, kernel: Form = "auto") -> Tensor:
     """Turn every head: x [t, n, d], any strides; cos, sin [t, pairs] -> [t, n, d]. Backward turns back, saving no x.
 
     The first 2 * pairs features turn, the rest stays. Pairs are features i and i + pairs, or, interleaved, 2 i and
@@ -122,7 +122,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_rope(x, cos, sin, interleaved)
-    engine = engine_for(kernel, x, cos, sin)
+    engine = engine_for(kernel, x, cos, sin, op="rope")
     y: Tensor = RopeFunction.apply(x, cos, sin, interleaved, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

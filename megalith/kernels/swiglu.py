@@ -8,17 +8,17 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.kernels import cpu
 from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
-def swiglu(gate_up: Tensor, *, kernel: Kernel = "auto") -> Tensor:
+def swiglu(gate_up: Tensor, *, kernel: Form = "auto") -> Tensor:
     """`silu(gate) * up`: gate_up [t, 2 f], the gate first -> [t, f]. Backward keeps gate_up and computes silu again."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_swiglu(gate_up)
-    y: Tensor = SwigluFunction.apply(gate_up, engine_for(kernel, gate_up))  # type: ignore[no-untyped-call]  # torch's own
+    y: Tensor = SwigluFunction.apply(gate_up, engine_for(kernel, gate_up, op="activation"))  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form
 from megalith.config.model import Activation
 from megalith.kernels import cpu
 from megalith.kernels.activation import FORMULAS, REFERENCES, SIGMOIDS, Gate, limited, limits_of, numbers_of, wide_of
@@ -19,7 +19,7 @@ from megalith.kernels.engine import Engine, engine_for
 from megalith.kernels.linear import Context
 
 
-def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Kernel = "auto") -> Tensor:
+def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Form = "auto") -> Tensor:
     """`gated(gate_up) * weights`: gate_up [t, 2 f], the gate first, weights [t] -> [t, f] in gate_up's dtype.
 
     Computed in fp32 (float64 for float64) and rounded once; the weights may be of a wider dtype than the features.
@@ -27,16 +27,16 @@ def weighted_gated(gate_up: Tensor, weights: Tensor, gate: Gate, *, kernel: Kern
     """
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_gated(gate_up, weights, gate)
-    engine = engine_for(kernel, gate_up, loops=gate.activation in SIGMOIDS)
+    engine = engine_for(kernel, gate_up, op="activation", loops=gate.activation in SIGMOIDS)
     y: Tensor = WeightedGatedFunction.apply(gate_up, weights, gate, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 
 
-def weighted_activate(x: Tensor, weights: Tensor, activation: Activation, *, kernel: Kernel = "auto") -> Tensor:
+def weighted_activate(x: Tensor, weights: Tensor, activation: Activation, *, kernel: Form = "auto") -> Tensor:
     """`activate(x) * weights`: x [t, f], weights [t] -> [t, f] in x's dtype; the rest as in `weighted_gated`."""
     if kernel == "reference" or torch.compiler.is_compiling():
         return reference_weighted_activate(x, weights, activation)
-    engine = engine_for(kernel, x, loops=activation == "squared_relu")
+    engine = engine_for(kernel, x, op="activation", loops=activation == "squared_relu")
     y: Tensor = WeightedActivationFunction.apply(x, weights, activation, engine)  # type: ignore[no-untyped-call]  # torch's own
     return y
 

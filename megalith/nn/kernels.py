@@ -1,9 +1,9 @@
-"""One switch for a whole model: its layers hold the operations that they compute with, and each can be told how to.
+"""How a whole model computes: its layers hold the operations that they compute with, and each can be told how to.
 
 Matmuls, but for those of experts, looking up embeddings and moving rows to experts have one form, and stay as they are.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from types import FunctionType
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form, KernelsConfig, KernelSetting, Op, kernels_of
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.parallel.context import Gathered, HeadExchange, HeadsThenRing, Ring
 from megalith.parallel.mesh import Mesh
@@ -19,31 +19,40 @@ from megalith.parallel.mesh import Mesh
 Held = Any  # whatever an attribute of a layer is
 
 
-def use_kernels(models: Iterable[nn.Module], kernel: Kernel, mesh: Mesh) -> None:
-    """Let every layer compute by `kernel`; auto is how layers are built."""
-    if kernel == "auto":
+OPERATIONS: Mapping[str, Op] = {
+    "norm": "norm", "rope": "rope", "swiglu": "activation", "activation": "activation", "weighted": "activation",
+    "dropout": "dropout", "attention": "attention", "experts": "experts", "cross_entropy": "cross_entropy",
+}  # fmt: skip
+"""What the files of kernels/ that have several forms compute."""
+
+
+def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh) -> None:
+    """Let every layer compute by `kernels`; auto is how layers are built."""
+    config = kernels_of(kernels)
+    if config == KernelsConfig():
         return
     for model in models:
         for module in model.modules():
             for name, held in list(vars(module).items()):
-                vars(module)[name] = with_kernel(held, kernel, mesh)
+                vars(module)[name] = with_kernel(held, config, mesh)
 
 
-def with_kernel(held: Held, kernel: Kernel, mesh: Mesh) -> Held:
-    """The same with every operation in it, however deep, computed by `kernel`; itself, where there is none in it.
+def with_kernel(held: Held, config: KernelsConfig, mesh: Mesh) -> Held:
+    """The same with every operation in it, however deep, computed as `config` says; itself, where there is none in it.
 
     An operation is a function of kernels/ with a keyword `kernel`. Attention across ranks has none: it becomes the
     plain definition over the keys of all ranks.
     """
     if isinstance(held, nn.Module):  # one that its owner has not registered, as steps of a tuple
-        use_kernels([held], kernel, mesh)
+        use_kernels([held], config, mesh)
         return held
     if isinstance(held, Ring | Gathered | HeadExchange | HeadsThenRing):
-        return Gathered(mesh.cp, reference_span_attention)
+        plain = config.of("attention") in ("torch", "reference")
+        return Gathered(mesh.cp, reference_span_attention) if plain else held
     if isinstance(held, FunctionType):
-        return partial(held, kernel=kernel) if "kernel" in (held.__kwdefaults__ or {}) else held
+        return _told(held, config)
     parts = _parts(held)
-    made = {name: with_kernel(part, kernel, mesh) for name, part in parts.items()}
+    made = {name: with_kernel(part, config, mesh) for name, part in parts.items()}
     changed = {name: part for name, part in made.items() if part is not parts[name]}
     if not changed:
         return held
@@ -51,6 +60,14 @@ def with_kernel(held: Held, kernel: Kernel, mesh: Mesh) -> Held:
         words = {word: made[word] for word in held.keywords}
         return partial(made[""], *(made[str(place)] for place in range(len(held.args))), **words)
     return tuple(made.values()) if isinstance(held, tuple) else replace(held, **changed)
+
+
+def _told(function: FunctionType, config: KernelsConfig) -> Held:
+    """An operation with its form; any other function as it is."""
+    if "kernel" not in (function.__kwdefaults__ or {}):
+        return function
+    form: Form = config.of(OPERATIONS[function.__module__.rpartition(".")[2]])
+    return function if form == "auto" else partial(function, kernel=form)
 
 
 def _parts(held: Held) -> dict[str, Held]:

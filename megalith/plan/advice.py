@@ -4,12 +4,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from megalith.config.kernels import switch_of
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import UserError
 from megalith.plan.costs import mlp_flops, step_flops
 from megalith.plan.devices import GIB, USABLE, Device
+from megalith.plan.kernels import setting_in_words
 from megalith.plan.memory import chunk_kept, memory_ledger, worst
 from megalith.plan.pairs import pairing_problems
 from megalith.plan.recompute import modules_again
@@ -194,10 +196,10 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"larger train.global_batch_size, or parallel.pipeline.vpp."
         )
     found += _expert_notes(workload, device)
-    if run.kernels == "reference":
+    if switch_of(run.kernels) == "reference":
         found.append(
-            f"kernels={run.kernels}: plain definitions keep all scores, all logits and every step between matmuls, and "
-            f"take longer; these figures are for kernels=auto. Use that to run as estimated."
+            f"kernels={setting_in_words(run.kernels)}: plain definitions keep all scores, all logits and every step "
+            f"between matmuls, and take longer; these figures are for kernels=auto. Use that to run as estimated."
         )
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))

@@ -24,7 +24,7 @@ from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks, StepBatches
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
-from megalith.kernels.engine import kernels_in_use
+from megalith.kernels.engine import missing_here
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import FORCED, compare_models, forced_in, open_pretrained, take_weights
@@ -50,6 +50,7 @@ from megalith.plan.buckets import zero_notes
 from megalith.plan.costs import model_flops_utilisation, pairs_seen, tflops_per_device
 from megalith.plan.deal import budget_of, document_cost
 from megalith.plan.experts import balance_notes
+from megalith.plan.kernels import lines_of_kernels
 from megalith.plan.repeated import repeated_flops
 from megalith.plan.savings import run_lines
 from megalith.plan.stages import plan_stages
@@ -186,7 +187,7 @@ class _Loop:
         notes += attention_notes(run.model.attention)
         notes += [] if run.lora is not None else balance_notes(run.model)  # whose routers are frozen
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
-        notes.append(f"kernels: {kernels_in_use(run.kernels, self.trainer.device, compiled=run.train.compile)}")
+        notes += lines_of_kernels(run, self.trainer.device.type, missing_here())
         for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
         try:

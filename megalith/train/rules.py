@@ -22,6 +22,7 @@ from megalith.plan.experts import expert_layout_problems
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.groups import pattern_problems
+from megalith.plan.kernels import forced_problems
 from megalith.plan.network import count_problems, relation_problems
 from megalith.plan.network import number_problems as model_number_problems
 from megalith.plan.pairs import pairing_problems
@@ -361,6 +362,11 @@ def squares_of_scores_cost(run: TrainRun, world: int) -> str | None:
     return " ".join(bad) or None
 
 
+def ways_by_name_are_there(run: TrainRun, world: int) -> str | None:
+    """What is asked for by name knows the model; what a machine lacks is seen there."""
+    return " ".join(forced_problems(run)) or None
+
+
 def conversations_need_text(run: TrainRun, world: int) -> str | None:
     """Chat templates write text."""
     kind = run.tokenizer.kind
@@ -448,6 +454,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole, squares_of_scores_cost,
+    ways_by_name_are_there,
     sharded_chunks_share_no_table, evaluation_has_steps,
     betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
     traced_models_have_experts, captures_are_of_a_trace,

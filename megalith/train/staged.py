@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
+from megalith.errors import raise_all
+from megalith.kernels.engine import missing_here
 from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.frozen import freeze
@@ -25,6 +27,7 @@ from megalith.parallel.symm_mem import choose_products
 from megalith.parallel.tensor import TensorParallel, choose_losses
 from megalith.parallel.turns import Turns
 from megalith.parallel.watch import backend_timeout
+from megalith.plan.kernels import forced_problems
 from megalith.plan.pairs import in_pairs
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
 from megalith.plan.stages import plan_stages
@@ -145,6 +148,7 @@ def build_staged(run: TrainRun, mesh: Mesh, device: torch.device, *, dtype: torc
     attach_adapters(chunks, run.model, run.lora)
     freeze(chunks, run.model, run.optim)
     choose_losses(chunks, partial(loss_of_heads, run))
+    raise_all(forced_problems(run, device.type, missing_here()))
     use_kernels(chunks, run.kernels, mesh)
     handles = handles_of(
         mesh.pp, tags=device.type == "cpu", timeout_seconds=backend_timeout(run.parallel.timeout_seconds)

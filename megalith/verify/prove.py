@@ -9,6 +9,7 @@ from megalith.config.train import TrainRun
 from megalith.errors import RankError
 from megalith.plan.automatic import chosen_recompute
 from megalith.plan.deal import microbatches_of_longest
+from megalith.plan.kernels import setting_in_words
 from megalith.train.rules import run_problems
 from megalith.verify.fault_table import Verdict, judge
 from megalith.verify.faults import FAULTS
@@ -44,7 +45,8 @@ def prove_run(run: TrainRun, world: int, *, fault: str | None = None) -> list[Ro
         lora=run.lora,
         optim=run.optim,
     )
-    other = () if run.kernels == "auto" else (f"kernels={run.kernels}: these are the types of kernels=auto",)
+    words = setting_in_words(run.kernels)
+    other = () if words == "auto" else (f"kernels={words}: these are the types of kernels=auto",)
     rows += type_rows(replace(types, unseen=(*types.unseen, *other)))
     rows += schedule_rows(schedule_of(run, world))
     for case in shrink(run, world, fault=fault):

@@ -25,6 +25,9 @@ def test_one_json_document_holds_the_report(capsys: pytest.CaptureFixture[str]) 
     assert report["capabilities"]["gloo"]["present"] is True
     assert report["rates"] == []
     assert report["advice"]
+    ways = {(way["operation"], way["way"]): way for way in report["kernels"]}
+    assert ways["norm", "loops"]["takes"].startswith("fp32, bf16 on CPUs; RMSNorm")
+    assert ways["attention", "sdpa"]["here"] == "yes" and ways["attention", "flex"]["deterministic"] == "no promise"
 
 
 def test_the_report_for_people_shows_what_was_measured(
@@ -36,3 +39,4 @@ def test_the_report_for_people_shows_what_was_measured(
     assert "cpu, 4 threads" in text
     assert "fp32 TFLOP/s" in text
     assert "several ranks on CPUs" in text
+    assert "cross_entropy" in text and "same bits" in text

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import Form, Kernel
+from megalith.errors import ConfigError
 from megalith.kernels import attention as ways
 from megalith.kernels.attention import (
     Way,
@@ -593,3 +594,20 @@ def test_compiled_layers_leave_variants_out_of_their_graphs() -> None:
         if first == 2:
             before = len(graphs)
     assert len(graphs) <= before + 1
+
+
+def test_a_way_that_is_asked_for_is_taken_or_refused() -> None:
+    q, k, v = (torch.randn(8, 2, 16, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    rows, windowed = tokens_of_rows(2, 4), Scores(window=2)
+    plain = reference_attention(q, k, v, rows)
+    forms: tuple[Form, ...] = ("tiles", "sdpa", "spans")
+    for form in forms:
+        torch.testing.assert_close(attention(q, k, v, rows, kernel=form), plain, rtol=1e-5, atol=1e-5)
+    found = attention(q, k, v, rows, windowed, kernel="spans")
+    torch.testing.assert_close(found, reference_attention(q, k, v, rows, windowed), rtol=1e-5, atol=1e-5)
+    for form in ("tiles", "sdpa"):
+        with pytest.raises(ConfigError, match=f"kernels.attention={form}: it takes .*plain scores.* Set kernels.atten"):
+            attention(q, k, v, rows, windowed, kernel=form)
+    for form in ("varlen", "flex"):
+        with pytest.raises(ConfigError, match=f"kernels.attention={form}: .* Set kernels.attention to torch, which ta"):
+            attention(q, k, v, rows, kernel=form)

@@ -8,17 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalith.errors import ConfigError
 from megalith.kernels.activation import Gate
 from megalith.kernels.experts import (
     Inner,
     Matrix,
     experts,
     experts_of_rows,
+    products_named,
     reference_experts,
     reference_with_bias,
     with_bias,
 )
-from megalith.kernels.grouped_linear import Groups, equal_groups, groups_of
+from megalith.kernels.grouped_linear import (
+    BATCHED,
+    FUSED,
+    HAS_GROUPED_MM,
+    LOOP,
+    Groups,
+    equal_groups,
+    groups_of,
+)
 from megalith.kernels.permute import (
     Order,
     gather_rows,
@@ -225,3 +235,15 @@ def test_without_a_bias_nothing_happens() -> None:
 
 def test_rows_know_their_experts() -> None:
     assert experts_of_rows(groups_of(UNEVEN), torch.empty(9, 1)).tolist() == [0] * 5 + [2] + [3] * 3
+
+
+def test_products_that_are_asked_for_are_taken_or_refused() -> None:
+    x, w, groups = torch.ones(6, 8), torch.ones(3 * 4, 8), groups_of([1, 2, 3])
+    assert products_named("loop", x, w, groups) is LOOP
+    assert products_named("batched", x, w, equal_groups(3, 2)) is BATCHED
+    with pytest.raises(ConfigError, match="kernels.experts=batched: it takes everything; equally many rows for every"):
+        products_named("batched", x, w, groups)
+    with pytest.raises(ConfigError, match="kernels.experts=grouped: .* Set kernels.experts to loop, which takes this"):
+        products_named("grouped", x.double(), w.double(), groups)
+    if HAS_GROUPED_MM:
+        assert products_named("grouped", x, w, groups) is FUSED

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalith.config.kernels import Kernel
+from megalith.config.kernels import OPS, Kernel, KernelsConfig
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.errors import ConfigError
 from megalith.kernels import (
     activation,
     cross_entropy,
@@ -32,7 +33,7 @@ from megalith.kernels.span_attention import reference_span_attention
 from megalith.kernels.swiglu import swiglu as swiglu_function
 from megalith.kernels.tokens import DropoutKey, tokens_of_rows
 from megalith.nn.block import RecomputedCore
-from megalith.nn.kernels import use_kernels, with_kernel
+from megalith.nn.kernels import OPERATIONS, use_kernels, with_kernel
 from megalith.nn.lora import InputDropout
 from megalith.nn.rope import Turned
 from megalith.parallel.context import Gathered, Ring
@@ -171,8 +172,48 @@ def test_dropout_before_adapters_is_switched_with_the_rest(monkeypatch: pytest.M
 
 def test_attention_across_ranks_becomes_the_definition_over_all_keys() -> None:
     mesh = mesh_of_one()
-    made = with_kernel(RecomputedCore(Ring(mesh.cp), True), "reference", mesh)
+    made = with_kernel(RecomputedCore(Ring(mesh.cp), True), KernelsConfig(all="reference"), mesh)
     assert made == RecomputedCore(Gathered(mesh.cp, reference_span_attention), True)
+    ring = RecomputedCore(Ring(mesh.cp), True)
+    assert with_kernel(ring, KernelsConfig(all="reference", attention="spans"), mesh) is ring
+
+
+def test_each_operation_can_be_told_by_itself() -> None:
+    layer = Layer(norm=rms_norm, gate=swiglu_function, core=attention)
+    use_kernels([layer], KernelsConfig(all="torch", norm="reference", attention="spans"), mesh_of_one())
+    held: dict[str, Any] = vars(layer)
+    forms = {name: held[name].keywords["kernel"] for name in ("norm", "gate", "core")}
+    assert forms == {"norm": "reference", "gate": "torch", "core": "spans"}
+    other = Layer(norm=rms_norm, gate=swiglu_function)
+    use_kernels([other], KernelsConfig(norm="loops"), mesh_of_one())
+    assert other.gate is swiglu_function and vars(other)["norm"].keywords == {"kernel": "loops"}
+
+
+def test_every_operation_with_forms_has_a_setting() -> None:
+    """A function of kernels/ with a keyword `kernel` is in a file that the table of operations knows."""
+    folder = Path(cross_entropy.__file__).parent
+    files = {file.stem for file in folder.glob("*.py") if 'kernel: Form = "auto"' in file.read_text()}
+    assert files == set(OPERATIONS) and set(OPERATIONS.values()) == set(OPS)
+
+
+@pytest.mark.parametrize("form", ["tiles", "sdpa", "spans", "loop", "grouped"])
+def test_training_by_a_way_of_one_operation_comes_out_the_same(form: Any) -> None:
+    op = "attention" if form in ("tiles", "sdpa", "spans") else "experts"
+    model = replace(PLAIN, moe=replace(EXPERTS, ffn_hidden_size=8)) if op == "experts" else PLAIN
+    run = replace(layout_case(model, ParallelConfig(), 1).run, precision=replace(tiny_run().precision, params="fp32"))
+    plain, told = one_step(run), one_step(replace(run, kernels=KernelsConfig(**{op: form})))
+    assert told == pytest.approx(plain, rel=1e-5)
+
+
+def test_a_way_that_a_model_or_a_machine_lacks_is_refused_when_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = layout_case(PLAIN, ParallelConfig(), 1).run
+    with pytest.raises(ConfigError, match="kernels.norm=loops: it takes fp32, bf16, and precision.params=fp64. Set"):
+        one_step(replace(run, kernels=KernelsConfig(norm="loops")))
+    with pytest.raises(ConfigError, match="kernels.attention=flex: it works on GPUs, and this run is on cpu. Set"):
+        one_step(replace(run, precision=replace(run.precision, params="fp32"), kernels=KernelsConfig(attention="flex")))
+    monkeypatch.setattr("megalith.kernels.cpu.openmp", lambda: None)
+    with pytest.raises(ConfigError, match="kernels.rope=loops: torch has no OpenMP library here"):
+        one_step(replace(run, precision=replace(run.precision, params="fp32"), kernels=KernelsConfig(rope="loops")))
 
 
 def test_auto_changes_nothing() -> None:

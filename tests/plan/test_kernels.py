@@ -1,0 +1,101 @@
+"""Which way every operation takes: by what each declares, and refused with a reason and one that works."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalith.config.attention import AttentionConfig
+from megalith.config.kernels import OPS, KernelsConfig
+from megalith.config.train import TrainRun
+from megalith.kernels.activation import SIGMOIDS as SIGMOIDS_OF_LOOPS
+from megalith.kernels.gpu import WIDEST as WIDEST_OF_PROGRAMS
+from megalith.plan.kernels import (
+    BACKENDS,
+    SIGMOIDS,
+    WIDEST,
+    forced_problems,
+    lines_of_kernels,
+    setting_in_words,
+    table_of_backends,
+    used_ops,
+)
+from megalith.testing.tiny import tiny_run
+
+
+def run_with(settings: dict[str, str] | None = None, **kernels: Any) -> TrainRun:  # ways by operation
+    return replace(tiny_run(settings or {}), kernels=KernelsConfig(**kernels))
+
+
+def test_the_table_says_what_kernels_do() -> None:
+    assert set(BACKENDS) == set(OPS)
+    assert (set(SIGMOIDS), WIDEST) == (set(SIGMOIDS_OF_LOOPS), WIDEST_OF_PROGRAMS)
+    for op, backends in BACKENDS.items():
+        names = [backend.name for backend in backends]
+        hint = KernelsConfig.__annotations__[op]
+        assert len(set(names)) == len(names) and all(f"{name}" in str(hint) or op != "dropout" for name in names)
+        assert names[-2:] == ["torch", "reference"]
+
+
+REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
+    ({"precision.params": "fp64"}, {"norm": "loops"}, None, "kernels.norm=loops: it takes fp32, bf16, and precision.p"),
+    ({"model.norm": "layer"}, {"norm": "loops"}, None, "kernels.norm=loops: model.norm=layer has no compiled loop."),
+    ({"model.activation": "gelu"}, {"activation": "loops"}, None, "model.activation=gelu with model.gated=true has no"),
+    ({}, {"norm": "triton"}, "cpu", "kernels.norm=triton: it works on GPUs, and this run is on cpu. Set kernels"),
+    ({}, {"rope": "loops"}, "cuda", "kernels.rope=loops: it works on CPUs, and this run is on cuda"),
+    ({"train.compile": "true"}, {"rope": "loops"}, None, "train.compile=true compiles layers from plain definitions"),
+    ({"parallel.cp": "2"}, {"attention": "tiles"}, None, "share tokens, and compute attention by intervals of keys. S"),
+    ({}, {"experts": "loop"}, None, "kernels.experts=loop: model.moe=null: there are none. Set kernels.experts to"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("settings", "kernels", "device", "text"), REFUSED)
+def test_a_way_that_cannot_be_had_is_refused_with_the_reason(
+    settings: dict[str, str], kernels: dict[str, str], device: str | None, text: str
+) -> None:
+    (problem,) = forced_problems(run_with(settings, **kernels), device)
+    assert text in problem and "Set kernels." in problem
+
+
+def test_what_a_machine_lacks_is_the_reason_there() -> None:
+    run = run_with(rope="loops")
+    assert forced_problems(run) == [] and forced_problems(run, "cpu", {}) == []
+    (problem,) = forced_problems(run, "cpu", {"loops": "it has no OpenMP"})
+    assert problem == "kernels.rope=loops: it has no OpenMP. Set kernels.rope to torch, or to auto."
+
+
+def test_scores_that_a_way_does_not_know_are_named() -> None:
+    run = run_with(attention="tiles")
+    capped = replace(run, model=replace(run.model, attention=AttentionConfig(softcap=2.0, window=4)))
+    (problem,) = forced_problems(capped)
+    assert "model.attention.softcap=2.0, model.attention.window=4: it knows plain scores only" in problem
+    assert forced_problems(replace(capped, kernels=KernelsConfig(attention="spans"))) == []
+    (other,) = forced_problems(replace(capped, kernels=KernelsConfig(attention="varlen")))
+    assert "model.attention.window" not in other
+
+
+def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() -> None:
+    run = run_with({"model.norm": "layer"})
+    told, reason = lines_of_kernels(run, "cpu", {})
+    assert told.startswith("kernels: auto: norm torch, rope loops, activation loops, attention ")
+    assert reason == "kernels: norm fall back: loops: model.norm=layer has no compiled loop"
+    lines = lines_of_kernels(run_with({"precision.params": "fp64"}), "cpu", {})
+    assert "rope torch" in lines[0] and lines[1].startswith("kernels: norm, rope, activation, cross_entropy fall back")
+    assert lines_of_kernels(run_with(all="reference", norm="torch"), "cpu", {})[0].startswith(
+        "kernels: reference: norm torch, rope reference"
+    )
+    compiled = lines_of_kernels(run_with({"train.compile": "true"}), "cpu", {})[0]
+    assert "norm compiled" in compiled and "cross_entropy loops" in compiled
+
+
+def test_only_operations_that_a_model_has_are_told_of() -> None:
+    assert used_ops(tiny_run().model) == ("norm", "rope", "activation", "attention", "cross_entropy")
+    assert "rope" not in used_ops(replace(tiny_run().model, positions="none"))
+
+
+def test_people_see_every_way_that_can_be_asked_for() -> None:
+    rows = table_of_backends()
+    assert ("rope", "loops", "fp32, bf16 on CPUs", "yes") in rows
+    assert ("attention", "flex", "fp32, bf16, fp16 on GPUs; heads of 16 features or more", "no promise") in rows
+    assert setting_in_words("torch") == "torch"
+    assert setting_in_words(KernelsConfig(all="torch", norm="loops")) == "torch, norm=loops"
