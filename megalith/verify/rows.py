@@ -6,8 +6,11 @@ from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.context import ContextConfig
+from megalith.config.dropout import DropoutConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
+from megalith.config.moe import BalanceConfig, MoEConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -132,7 +135,8 @@ def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] =
 
 def packed_rows() -> Iterator[Layout]:
     """Documents packed by a budget of tokens, whose microbatches differ in number from step to step."""
-    by_document = ContextConfig(slicing="document")
+    by_document, drops = ContextConfig(slicing="document"), DropoutConfig(residual=0.2, attention=0.2)
+    experts = MoEConfig(experts=4, ffn_hidden_size=10, balance=BalanceConfig(z=0.3))  # a mean over tokens, not packs
     layouts = {
         "tp2 dp2 sp": (BIASED, ParallelConfig(tp=2, dp=2, sp=True), 24),
         "dp3, zero 3": (TIED, ParallelConfig(dp=3, zero=3), 16),
@@ -140,6 +144,9 @@ def packed_rows() -> Iterator[Layout]:
         "tp2 cp2 sp": (tiny(), ParallelConfig(tp=2, cp=2, sp=True), 12),
         "pp2 vpp2 dp2": (FOUR, staged(2, dp=2, vpp=2), 24),
         "pp3 zb-h1 dp2, zero 1": (THREE_TIED, staged(3, dp=2, zero=1, schedule="zb-h1"), 12),
+        "dropout, cp2 dp2": (replace(tiny(), dropout=drops), ParallelConfig(cp=2, dp=2), 24),
+        "further, pp2 dp2": (replace(tiny(), mtp=MTPConfig(depths=2)), staged(2, dp=2), 24),
+        "experts, dp2 ep2": (replace(tiny(), moe=experts), ParallelConfig(dp=2, ep=2), 24),
     }  # fmt: skip
     for name, (model, parallel, budget) in layouts.items():
         yield Layout(area="variants", name=f"packs, {name}", model=model, parallel=parallel, budget=budget)

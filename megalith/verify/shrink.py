@@ -20,6 +20,7 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.context import context_problems
+from megalith.plan.deal import microbatches_of_longest
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
 from megalith.plan.stages import Stage, layout_of, plan_stages
@@ -65,7 +66,8 @@ def shrunk_words(run: TrainRun, world: int, case: LayoutCase) -> str:
     words += [f"recompute {case.run.recompute.granularity}"] if case.run.recompute.granularity != "none" else []
     words += _expert_words(run, case)
     layers, rows = case.run.model.num_layers, case.run.train
-    return ", ".join([*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a row"])
+    kind = "row" if rows.tokens_per_microbatch is None else "document"
+    return ", ".join([*words, f"{layers} of {run.model.num_layers} layers", f"{rows.seq_len} tokens a {kind}"])
 
 
 def _expert_words(run: TrainRun, case: LayoutCase) -> list[str]:
@@ -171,6 +173,8 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
         train=replace(
             case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,
             loss_chunk=run.train.loss_chunk, loss_backward=run.train.loss_backward,
+            tokens_per_microbatch=_shrink_packs(run, parallel),
+            micro_batch_size=rows if run.train.tokens_per_microbatch is None else 1,
         ),
         lora=run.lora and _shrink_adapters(run.lora, run.model.num_layers, layers),
         # A rule asks for the base of adapters; here it is drawn.
@@ -351,6 +355,15 @@ def _shrink_context(parallel: ParallelConfig, cp: int, num_layers: int) -> Conte
     return replace(context, layers=layers, a2a=near)
 
 
+def _shrink_packs(run: TrainRun, parallel: ParallelConfig) -> int | None:
+    """Packs that hold two of the longest documents, where the run has packs."""
+    if run.train.tokens_per_microbatch is None:
+        return None
+    parts = 2 * parallel.cp * (parallel.tp if parallel.sp else 1)
+    length = -(-_row_of(run, parallel) // parts) * parts
+    return 2 * length // parallel.cp
+
+
 def _row_of(run: TrainRun, parallel: ParallelConfig) -> int:
     """Tokens of a row that divide as the run's do, or leave padding as the run's do."""
     p = run.parallel
@@ -431,7 +444,7 @@ def _fit_microbatches(
     if pp * parallel.pipeline.vpp == 1:
         return parallel, 1
     t = run.train
-    wanted = _compare(t.global_batch_size // (t.micro_batch_size * before["dp"]), before["pp"])
+    wanted = _compare(microbatches_of_longest(t, run.parallel, before["dp"]), before["pp"])
     grouped = run.parallel.pipeline.group not in (None, before["pp"])
     options = [
         (

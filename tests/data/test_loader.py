@@ -1,7 +1,7 @@
 """The loader: every layout sees the same global batch, labels that do not count are dropped, counts are global."""
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -9,13 +9,18 @@ import torch
 
 from megalith.config.data import Sampler
 from megalith.config.parallel import ParallelConfig
-from megalith.data.loader import Batch, Loader, Masks, build_batch, with_dropout
-from megalith.data.sample import Sample
+from megalith.data import loader as loader_file
+from megalith.data.loader import Batch, Loader, Masks, build_batch, build_pack, check_alike, with_dropout
+from megalith.data.sample import PackedSample, Sample
+from megalith.errors import DataError
 from megalith.parallel.group import Group, alone
 from megalith.parallel.mesh import build_mesh, model_grid
 from megalith.plan.context import Slicing
+from megalith.plan.deal import Budget, DocumentCost
+from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.verify.ragged import RaggedDocuments
 
 CPU = torch.device("cpu")
 PLAIN = Masks()
@@ -263,3 +268,84 @@ def test_ranks_that_share_rows_have_the_numbers_of_their_own_tokens(by: Literal[
 
 def test_without_dropout_tokens_carry_no_numbers() -> None:
     assert loader(alone("dp")).next().microbatches[0].tokens.dropout is None
+
+
+# --- packs
+
+
+def ragged(group: Group, *, budget: Budget | None, consumed: int = 0, steps: int = 1, **others: Any) -> Loader:
+    dataset = RaggedDocuments(30, 61, 40)
+    return Loader(
+        dataset, Masks(), group, global_batch_size=10, micro_batch_size=1, consumed=consumed, steps=steps, device=CPU,
+        budget=budget, **others,
+    )  # fmt: skip
+
+
+BUDGET = Budget(capacity=64, longest=30)
+
+
+def test_packs_have_every_document_of_the_step_once_whoever_reads_them() -> None:
+    dataset = RaggedDocuments(30, 61, 40)
+    step = ragged(alone("dp"), budget=BUDGET, consumed=10).next()
+    found = sorted(length for batch in step.microbatches for length in batch.lengths)
+    assert found == sorted(dataset.lengths_of(k)[0] for k in range(10, 20)) == sorted(step.lengths or ())
+    assert step.num_read == sum(found) and step.num_places == 64 * len(step.microbatches)
+    assert {len(batch.ids) for batch in step.microbatches} == {64}
+    for batch in step.microbatches:
+        assert int(batch.tokens.valid.sum()) == sum(batch.lengths) == batch.num_read
+        assert int((batch.labels >= 0).sum()) == batch.num_labels and not (batch.labels[~batch.tokens.valid] >= 0).any()
+    assert sum(batch.part for batch in step.microbatches) == pytest.approx(len(step.microbatches))
+
+
+def test_what_is_dropped_depends_on_the_document_and_not_on_its_pack() -> None:
+    numbers = []
+    for capacity in (40, 64, 128):
+        budget = Budget(capacity=capacity, longest=30)
+        step = ragged(alone("dp"), budget=budget, consumed=10, dropout_seed=3).next()
+        keys = [batch.tokens.dropout for batch in step.microbatches]
+        numbers.append(sorted(int(n) for key in keys if key is not None for n in key.numbers if n >= 0))
+    assert numbers[0] == numbers[1] == numbers[2] and len(set(numbers[0])) == len(numbers[0])
+    assert numbers[0][0] == 10 * 30, "the first token of document 10"
+
+
+def test_a_pack_of_nothing_is_filler() -> None:
+    batch = build_pack(RaggedDocuments(30, 61, 40), [], BUDGET, device=CPU)
+    assert batch.num_read == batch.num_labels == 0 and batch.lengths == () and not batch.tokens.valid.any()
+    assert batch.part == 1.0 and len(batch.ids) == 64
+
+
+def test_sums_of_digests_tell_ranks_that_deal_alike() -> None:
+    check_alike(3, [5, 25], alone("dp"))
+    with pytest.raises(DataError, match=r"in different ways \(microbatches: 3 on rank 0\). Make sure that all"):
+        check_alike(3, [5, 24], alone("dp"))
+
+
+class Talks:
+    """Rows of conversations, of which every other one is long."""
+
+    num_samples, fingerprint = 40, "talks"
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def lengths_of(self, k: int) -> tuple[int, ...]:
+        return (12,) if k % 2 else (3, 3, 3, 3)
+
+    def sample(self, k: int) -> PackedSample:
+        return PackedSample(np.full(12, k), np.full(12, k), self.lengths_of(k), 12)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_rows_of_conversations_are_dealt_by_what_they_cost(balanced: bool) -> None:
+    found = []
+    for rank in range(2):
+        group = replace(alone("dp"), rank=rank, ranks=(0, 1))
+        with replaced(loader_file, "start_all_reduce_", lambda count, group: None):
+            step = Loader(
+                Talks(), Masks(), group, global_batch_size=8, micro_batch_size=1, consumed=8, steps=1, device=CPU,
+                cost=DocumentCost(0, 1), balanced=balanced,
+            ).next()  # fmt: skip
+        found.append([int(batch.ids[0]) for batch in step.microbatches])
+        assert (step.imbalance or 0.0) == pytest.approx(0.0 if balanced else 2 * 144 / 180 - 1)
+    assert sorted(found[0] + found[1]) == list(range(8, 16))
+    assert sum(k % 2 for k in found[0]) == (2 if balanced else 0)

@@ -14,6 +14,7 @@ from megalith.config.sft import Packing, SFTConfig
 from megalith.data.build import Splits, build_datasets
 from megalith.data.chat_template import BUILT_IN, ChatTemplate
 from megalith.data.huggingface import HuggingFaceTokenizer, train_bpe
+from megalith.data.packs import pack_first_fit, write_packs
 from megalith.data.sentencepiece import SentencePieceTokenizer
 from megalith.data.sft import ConversationDataset, build_conversations
 from megalith.data.tokenizer import ByteTokenizer, Tokenizer
@@ -236,3 +237,38 @@ def test_the_validation_split_has_conversations_of_its_own(tmp_path: Path) -> No
         splits(of_files(path), valid=1)
     with pytest.raises(ConfigError, match="data.sft has no test conversations"):
         splits(DataConfig(sft=PLAIN), test=1)
+
+
+def talks(**settings: Any) -> ConversationDataset:  # Any: of SFTConfig
+    alone = settings.pop("alone", False)
+    sft = SFTConfig(mock_conversations=30, template="identity", **settings)
+    return build_conversations(
+        DataConfig(sft=sft), split="train", seq_len=150, seed=1, num_samples=None, vocab_size=257,
+        tokenizer=ByteTokenizer(), tokenizer_path=None, alone=alone,
+    )  # fmt: skip
+
+
+def test_conversations_alone_have_rows_of_their_own_length() -> None:
+    rows, alone = talks(), talks(alone=True)
+    samples = [alone.sample(k) for k in range(len(alone))]
+    assert len(alone) == 30 > len(rows) and all(sample.lengths == (len(sample.ids),) for sample in samples)
+    assert all(alone.lengths_of(k) == sample.lengths for k, sample in enumerate(samples))
+    assert all(rows.lengths_of(k) == rows.sample(k).read_lengths for k in range(len(rows)))
+    assert sum(len(sample.ids) for sample in samples) == sum(rows.sample(k).num_valid for k in range(len(rows)))
+    assert alone.fingerprint != rows.fingerprint
+    assert "; 30 an epoch, " in str(alone.report) and "filled" not in str(alone.report)
+
+
+def test_rows_of_a_file_of_packs_are_read_and_shuffled_in_each_epoch(tmp_path: Path) -> None:
+    room = talks().room()
+    filled = pack_first_fit(room, 1)
+    write_packs(tmp_path / "packs.npz", room, filled)
+    dataset = talks(packs=str(tmp_path / "packs.npz"))
+    expected = {tuple(room.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)}
+    assert len(dataset) == filled.num_rows and {dataset.lengths_of(k) for k in range(len(dataset))} == expected
+    assert [dataset.lengths_of(k) for k in range(len(dataset))] != [
+        tuple(room.lengths[filled.row(number)].tolist()) for number in range(filled.num_rows)
+    ], "in another order"
+    assert "packs " in dataset.fingerprint
+    with pytest.raises(DataError, match="is not a file of packs"):
+        talks(packs=str(tmp_path / "none"))

@@ -88,3 +88,13 @@ def test_one_chunk_on_one_rank_obeys_no_pipeline_settings(schedule: str) -> None
 def test_a_run_that_cannot_be_laid_out_is_refused() -> None:
     with pytest.raises(PlanError):
         plan_workload(tiny_run({"parallel.tp": "4"}), 6)
+
+
+def test_packs_are_counted_as_full_of_the_longest_documents() -> None:
+    packed = {"train.micro_batch_size": "1", "train.seq_len": "11", "train.tokens_per_microbatch": "20"}
+    by_document = {"parallel.cp": "2", "parallel.context.slicing": "document"}
+    workload = plan_workload(tiny_run(packed | by_document), 4)
+    assert (workload.row_tokens, workload.lengths, workload.tokens) == (12, (12, 12, 12, 4), 20)
+    assert workload.num_microbatches == 2, "twelve documents, three in a pack, on two ranks"
+    interleaved = {"parallel.pp": "4", "parallel.pipeline.vpp": "2", "model.num_layers": "8"}
+    assert plan_workload(tiny_run(packed | interleaved), 8).num_microbatches == 8, "as many as the pipeline wants"

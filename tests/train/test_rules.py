@@ -254,3 +254,18 @@ def test_conversations_are_text() -> None:
     run = tiny_run({"data.mock": "false", "data.sft.mock_conversations": "3", "tokenizer.kind": "null"})
     (problem,) = run_problems(apply_overrides(run, {"tokenizer.vocab_size": "257"}), 1)
     assert problem.startswith("tokenizer.kind=null with data.sft: conversations are text")
+
+
+def test_documents_in_packs_need_no_rows_that_divide() -> None:
+    packed = {"train__tokens_per_microbatch": "64", "train__micro_batch_size": "1", "train__global_batch_size": "13"}
+    assert run_problems(run(**packed), 5) == []
+    assert run_problems(run(**packed, parallel__cp="2", parallel__tp="2", parallel__sp="true"), 4) == []
+    assert run_problems(run(**packed, **TWO_CHUNKS, model__max_seq_len="64"), 6) == []
+    with pytest.raises(ConfigError) as caught:
+        check_run(run(**packed | {"train__micro_batch_size": "2", "train__tokens_per_microbatch": "30"}), 1)
+    assert "a microbatch is one pack. Set train.micro_batch_size=1" in str(caught.value)
+    assert "train.tokens_per_microbatch=30 * parallel.cp=1 = 30 tokens hold no document" in str(caught.value)
+    (text,) = run_problems(run(**packed, **TWO_CHUNKS, parallel__pipeline__group="1"), 2)
+    assert text.startswith("parallel.pipeline.group=1 must be from parallel.pp=2")
+    (text,) = run_problems(run(train__tokens_per_microbatch="0"), 1)
+    assert text == "train.tokens_per_microbatch=0 must be at least 1. Set train.tokens_per_microbatch to 1 or more."

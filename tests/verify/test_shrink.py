@@ -436,3 +436,20 @@ def test_where_axes_do_not_fit_together_each_copy_divides_experts_as_it_can() ->
     for case in shrink(run, 16):
         assert run_problems(case.run, case.world) == []
         assert case.run.parallel.ep == 2 and case.run.parallel.etp == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4"}])
+def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None:
+    packed = {
+        "train.micro_batch_size": "1",
+        "train.tokens_per_microbatch": "64",
+        "parallel.dp": "2",
+        "train.seq_len": "30",
+    }
+    for added in ({}, {"parallel.cp": "2", "parallel.context.slicing": "document"}):
+        run = tiny_run({**packed, **settings, **added})
+        world = 2 * run.parallel.pp * run.parallel.cp
+        assert run_problems(run, world) == []
+        for case in shrink(run, world):
+            assert case.run.train.tokens_per_microbatch is not None and run_problems(case.run, case.world) == []
+            assert "tokens a document" in shrunk_words(run, world, case)
