@@ -82,7 +82,9 @@ def _stage_table(workload: Workload, layout: Explanation, ledger: Sequence[Place
         if row is None:
             table.add_row(*["…"] * 8)
             continue
-        ends = " + ".join(name for name, here in (("embedding", row.embedding), ("loss", row.loss)) if here)
+        further = f"{row.further} further prediction{'s' * (row.further > 1)}"
+        parts = (("embedding", row.embedding), (further, row.further), ("loss", row.loss))
+        ends = " + ".join(name for name, here in parts if here)
         added = "" if workload.run.lora is None else f" + {_count(row.trained)}"
         table.add_row(
             str(row.stage), str(row.pp_rank), str(row.chunk), row.layers, ends, _count(row.parameters) + added,

@@ -211,14 +211,6 @@ class ModelConfig:
         size = self.key_size() ** self.mup.attention_scale_power
         return float((self.mup.base_head_dim or 1) ** 0.5 / size)
 
-    def shares_table(self) -> bool:
-        """Whether the stage with the loss needs the embedding's table, too."""
-        return self.tied_embeddings or self.mtp.depths > 0
-
-    def shares_places(self) -> bool:
-        """Whether the stage with the loss needs the table of learnt positions, too."""
-        return self.positions == "learned" and self.mtp.depths > 0
-
     def has_window(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, sees only a window of tokens."""
         attends = self.attention.window is not None and self.attention_part(layer) == "full"
@@ -248,9 +240,9 @@ class ModelConfig:
         taken = self.cross is not None and layer > self.cross.memory
         return taken and any(self.looks(later) for later in range(layer, self.num_layers))
 
-    def needs_biases(self, *, layers: int, loss: bool) -> bool:
-        """Whether a stage of so many layers, with the loss or without, reads the table of biases by distance."""
-        return self.positions == "relative" and (layers > 0 or (loss and self.mtp.depths > 0))
+    def needs_biases(self, *, layers: int) -> bool:
+        """Whether so many layers, those that predict further ahead too, read the table of biases by distance."""
+        return self.positions == "relative" and layers > 0
 
     def turns(self, layer: int) -> bool:
         """Whether a layer, numbered over all stages, turns its queries and keys with their positions."""

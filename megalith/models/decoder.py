@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,7 @@ from megalith.nn.attention import LayerCache
 from megalith.nn.block import Layer, Unnormed, block_of_layer
 from megalith.nn.embedding import Entrance
 from megalith.nn.init import fill
-from megalith.nn.mtp import FurtherPredictions, accepted
+from megalith.nn.mtp import Further, FurtherLosses, FurtherPredictions, accepted
 from megalith.nn.norm import Norm, build_norm, stream_dtype
 from megalith.nn.relative_bias import NoBias, RelativeBias
 from megalith.nn.rope import Rotations
@@ -38,9 +40,15 @@ from megalith.parallel.tensor import (
 )
 from megalith.plan.initial import start_of
 from megalith.plan.shards import cut_dim, split_evenly, whole
-from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks, whole_model
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_holders, whole_model
 
 RINGS, KEEP_ALL, KEEP_HERE = ContextConfig(), RecomputeConfig(), OffloadConfig()
+
+TABLES = ("embed.weight", "positions.weight", "relative.weight")
+"""What several stages may read."""
+
+ALONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+NOTHING: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 class Decoder(nn.Module):
@@ -60,25 +68,24 @@ class Decoder(nn.Module):
     """Only where the memory is taken that later layers look at."""
 
     norm: Norm
-    """Only where the stage has the loss."""
+    """Only where the stage has the last norm."""
 
     head: VocabHead
     """Only where the stage has the loss."""
 
-    further: FurtherPredictions
-    """Only where the stage has the loss."""
+    further: FurtherPredictions | FurtherLosses
+    """Only where the stage has the loss, or layers that predict further ahead."""
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh, *, sp: bool = False, dtype: torch.dtype = torch.float32,
-        stage: Stage | None = None, table: Sequence[int] | None = None, tied: nn.Parameter | None = None,
-        biased: Sequence[int] | None = None, biases: nn.Parameter | None = None, places: nn.Parameter | None = None,
+        stage: Stage | None = None, holders: Mapping[str, tuple[int, ...]] = ALONE,
+        here: Mapping[str, nn.Parameter] = NOTHING,
         context: ContextConfig = RINGS, recompute: RecomputeConfig = KEEP_ALL, offload: OffloadConfig = KEEP_HERE,
         overlap: bool = True, rings: bool = False, products: RingProducts = MESSAGES,
         dispatcher: DispatcherName = "exchange",
     ) -> None:  # fmt: skip
-        """`stage`: what to build; unset: the whole model. Where both ends need the embedding's table, `table` says
-        which pipeline ranks hold it, and `tied` is it where another chunk of this rank has the embedding; `biased` and
-        `biases` say the same of the table of relative positions, and `places` is that of learnt ones."""
+        """`stage`: what to build; unset: the whole model. Of tables that several stages read, `holders` says by name
+        which pipeline ranks hold them, and `here` are those that another chunk of this rank has already."""
         super().__init__()
         region: Region = (
             SplitTokens(mesh.tp, overlap=overlap, rings=rings, products=products)
@@ -87,13 +94,17 @@ class Decoder(nn.Module):
         )
         self.config, self.dtype, self.region = config, dtype, region
         self.stream_dtype = stream_dtype(config, dtype)
-        self.stage = stage or whole_model(config.num_layers)
+        self.stage = stage or whole_model(config.num_layers, config.mtp.depths)
+        table = here.get("embed.weight")
         if self.stage.embedding:
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             self.entrance = Entrance(config, region, dtype=dtype)
-            tied, places = self.embed.weight, self.entrance.places()
-        needed = config.needs_biases(layers=len(self.stage.layers), loss=self.stage.loss)
-        self.relative = RelativeBias(config, mesh, dtype=dtype, shared=biases) if needed else NoBias()
+            table = self.embed.weight
+        self.relative = (
+            RelativeBias(config, mesh, dtype=dtype, shared=here.get("relative.weight"))
+            if self.stage.reads_biases(config)
+            else NoBias()
+        )
         self.layers = nn.ModuleList(
             block_of_layer(config, index)(
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
@@ -106,33 +117,38 @@ class Decoder(nn.Module):
         if (before := config.remembers_before(self.stage.layers)) is not None:
             self.memory_norm = _memory_norm(config, region, dtype=dtype)
             self.remember = Remember(before, self._remembered)
-        if self.stage.loss:
+        if self.stage.norm:
             self.norm = build_norm("norm", config.hidden_size, config, invariant=region.invariant, dtype=dtype)
+        if self.stage.loss:
             self.head = VocabHead(
                 _table("embed.weight" if config.tied_embeddings else "head.weight", config, mesh), region,
-                vocab_size=config.vocab_size, tied=tied if config.tied_embeddings else None, dtype=dtype,
+                vocab_size=config.vocab_size, tied=table if config.tied_embeddings else None, dtype=dtype,
                 readout=Readout(config.logit_scale / config.width_factor(), config.logit_softcap),
             )  # fmt: skip
+            table = self.head.weight if config.tied_embeddings else table
+        if self.stage.loss and config.mtp.depths > self.stage.further:
+            self.further = FurtherLosses(config.mtp.depths, self.head)
+        elif self.stage.loss or self.stage.further:
             self.further = FurtherPredictions(
-                config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), head=self.head,
-                shared=self.head.weight if config.tied_embeddings else tied, recompute=recompute,
-                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap), dispatcher=dispatcher,
-                places=places,
+                config, mesh, region, dtype=dtype, table=_table("embed.weight", config, mesh), shared=table,
+                places=self.entrance.places() if self.stage.embedding else here.get("positions.weight"),
+                head=self.head if self.stage.loss else None, recompute=recompute, dispatcher=dispatcher,
+                core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
         alone = (mesh.pp.rank,)
-        ends = {"embed.weight": config.shares_table(), "positions.weight": config.shares_places()}
-        shared = {name: tuple(table or alone) for name, by_both in ends.items() if by_both}
-        _note_places(self, alone, shared | {"relative.weight": tuple(biased or alone)})
+        _note_places(self, alone, {name: holders.get(name) or alone for name in TABLES})
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None,
-        memory: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        memory: Tensor | None = None, ahead: tuple[Tensor, ...] = (), further: Further = (),
+    ) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
         """ids [t] -> hidden states after the last norm, as the region has tokens.
 
         A stage of a pipeline begins with `x`, the hidden states that the stage before ended with, and ends with its
-        own layers; `memory` goes with them where the model has taken it and layers that look at it are still to come.
+        own layers; `memory` goes with them where the model has taken it and layers that look at it are still to come,
+        and `ahead`, the hidden states of layers that predict further ahead (from `further`, what they read and are to
+        find), from their stage to that of the loss.
         """
         tokens = replace(self.relative.given_to(self.rotations.given_to(tokens)), memory=memory)
         if self.stage.embedding:
@@ -142,12 +158,23 @@ class Decoder(nn.Module):
             x, tokens = self.run_layers(list(self.layers), x, tokens, self.remember)
         else:
             x = self._read_on(x, tokens, caches)
-        if self.stage.loss:
-            return value_of(self.norm(x))
-        if not self.config.needs_memory(self.stage.layers.stop):
-            return x
-        assert tokens.memory is not None, f"stage {self.stage} hands on a memory"
-        return x, tokens.memory
+        if self.stage.norm:
+            x = value_of(self.norm(x))
+        if self.config.needs_memory(self.stage.layers.stop):
+            assert tokens.memory is not None, f"stage {self.stage} hands on a memory"
+            return x, tokens.memory
+        if self.stage.further and not self.stage.loss:
+            assert isinstance(self.further, FurtherPredictions)
+            ahead = self.further.states(x, further, tokens)
+        return (x, *ahead) if ahead else x
+
+    def received(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """What the stage before ended with, as `forward` is given it; nothing where the embedding is."""
+        if not tensors:
+            return {}
+        x, *rest = tensors
+        looked_at = self.config.needs_memory(self.stage.layers.start)
+        return {"x": x} | ({"memory": rest[0]} if looked_at else {"ahead": tuple(rest)})
 
     def _read_on(self, x: Tensor, tokens: Tokens, caches: Sequence[LayerCache]) -> Tensor:
         """All layers, with a cache for every attention in their order."""
@@ -171,25 +198,30 @@ class Decoder(nn.Module):
         return self.head.loss(self(ids, tokens, x=x, memory=memory), labels)
 
     def losses(
-        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None,
-        further: tuple[tuple[Tensor, Tensor], ...] = (),
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there."""
-        tokens = self.rotations.given_to(tokens)
-        x = self(ids, tokens, x=x, memory=memory)
-        return self.head.loss(x, labels), *self.further.losses(x, further, self.relative.given_to(tokens))
+        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, further: Further = (), **received: Any
+    ) -> tuple[Tensor, ...]:
+        """`loss`, and after it the same of every depth that predicts further ahead and has its (ids, labels) there.
 
-    def judged(
-        self, ids: Tensor, labels: Tensor, tokens: Tokens, *, x: Tensor | None = None, memory: Tensor | None = None,
-        further: tuple[tuple[Tensor, Tensor], ...] = (),
-    ) -> Tensor:  # fmt: skip
+        received: as `forward` is given it.
+        """
+        tokens = self.rotations.given_to(tokens)
+        hidden = self._hidden(ids, tokens, received)
+        own = self.head.loss(hidden[0], labels)
+        return own, *self.further.losses(hidden, further, self.relative.given_to(tokens))
+
+    def judged(self, ids: Tensor, labels: Tensor, tokens: Tokens, *, further: Further = (), **received: Any) -> Tensor:
         """For evaluation, float64: `losses`, and behind them what `accepted` says of depths that predict further."""
         tokens = self.rotations.given_to(tokens)
-        x = self(ids, tokens, x=x, memory=memory)
-        own = self.head.loss(x, labels, judged=True)
-        losses, right = self.further.judged(x, further, self.relative.given_to(tokens))
+        hidden = self._hidden(ids, tokens, received)
+        own = self.head.loss(hidden[0], labels, judged=True)
+        losses, right = self.further.judged(hidden, further, self.relative.given_to(tokens))
         measured = torch.stack([own, *losses]).double()
         return torch.cat([measured, accepted(right, [labels for _, labels in further])]) if right else measured
+
+    def _hidden(self, ids: Tensor, tokens: Tokens, received: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """The model's hidden states, and those of depths that another stage has computed."""
+        found = self(ids, tokens, **received)
+        return found if isinstance(found, tuple) else (found,)
 
     def logits(self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache], wanted: Tensor) -> Tensor:
         """Scores [len(wanted), vocab_size] of the tokens numbered `wanted`; every rank must have all tokens (no sp)."""
@@ -202,28 +234,25 @@ def build_chunks(
 ) -> list[Decoder]:  # fmt: skip
     """The chunks of the model that this rank holds, by chunk number; the whole model without a pipeline.
 
-    A table that two pipeline ranks use is a parameter of the same name on both; one that two chunks of a rank use is
-    one parameter.
+    A table that several pipeline ranks use is a parameter of the same name on all of them; one that several chunks of a
+    rank use is one parameter.
 
     Raises:
         PlanError: the layers do not divide as asked.
     """
     pp, pipeline = mesh.pp.size, parallel.pipeline
-    stages = plan_stages(pipeline, pp=pp, num_layers=config.num_layers)
-    table, biased = table_ranks(stages, pipeline, pp=pp), bias_ranks(config, stages, pipeline, pp=pp)
+    stages = plan_stages(pipeline, pp=pp, num_layers=config.num_layers, depths=config.mtp.depths)
+    holders, here = table_holders(config, stages, pipeline, pp=pp), dict[str, nn.Parameter]()
     chunks: list[Decoder] = []
     for stage in stages_of_rank(stages, mesh.pp.rank, pipeline, pp=pp):
-        tied = next((chunk.embed.weight for chunk in chunks if chunk.stage.embedding), None)
-        biases = next((c.relative.weight for c in chunks if isinstance(c.relative, RelativeBias)), None)
-        places = next((chunk.entrance.places() for chunk in chunks if chunk.stage.embedding), None)
-        chunks.append(
-            Decoder(
-                config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, table=table, tied=tied,
-                biased=biased, biases=biases, places=places,
-                context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
-                rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
-            )
+        chunk = Decoder(
+            config, mesh, sp=parallel.sp, dtype=dtype, stage=stage, holders=holders, here=here,
+            context=parallel.context, recompute=recompute, offload=offload, overlap=parallel.overlap,
+            rings=parallel.rings, products=products, dispatcher=parallel.dispatcher,
         )  # fmt: skip
+        found = {declared.shard.name: getattr(module, name) for declared, module, name in declared_parameters(chunk)}
+        here |= {name: found[name] for name in TABLES if name in found}
+        chunks.append(chunk)
     return chunks
 
 

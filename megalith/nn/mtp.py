@@ -6,6 +6,9 @@ the model's own, and so are positions: layers turn, or are biased, by the place 
 learnt place is that of the token whose embedding it is added to. Source: DeepSeek-AI 2024, arXiv:2412.19437, section
 2.2; the embedding comes first in what is projected, as in the published weights, where the paper's equation 21 has it
 last.
+
+In a pipeline all depths are on one stage, which has a copy of the embedding's table. Their losses are computed where
+the model's own is, by the same head: where that is another stage, it is handed the hidden states of every depth.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +33,9 @@ from megalith.plan.shards import whole
 
 KEEP_ALL = RecomputeConfig()
 
+Further = Sequence[tuple[Tensor, Tensor]]
+"""(ids, labels), each [t], of every depth; of none, where only the next token is of interest."""
+
 
 class FurtherPrediction(nn.Module):
     """Hidden states x [t, h] and the token k further on than each, ids [t] -> hidden states for the token after that.
@@ -37,13 +43,17 @@ class FurtherPrediction(nn.Module):
     x as the region has tokens, ids of all of them -> [t, h] as the region has tokens, normed.
     """
 
+    head: VocabHead
+    """Only where the stage has the loss."""
+
     def __init__(
         self, depth: int, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
-        shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "exchange", places: nn.Parameter | None = None,
+        shared: nn.Parameter | None, head: VocabHead | None, core: Attend = attention,
+        recompute: RecomputeConfig = KEEP_ALL, dispatcher: DispatcherName = "exchange",
+        places: nn.Parameter | None = None,
     ) -> None:  # fmt: skip
         """`depth`: its number; `table`: the embedding's; `shared`: its parameter, where this rank has it already, and
-        `places` that of learnt positions; `head`: the model's."""
+        `places` that of learnt positions; `head`: the model's, unless another stage has it."""
         super().__init__()
         name, h = f"mtp.{depth}", config.hidden_size
         self.embed = VocabEmbedding(table, region, dtype=dtype, tied=shared)
@@ -60,7 +70,8 @@ class FurtherPrediction(nn.Module):
             number=config.num_layers + depth, core=core, recompute=recompute, dispatcher=dispatcher,
         )  # fmt: skip
         self.run_layers, self.stream = LayerRunner(recompute, OffloadConfig(), mesh.tp), stream_dtype(config, dtype)
-        self.head = head.again()
+        if head is not None:
+            self.head = head.again()
 
     def forward(self, x: Tensor, ids: Tensor, tokens: Tokens) -> Tensor:
         """x [t, h], ids [t] -> [t, h]."""
@@ -71,15 +82,17 @@ class FurtherPrediction(nn.Module):
 
 
 class FurtherPredictions(nn.Module):
-    """All depths, one after the other; none where the model predicts the next token only.
+    """All depths, one after the other; none where the model predicts the next token only. Losses are computed here only
+    if the stage has the head.
 
     A module of its own, and no list in the model, so that engines which look for layers take it for one part.
     """
 
     def __init__(
         self, config: ModelConfig, mesh: Mesh, region: Region, *, dtype: torch.dtype, table: Declared,
-        shared: nn.Parameter | None, head: VocabHead, core: Attend = attention, recompute: RecomputeConfig = KEEP_ALL,
-        dispatcher: DispatcherName = "exchange", places: nn.Parameter | None = None,
+        shared: nn.Parameter | None, head: VocabHead | None, core: Attend = attention,
+        recompute: RecomputeConfig = KEEP_ALL, dispatcher: DispatcherName = "exchange",
+        places: nn.Parameter | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.depths = nn.ModuleList()
@@ -91,25 +104,61 @@ class FurtherPredictions(nn.Module):
             self.depths.append(made)
             shared, places = made.embed.weight, made.entrance.places()
 
-    def losses(self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens) -> Iterator[Tensor]:
-        """The summed loss of every depth; further: (ids, labels), each [t], of as many depths, or of none, where only
-        the next token is of interest; x: hidden states of the model."""
-        for prediction, (ids, labels) in zip(self.depths if further else (), further, strict=True):
-            assert isinstance(prediction, FurtherPrediction)
+    def states(self, x: Tensor, further: Further, tokens: Tokens) -> tuple[Tensor, ...]:
+        """Hidden states of every depth, each [t, h] as x: those of the model."""
+        found = []
+        for prediction, (ids, _) in self._each(further):
+            x = prediction(x, ids, tokens)
+            found.append(x)
+        return tuple(found)
+
+    def losses(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> Iterator[Tensor]:
+        """The summed loss of every depth; hidden: the model's hidden states alone."""
+        (x,) = hidden
+        for prediction, (ids, labels) in self._each(further):
             x = prediction(x, ids, tokens)
             yield prediction.head.loss(x, labels)
 
-    def judged(
-        self, x: Tensor, further: tuple[tuple[Tensor, Tensor], ...], tokens: Tokens
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def judged(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> tuple[list[Tensor], list[Tensor]]:
         """Of every depth the summed loss, as `losses`, and where its best token is the label: bool [t]."""
-        losses, right = [], []
-        for prediction, (ids, labels) in zip(self.depths if further else (), further, strict=True):
-            assert isinstance(prediction, FurtherPrediction)
+        (x,), losses, right = hidden, [], []
+        for prediction, (ids, labels) in self._each(further):
             x = prediction(x, ids, tokens)
             losses.append(prediction.head.loss(x, labels, judged=True))
             right.append(prediction.head.best(x) == labels)  # no token is negative, as a missing label is
         return losses, right
+
+    def _each(self, further: Further) -> Iterator[tuple[FurtherPrediction, tuple[Tensor, Tensor]]]:
+        for prediction, pair in zip(self.depths if further else (), further, strict=True):
+            assert isinstance(prediction, FurtherPrediction)
+            yield prediction, pair
+
+
+class FurtherLosses(nn.Module):
+    """The losses of depths whose hidden states another stage computes: what `FurtherPredictions` has where both are.
+
+    The head once more for each depth, and no other parameters.
+    """
+
+    def __init__(self, depths: int, head: VocabHead) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(head.again() for _ in range(depths))
+
+    def losses(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> Iterator[Tensor]:
+        """The summed loss of every depth; hidden: the model's hidden states, and those of every depth."""
+        for head, x, labels in self._each(hidden, further):
+            yield head.loss(x, labels)
+
+    def judged(self, hidden: Sequence[Tensor], further: Further, tokens: Tokens) -> tuple[list[Tensor], list[Tensor]]:
+        """As `FurtherPredictions.judged`."""
+        each = list(self._each(hidden, further))
+        losses = [head.loss(x, labels, judged=True) for head, x, labels in each]
+        return losses, [head.best(x) == labels for head, x, labels in each]
+
+    def _each(self, hidden: Sequence[Tensor], further: Further) -> Iterator[tuple[VocabHead, Tensor, Tensor]]:
+        for head, x, (_, labels) in zip(self.heads if further else (), hidden[1:], further, strict=True):
+            assert isinstance(head, VocabHead)
+            yield head, x, labels
 
 
 def accepted(right: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:

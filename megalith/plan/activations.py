@@ -178,8 +178,17 @@ def total(rows: Sequence[Row]) -> int:
     return sum(row.nbytes for row in rows)
 
 
-def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, loss: bool = True) -> StageKept:
-    """The rows of a stage with so many layers, and with the embedding and the loss or without."""
+def stage_kept(
+    setting: Setting, *, num_layers: int, embedding: bool = True, loss: bool = True, norm: bool | None = None,
+    further: int | None = None,
+) -> StageKept:  # fmt: skip
+    """The rows of a stage with so many layers, and with the embedding and the loss or without.
+
+    norm, further: whether the last norm is here, and how many layers that predict further ahead; unset: with the loss.
+    """
+    ends = _Ends(
+        embedding, loss if norm is None else norm, loss, setting.model.mtp.depths * loss if further is None else further
+    )
     again, first = modules_again(setting.recompute), setting.first_layer
     each = [tuple(layer_rows(setting, again, first + layer)) for layer in range(num_layers)]
     layers: list[tuple[Row, ...]] = []
@@ -196,8 +205,17 @@ def stage_kept(setting: Setting, *, num_layers: int, embedding: bool = True, los
     transient = max(transient, 0) + most_back(
         [(total(r), total(away)) for r, away in zip(layers, host, strict=True) if r]
     )
-    ends = (*_ends(setting, num_layers, embedding, loss), *_shared(setting, num_layers, embedding, loss))
-    return StageKept(tuple(layers), tuple(host), ends, transient)
+    kept = (*_ends(setting, num_layers, ends), *_shared(setting, num_layers, ends))
+    return StageKept(tuple(layers), tuple(host), kept, transient)
+
+
+class _Ends(NamedTuple):
+    """What a stage has besides layers."""
+
+    embedding: bool
+    norm: bool
+    loss: bool
+    further: int
 
 
 def _back_in_layer(setting: Setting, layer: int, rows: Sequence[Row]) -> int:
@@ -386,19 +404,24 @@ def offloaded(setting: Setting, span: Span, rows: Sequence[Row]) -> tuple[Row, .
     return tuple(row for row in rows if span.offloaded and row.numel >= setting.offload.min_numel)
 
 
-def _ends(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Iterator[Row]:
+def _ends(setting: Setting, num_layers: int, ends: _Ends) -> Iterator[Row]:
     """What does not belong to a layer."""
     model, own = setting.model, setting.own_tokens
-    if embedding:
+    if ends.embedding:
         yield from _lookup_rows("embed", setting.tokens)
         if model.positions == "learned":
             yield from _lookup_rows("entrance.positions", own)
     yield from _memory_rows(setting, num_layers)
-    if loss:
+    if ends.norm:
         yield from _stream_norm_rows(setting, "norm")
+    if ends.loss:
         yield from _head_rows(setting, "")
-        for depth in range(model.mtp.depths):
-            yield from _further_rows(setting, f"further.depths.{depth}")
+    for depth in range(model.mtp.depths):
+        region = f"further.depths.{depth}"
+        if ends.further:
+            yield from _further_rows(setting, region)
+        if ends.loss:
+            yield from _head_rows(setting, region)
 
 
 def _memory_rows(setting: Setting, num_layers: int) -> Iterator[Row]:
@@ -454,14 +477,13 @@ def _further_rows(setting: Setting, region: str) -> Iterator[Row]:
         for row in layer_rows(setting, modules_again(setting.recompute), last):
             yield row._replace(region=f"{region}.layer.{row.region}".rstrip("."))
     yield from _stream_norm_rows(setting, f"{region}.norm")
-    yield from _head_rows(setting, region)
 
 
-def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> Iterator[Row]:
+def _shared(setting: Setting, num_layers: int, ends: _Ends) -> Iterator[Row]:
     """What several layers keep, once: how positions turn, and which tokens these are, for dropout."""
     model, t, first = setting.model, setting.tokens, setting.first_layer
     pairs = model.rotary_size() // 2 * t
-    further = [model.num_layers - 1] if loss and model.mtp.depths else []
+    further = [model.num_layers - 1] if ends.further else []
     for local in sorted(_tables(setting, range(first, first + num_layers)) | _tables(setting, further)):
         for what in ("cosines", "sines"):
             yield Row("shared", f"{what}{' of windows' * local}", pairs, pairs * setting.element)
@@ -470,7 +492,7 @@ def _shared(setting: Setting, num_layers: int, embedding: bool, loss: bool) -> I
     counts = (num_layers, len(further))
     spans = [span for count in counts for span in layer_spans(setting.recompute, OffloadConfig(), count)]
     dropped = model.dropout.residual > 0 and not all(span.recomputed for span in spans)
-    if dropped or (model.dropout.embedding > 0 and (embedding or (loss and model.mtp.depths > 0))):
+    if dropped or (model.dropout.embedding > 0 and (ends.embedding or ends.further > 0)):
         yield Row("shared", "numbers of tokens", t, 8 * t)
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import trained, trained_layer_flops, trained_step_flops, with_adapters
-from megalith.plan.costs import WIDTHS, active_parameters, num_parameters
+from megalith.plan.costs import WIDTHS, active_parameters, head_flops, num_parameters
 from megalith.plan.experts import router_text
 from megalith.plan.frozen import trained_names, with_frozen
 from megalith.plan.grid import Grid, expert_grid
@@ -86,6 +86,9 @@ class StageRow:
 
     flops_share: float
     """Of the step's matrix work; all stages together 1."""
+
+    further: int = 0
+    """Layers that predict further ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,10 +393,14 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
         trained_layer_flops(c, run.lora, layer, run.optim, tokens=length, squared_lengths=length**2)
         for layer in range(c.num_layers)
     ]
-    rest = whole - sum(each)  # the head and predictions further ahead, where the loss is
+    ends = whole - sum(each)
+    head = _head_work(run, ends)
     for number, stage in enumerate(workload.stages):
         pp_rank, chunk = workload.schedule.place_of(number)
-        held = held_parameters(c, tp=1, tp_rank=0, layers=stage.layers, embedding=stage.embedding, loss=stage.loss)
+        held = held_parameters(
+            c, tp=1, tp_rank=0, layers=stage.layers, embedding=stage.embedding, loss=stage.loss, norm=stage.norm,
+            further=stage.further,
+        )  # fmt: skip
         yield StageRow(
             stage=number,
             pp_rank=pp_rank,
@@ -401,10 +408,22 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             layers=layers_text(stage.layers),
             embedding=stage.embedding,
             loss=stage.loss,
+            further=stage.further,
             parameters=sum(one.numel for one in held if one.counts),
             trained=sum(one.numel for one in trained(with_frozen(with_adapters(held, c, run.lora), run.optim))),
-            flops_share=(sum(each[layer] for layer in stage.layers) + stage.loss * rest) / whole,
+            flops_share=(
+                sum(each[layer] for layer in stage.layers) + stage.loss * head + (stage.further > 0) * (ends - head)
+            )
+            / whole,
         )
+
+
+def _head_work(run: TrainRun, ends: int) -> int:
+    """The head's part of what is done outside of layers; further predictions have the rest."""
+    c, length = run.model, run.train.seq_len
+    own = run.lora is None and run.optim.trains("embed.weight" if c.tied_embeddings else "head.weight")
+    head = (1 + c.mtp.depths) * head_flops(c, length) * (3 if own else 2) // 3
+    return min(ends, head) if c.mtp.depths else ends
 
 
 def layers_text(layers: range) -> str:

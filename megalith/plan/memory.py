@@ -24,7 +24,7 @@ from megalith.plan.pairs import together
 from megalith.plan.parameters import ExpertPart, HeldParameter, distinct_ranks, tensor_part
 from megalith.plan.schedule import Kind
 from megalith.plan.shards import split_evenly
-from megalith.plan.stages import Stage
+from megalith.plan.stages import Stage, crossing
 from megalith.plan.transfers import SENDS, Direction, neighbour
 from megalith.plan.workload import Workload
 
@@ -165,7 +165,7 @@ def place_memory(
     """The ledger of the ranks at one place, or of one among them that ZeRO tells from the others."""
     accelerator = device is not None and device.accelerator
     held = workload.parameters(pp_rank, tp_rank, experts=sharer.experts)
-    state = _state(workload, held, sharer, accelerator=accelerator)
+    state = _state(workload, pp_rank, held, sharer, accelerator=accelerator)
     height = _height(workload, pp_rank, tp_rank, accelerator=accelerator)
     tensors = replace(
         state,
@@ -225,7 +225,9 @@ def _kind(workload: Workload, one: HeldParameter) -> str:
     return "those with the same heads" if one.summed == "heads" or copies == run.parallel.tp else "all"
 
 
-def _state(workload: Workload, parameters: Sequence[HeldParameter], sharer: Sharer, *, accelerator: bool) -> RankMemory:
+def _state(
+    workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], sharer: Sharer, *, accelerator: bool
+) -> RankMemory:
     """Weights, gradients and optimizer state; and what ZeRO gathers or hands round for a while, as `working`."""
     run, divided = workload.run, divides(workload)
     width, zero = WIDTHS[run.precision.params], run.parallel.zero if divided else 0
@@ -252,7 +254,7 @@ def _state(workload: Workload, parameters: Sequence[HeldParameter], sharer: Shar
         moments=width.sums * states * owned,
         activations=0,
         loss=0,
-        working=_sharding_bytes(workload, parameters, accelerator=accelerator),
+        working=_sharding_bytes(workload, pp_rank, parameters, accelerator=accelerator),
         messages=0,
     )
 
@@ -261,7 +263,7 @@ IN_FLIGHT = 2
 """Sums of buckets on their way at once under ZeRO."""
 
 
-def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, accelerator: bool) -> int:
+def _sharding_bytes(workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter], *, accelerator: bool) -> int:
     """What a rank holds for a while because ZeRO has divided something.
 
     zero=1: what it receives for the buckets whose sums are on their way, which NCCL needs no place for, and what it
@@ -278,7 +280,7 @@ def _sharding_bytes(workload: Workload, parameters: Sequence[HeldParameter], *, 
         received = 0 if accelerator else width.sums
         beside = IN_FLIGHT * (2 * WIRE_BYTES["bf16"] if p.reduce_dtype == "bf16" else received)
         return largest * (beside + (width.sums * (IN_FLIGHT + 1) if p.zero == 2 else 0))
-    gathered = [unit for unit in gathered_units(workload, parameters) if unit.ranks > 1]
+    gathered = [unit for unit in gathered_units(workload, pp_rank, parameters) if unit.ranks > 1]
     dense, expert = (
         sorted((unit.numel for unit in gathered if not unit.root and unit.grid == grid), reverse=True)
         for grid in ("dense", "expert")
@@ -325,15 +327,10 @@ class GatheredUnit(NamedTuple):
         return sum(one.numel for one in self.parameters)
 
 
-def gathered_units(workload: Workload, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
+def gathered_units(workload: Workload, pp_rank: int, parameters: Sequence[HeldParameter]) -> list[GatheredUnit]:
     """Each layer but for its experts, these, and each table that is used in one place; the last norm, and a table used
     in two, are the rest. Vectors that are not trained are never divided."""
-    names, model = {one.name for one in parameters}, workload.run.model
-    tables = names & {"embed.weight", "head.weight"}
-    if model.mtp.depths and "norm.weight" in names:  # predictions further ahead use both once more
-        tables = set()
-    elif model.tied_embeddings and "norm.weight" in names:
-        tables -= {"embed.weight"} if len(workload.table_holders) == 1 else set()
+    tables = _used_once(workload, pp_rank)
     units: dict[tuple[str, str], list[HeldParameter]] = {}
     for one in parameters:
         words = one.name.split(".")
@@ -345,6 +342,18 @@ def gathered_units(workload: Workload, parameters: Sequence[HeldParameter]) -> l
         GatheredUnit(name, tuple(held), name == "", grid, workload.shards_of(held[0]))
         for (name, grid), held in units.items()
     ]
+
+
+def _used_once(workload: Workload, pp_rank: int) -> set[str]:
+    """Tables of the vocabulary that a rank uses in one place: each depth of further predictions uses the embedding's
+    once, inside a larger part, and the head once more where the loss is."""
+    model, stages = workload.run.model, workload.chunks(pp_rank)
+    depths, head = model.mtp.depths, "embed.weight" if model.tied_embeddings else "head.weight"
+    uses = Counter({"embed.weight": 0, "head.weight": 0})
+    for stage in stages:
+        uses["embed.weight"] += stage.embedding + 2 * (stage.further > 0)
+        uses[head] += (1 + depths) * stage.loss
+    return {name for name, count in uses.items() if count == 1}
 
 
 def keeps_gathered(workload: Workload) -> bool:
@@ -382,14 +391,17 @@ def setting_of(
 
 def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: bool) -> Kept:
     """What one microbatch leaves in one chunk. Where layers exchange keys in different ways, each counts its share."""
-    kinds = Counter(kind_of_layer(workload.run.parallel.context, layer) for layer in stage.layers)
+    kinds = Counter(kind_of_layer(workload.run.parallel.context, layer) for layer in all_layers(workload, stage))
     if not kinds:
         kinds[workload.run.parallel.context.kind] = 1
     layers = again = loss = host = 0.0
     for kind, count in kinds.items():
         first = stage.layers.start if stage.layers else 0
         setting = setting_of(workload, tp_rank, kind=kind, accelerator=accelerator, first_layer=first)
-        kept = stage_kept(setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss)
+        kept = stage_kept(
+            setting, num_layers=len(stage.layers), embedding=stage.embedding, loss=stage.loss, norm=stage.norm,
+            further=stage.further,
+        )  # fmt: skip
         part = count / kinds.total()
         head = total([row for row in kept.ends if row.what.startswith("gradient of the head")])
         layers, loss = layers + part * (kept.nbytes - head), loss + part * head
@@ -397,15 +409,22 @@ def chunk_kept(workload: Workload, stage: Stage, tp_rank: int, *, accelerator: b
     return Kept(round(layers), _for_weights(workload, stage, tp_rank), round(loss), round(again), round(host))
 
 
+def all_layers(workload: Workload, stage: Stage) -> list[int]:
+    """The layers of a stage, by number; those that predict further ahead are as the last of all."""
+    return [*stage.layers, *[workload.run.model.num_layers - 1] * stage.further]
+
+
 def _for_weights(workload: Workload, stage: Stage, tp_rank: int) -> int:
     """Inputs and output gradients of all weights, t · (4 h + (2 n + 2 g) d + 3 f) a layer (2 f without a gate); the
-    head's own gradient."""
+    head's own gradient. A layer that predicts further ahead has t · 4 h more of what is before it."""
     c, t, width = workload.run.model, workload.tokens, WIDTHS[workload.run.precision.params]
-    features = sum(_features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in stage.layers)
-    routed = sum(c.has_experts(layer) for layer in stage.layers) * _values_at_experts(workload, tp_rank)
-    rows = ((features + stage.embedding * c.hidden_size) * t + routed) * width.value
+    layers = all_layers(workload, stage)
+    features = sum(_features_at_weights(c, layer, workload.run.parallel.tp, tp_rank) for layer in layers)
+    features += (stage.embedding + 4 * stage.further) * c.hidden_size
+    routed = sum(map(c.has_experts, layers)) * _values_at_experts(workload, tp_rank)
+    rows = (features * t + routed) * width.value
     vocab = tensor_part(c, tp=workload.run.parallel.tp, rank=tp_rank).vocab
-    return rows + stage.loss * vocab * c.hidden_size * width.sums
+    return rows + stage.loss * (1 + c.mtp.depths) * vocab * c.hidden_size * width.sums
 
 
 def _features_at_weights(model: ModelConfig, layer: int, tp: int, tp_rank: int) -> int:
@@ -511,13 +530,14 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
     c, width = run.model, WIDTHS[run.precision.params]
     part = tensor_part(c, tp=run.parallel.tp, rank=tp_rank)
     others_of: dict[ContextKind, int] = {"ring": 2, "gather": run.parallel.cp, "a2a": 0, "a2a+ring": 2}
-    parts = max((others_of[kind_of_layer(run.parallel.context, layer)] for layer in stage.layers), default=0)
+    layers = all_layers(workload, stage)
+    parts = max((others_of[kind_of_layer(run.parallel.context, layer)] for layer in layers), default=0)
     keys = part.kv_heads * (c.key_size() + c.value_size())
     others = parts * keys * width.value * t if run.parallel.cp > 1 else 0
     if kind != "F":
-        largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in stage.layers), default=0)
-        streams = 2 + any(map(c.looks, stage.layers))
-        return (largest + streams * c.hidden_size * t) * width.value + others if stage.layers else 0
+        largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in layers), default=0)
+        streams = 2 + any(map(c.looks, layers))
+        return (largest + streams * c.hidden_size * t) * width.value + others if layers else 0
     logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
     return max(head, others)
@@ -535,12 +555,13 @@ def _gradients_of_mlp(workload: Workload, layer: int, tp_rank: int) -> int:
 
 def boundary_tensors(workload: Workload, stage: int) -> list[int]:
     """Bytes of what goes over the boundary before a stage with one microbatch: t · h, of which each rank has 1/tp under
-    sp, and once more where later layers look at a memory that was taken before."""
-    run, layers = workload.run, workload.stages[stage].layers
+    sp, and once more where later layers look at a memory that was taken before, or for each depth of further
+    predictions, from where they are made to where their losses are."""
+    run, over = workload.run, crossing(workload.run.model, workload.stages, stage)
     numel = workload.tokens // (run.parallel.tp if run.parallel.sp else 1) * run.model.hidden_size
     width = WIDTHS[run.precision.params]
-    x = numel * (width.sums if run.model.fp32_residual else width.value)
-    return [x, numel * width.value] if run.model.needs_memory(layers.start) else [x]
+    x = numel * (width.sums if run.model.fp32_residual and not over.normed else width.value)
+    return [x, *[numel * width.value] * (over.memory + over.ahead)]
 
 
 def borders(workload: Workload, pp_rank: int, direction: Direction) -> list[int]:

@@ -299,37 +299,40 @@ def _experts(model: ModelConfig, moe: MoEConfig, part: ExpertPart) -> Iterator[H
 
 def held_parameters(
     model: ModelConfig, *, tp: int, tp_rank: int, layers: Sequence[int], embedding: bool, loss: bool,
-    experts: ExpertPart | None = None,
+    norm: bool | None = None, further: int | None = None, experts: ExpertPart | None = None,
 ) -> list[HeldParameter]:  # fmt: skip
     """Everything of some layers, of the embedding if it is here, and of what follows the layers if the loss is here.
 
     A tied head, and the tables that further predictions read, are the embedding's parameters; on a stage without the
     embedding they are second copies of them. Every stage with layers has a copy of the table of relative positions, and
     the one that takes a memory its norm.
+    norm, further: whether the last norm is here, and how many layers that predict further ahead; unset: with the loss.
     experts: this rank's part of them; unset: all of them, each divided over tp.
     """
+    norm = loss if norm is None else norm
+    further = model.mtp.depths * loss if further is None else further
     part, h = tensor_part(model, tp=tp, rank=tp_rank), model.hidden_size
     table = HeldParameter("embed.weight", part.vocab, h, cut=True)
     places = HeldParameter("positions.weight", model.max_seq_len, h, cut=False)
     held = [table] if embedding else []
     if embedding and model.positions == "learned":
         held.append(places)
-    if model.needs_biases(layers=len(layers), loss=loss):
+    if model.needs_biases(layers=len(layers) + further):
         held.append(bias_table(model, tp=tp, tp_rank=tp_rank))
     for index in layers:
         held += layer_parameters(model, index, tp=tp, tp_rank=tp_rank, experts=experts)
     if model.cross is not None and model.cross.memory in layers:
         held += memory_norm(model)
-    if loss:
+    if norm:
         held += _norm("norm", model)
-        if not model.tied_embeddings:
-            held.append(HeldParameter("head.weight", part.vocab, h, cut=True))
-        if model.shares_table() and not embedding:
-            held.append(table)
-        if model.shares_places() and not embedding:
-            held.append(places)
-        for depth in range(model.mtp.depths):
-            held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
+    if loss and not model.tied_embeddings:
+        held.append(HeldParameter("head.weight", part.vocab, h, cut=True))
+    if not embedding and (further or (loss and model.tied_embeddings)):
+        held.append(table)
+    if not embedding and further and model.positions == "learned":
+        held.append(places)
+    for depth in range(further):
+        held += _under(f"mtp.{depth}", _further(model, _Place(tp, tp_rank, experts)))
     return held
 
 

@@ -1,9 +1,10 @@
-"""Pipeline stages: which layers each has, and where the embedding and the loss are."""
+"""Pipeline stages: which layers each has, and where the embedding, further predictions and the loss are."""
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from megalith.config.model import ModelConfig
 from megalith.config.pipeline import PipelineConfig
@@ -24,32 +25,52 @@ class Stage:
     """Token numbers come in here."""
 
     loss: bool = False
-    """The last norm, the head and the loss are here."""
+    """The head and the losses are here."""
+
+    norm: bool = False
+    """The last norm is here."""
+
+    further: int = 0
+    """Layers that predict further ahead, behind the last norm: all there are, or none."""
+
+    def reads_table(self, model: ModelConfig) -> bool:
+        """Whether something here reads the embedding's table: itself, further predictions, or a tied head."""
+        return self.embedding or self.further > 0 or (self.loss and model.tied_embeddings)
+
+    def reads_places(self, model: ModelConfig) -> bool:
+        """Whether something here reads the table of learnt positions."""
+        return model.positions == "learned" and (self.embedding or self.further > 0)
+
+    def reads_biases(self, model: ModelConfig) -> bool:
+        """Whether something here reads the table of biases by distance."""
+        return model.needs_biases(layers=len(self.layers) + self.further)
 
 
-def whole_model(num_layers: int) -> Stage:
-    """The one stage of a model that is not divided."""
-    return Stage(range(num_layers), embedding=True, loss=True)
+def whole_model(num_layers: int, depths: int = 0) -> Stage:
+    """The one stage of a model that is not divided; `depths`: its layers that predict further ahead."""
+    return Stage(range(num_layers), embedding=True, loss=True, norm=True, further=depths)
 
 
-def plan_stages(pipeline: PipelineConfig, *, pp: int, num_layers: int) -> tuple[Stage, ...]:
+def plan_stages(pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0) -> tuple[Stage, ...]:
     """Every stage, first to last: pp · vpp of them; with pp=1 and vpp=1 one that is the whole model.
 
-    `plan/schedule.stage_of` says which of them a rank holds.
+    `plan/schedule.stage_of` says which of them a rank holds. The `depths` layers that predict further ahead (0: there
+    are none) lie where the loss is, or where a layout has them; the last norm lies with the last layer if there are
+    any, else with the loss.
 
     Raises:
         PlanError: the layers do not divide as asked; every reason at once.
     """
-    problems = stages_problems(pipeline, pp=pp, num_layers=num_layers)
+    problems = stages_problems(pipeline, pp=pp, num_layers=num_layers, depths=depths)
     if problems:
         raise PlanError(f"{num_layers} layers must be divided otherwise: {' '.join(problems)}")
     if pp * pipeline.vpp == 1:
-        return (whole_model(num_layers),)
-    if pipeline.layout is not None:
-        counts = [_kinds(stage)["t"] for stage in parse_layout(pipeline.layout)]
-    else:
-        counts = _counts(pipeline, pp, num_layers)
-    return _stages(counts)
+        return (whole_model(num_layers, depths),)
+    if pipeline.layout is None:
+        return _stages(_counts(pipeline, pp, num_layers), depths)
+    kinds = [_kinds(stage) for stage in parse_layout(pipeline.layout)]
+    place = next((number for number, kind in enumerate(kinds) if kind["m"]), None)
+    return _stages([kind["t"] for kind in kinds], depths, place=place)
 
 
 def stages_of_rank(stages: Sequence[Stage], rank: int, pipeline: PipelineConfig, *, pp: int) -> list[Stage]:
@@ -63,64 +84,96 @@ def stage_of_layer(stages: Sequence[Stage], layer: int) -> int:
     return next(number for number, stage in enumerate(stages) if layer in stage.layers)
 
 
-def table_ranks(stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int) -> tuple[int, ...]:
-    """Pipeline ranks that use the vocabulary table of a tied model: the embedding's and the loss's, ascending.
+def table_holders(
+    model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int
+) -> dict[str, tuple[int, ...]]:
+    """Pipeline ranks that hold each table which several stages may read, ascending; all but one hold a copy.
 
     They are one rank in a V, whose first and last stage lie together, or without a pipeline.
     """
     placement = placement_of(schedule_name(pipeline))
-    used = [number for number, stage in enumerate(stages) if stage.embedding or stage.loss]
-    return tuple(sorted({place_of(number, num_ranks=pp, placement=placement)[0] for number in used}))
+    ranks = [place_of(number, num_ranks=pp, placement=placement)[0] for number in range(len(stages))]
+    reads = {
+        "embed.weight": [stage.reads_table(model) for stage in stages],
+        "positions.weight": [stage.reads_places(model) for stage in stages],
+        "relative.weight": [stage.reads_biases(model) for stage in stages],
+    }
+    return {
+        name: tuple(sorted({rank for rank, here in zip(ranks, use, strict=True) if here}))
+        for name, use in reads.items()
+    }
 
 
-def bias_ranks(model: ModelConfig, stages: Sequence[Stage], pipeline: PipelineConfig, *, pp: int) -> tuple[int, ...]:
-    """Pipeline ranks whose layers read the table of relative positions, ascending; each holds a copy."""
-    placement = placement_of(schedule_name(pipeline))
-    used = [n for n, stage in enumerate(stages) if model.needs_biases(layers=len(stage.layers), loss=stage.loss)]
-    return tuple(sorted({place_of(number, num_ranks=pp, placement=placement)[0] for number in used}))
+class Crossing(NamedTuple):
+    """What goes over the boundary before a stage with each microbatch, beside hidden states of all tokens."""
+
+    normed: bool
+    """The hidden states are those behind the last norm."""
+
+    memory: bool
+    """A memory that later layers look at, of the same shape."""
+
+    ahead: int
+    """Hidden states, as many times, of layers that predict further ahead."""
+
+
+def crossing(model: ModelConfig, stages: Sequence[Stage], number: int) -> Crossing:
+    """What goes over the boundary before stage `number`.
+
+    The losses of all depths need the head, of which there is one: what depths make goes to it, as the model's own
+    hidden states do.
+    """
+    before = stages[:number]
+    done = sum(len(stage.layers) for stage in before)
+    return Crossing(any(s.norm for s in before), model.needs_memory(done), sum(s.further for s in before))
 
 
 def layout_of(stages: Sequence[Stage]) -> str:
     """The stages as a layout string.
 
-    >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), Stage(range(5, 6), loss=True)])
-    'Et*3|tt|tL'
+    >>> layout_of([Stage(range(3), embedding=True), Stage(range(3, 5)), Stage(range(5, 6), further=1, loss=True)])
+    'Et*3|tt|tmL'
     """
-    return show_layout(["E" * stage.embedding + "t" * len(stage.layers) + "L" * stage.loss for stage in stages])
+    return show_layout(["E" * s.embedding + "t" * len(s.layers) + "m" * s.further + "L" * s.loss for s in stages])
 
 
-def proposed_layout(num_layers: int, num_stages: int) -> str:
-    """A layout for any number of layers: the embedding and the loss take the place of a layer each, if there is room.
+def proposed_layout(num_layers: int, num_stages: int, depths: int = 0) -> str:
+    """A layout for any number of layers: the embedding, the loss, and each layer that predicts further ahead take the
+    place of a layer each, if there is room.
 
-    >>> proposed_layout(30, 4)
-    'Et*7|t*8|t*8|t*7L'
+    >>> proposed_layout(30, 4), proposed_layout(30, 4, 1), proposed_layout(4, 4, 2)
+    ('Et*7|t*8|t*8|t*7L', 'Et*7|t*9|t*8|t*6mL', 'Et|t|tt|mmL')
     """
-    spare = 2 if num_layers + 2 >= num_stages > 1 else 0
+    spare = 2 + depths if num_layers + 2 + depths >= num_stages > 1 else 0
     inside_first = sorted(range(num_stages), key=lambda stage: abs(2 * stage - num_stages + 1))
     counts = [0] * num_stages
     for stage, count in zip(inside_first, split_evenly(num_layers + spare, num_stages), strict=True):
         counts[stage] = count
-    for end in (0, -1) if spare else ():
-        counts[end] -= 1
-    return layout_of(_stages(counts))
+    for end, taken in ((0, 1), (-1, 1 + depths)) if spare else ():
+        counts[end] -= taken
+    while counts[-1] < 0:  # the loss and what it is beside are more than a stage's share
+        counts[-1] += 1
+        counts[max(inside_first, key=counts.__getitem__)] -= 1
+    return layout_of(_stages(counts, depths))
 
 
-def stages_problems(pipeline: PipelineConfig, *, pp: int, num_layers: int) -> list[str]:
-    """Everything that keeps layers from being divided as asked, as messages for the user; empty when they can be."""
+def stages_problems(pipeline: PipelineConfig, *, pp: int, num_layers: int, depths: int = 0) -> list[str]:
+    """Everything that keeps layers, and `depths` more that predict further ahead, from being divided as asked, as
+    messages for the user; empty when they can be."""
     num_stages = pp * pipeline.vpp
     if min(pp, pipeline.vpp) < 1 or num_stages == 1:
         return []  # the counts themselves are another rule; a model on one stage is not divided
-    ways = _ways(pipeline)
+    ways, example = _ways(pipeline), proposed_layout(num_layers, num_stages, depths)
     if len(ways) > 1:
         return [
             f"{', '.join(ways)}: these are {len(ways)} ways to divide the layers. Use one of them, or "
-            f"{FIELD}={proposed_layout(num_layers, num_stages)}."
+            f"{FIELD}={example}."
         ]
     if pipeline.layout is not None:
-        return _layout_problems(pipeline.layout, pp, pipeline.vpp, num_layers)
+        return _layout_problems(pipeline.layout, pp, pipeline.vpp, num_layers, depths)
     if pipeline.first_layers is not None or pipeline.last_layers is not None:
-        return _ends_problems(pipeline, pp, num_layers)
-    return _even_problems(pipeline, pp, num_layers)
+        return _ends_problems(pipeline, pp, num_layers, example)
+    return _even_problems(pipeline, pp, num_layers, example)
 
 
 def _ways(pipeline: PipelineConfig) -> list[str]:
@@ -165,7 +218,7 @@ def _by_rank(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
     return counts
 
 
-def _even_problems(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[str]:
+def _even_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: str) -> list[str]:
     vpp, num_stages = pipeline.vpp, pp * pipeline.vpp
     extra = pipeline.count_embedding + pipeline.count_loss
     total = num_layers + extra
@@ -180,15 +233,15 @@ def _even_problems(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[s
     by_degree = f"parallel.pp to one of {fits}, or " if fits else ""
     return [
         f"model.num_layers={num_layers}{counted} does not divide over parallel.pp * parallel.pipeline.vpp = {pp} * "
-        f"{vpp} = {num_stages} stages. Set {by_degree}{FIELD}={proposed_layout(num_layers, num_stages)}."
+        f"{vpp} = {num_stages} stages. Set {by_degree}{FIELD}={example}."
     ]
 
 
-def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[str]:
+def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int, example: str) -> list[str]:
     vpp = pipeline.vpp
     ends = {"first_layers": pipeline.first_layers, "last_layers": pipeline.last_layers}
     given = {f"parallel.pipeline.{name}": count for name, count in ends.items() if count is not None}
-    instead = f"{FIELD}={proposed_layout(num_layers, pp * vpp)}"
+    instead = f"{FIELD}={example}"
     if pp == 1:
         return [f"{' and '.join(given)} need parallel.pp > 1, and it is {pp}. Use {instead} instead."]
     problems = [f"{name}={count} must be at least 0. Use 0 or more." for name, count in given.items() if count < 0]
@@ -209,25 +262,29 @@ def _ends_problems(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[s
     ]
 
 
-def _stages(counts: Sequence[int]) -> tuple[Stage, ...]:
-    starts = [0, *accumulate(counts[:-1])]
-    last = len(counts) - 1
+def _stages(counts: Sequence[int], depths: int, *, place: int | None = None) -> tuple[Stage, ...]:
+    """Stages with so many layers; `place`: that with the layers that predict further ahead, unset: the last."""
+    starts, last = [0, *accumulate(counts[:-1])], len(counts) - 1
+    norm = max(number for number, count in enumerate(counts) if count) if depths and any(counts) else last
     return tuple(
-        Stage(range(start, start + count), embedding=stage == 0, loss=stage == last)
+        Stage(
+            range(start, start + count), embedding=stage == 0, loss=stage == last, norm=stage == norm,
+            further=depths if stage == (last if place is None else place) else 0,
+        )
         for stage, (start, count) in enumerate(zip(starts, counts, strict=True))
-    )
+    )  # fmt: skip
 
 
 # --- layout strings
 
 
-def _layout_problems(text: str, pp: int, vpp: int, num_layers: int) -> list[str]:
+def _layout_problems(text: str, pp: int, vpp: int, num_layers: int, depths: int) -> list[str]:
     """Everything that is wrong with a layout string; a text that cannot be read has one mistake, where reading ends."""
     try:
         stages = parse_layout(text)
     except PlanError as error:
         return [str(error)]
-    num_stages, example = pp * vpp, proposed_layout(num_layers, pp * vpp)
+    num_stages, example = pp * vpp, proposed_layout(num_layers, pp * vpp, depths)
     problems = []
     if len(stages) != num_stages:
         problems.append(
@@ -244,9 +301,37 @@ def _layout_problems(text: str, pp: int, vpp: int, num_layers: int) -> list[str]
             f"{FIELD}={text} has {found} layers (t), but model.num_layers={num_layers}. Use {num_layers}, as in "
             f"{example}."
         )
-    if (first := next((item for item in items if item.kind == "m"), None)) is not None:
+    return problems + _further_problems(text, stages, depths, example)
+
+
+def _further_problems(text: str, stages: Sequence[Sequence[Item]], depths: int, example: str) -> list[str]:
+    """As many m as there are depths, all behind the last layer, on one stage, which is not the first."""
+    items = [item for stage in stages for item in stage]
+    found = [item for item in items if item.kind == "m"]
+    if found and not depths:
         what = "this model has no multi-token prediction layers"
-        problems.append(f"{mistake(text, first.position, what)}Use no m.")
+        return [f"{mistake(text, found[0].position, what)}Use no m, or set model.mtp.depths={len(found)}."]
+    problems = []
+    if len(found) != depths:
+        problems.append(
+            f"{FIELD}={text} has {len(found)} layers that predict further ahead (m), but model.mtp.depths={depths}. "
+            f"Use {depths}, as in {example}."
+        )
+    holding = [stage for stage in stages if any(item.kind == "m" for item in stage)]
+    if len(stages) > 1 and holding and holding[0] is stages[0]:
+        what = "m reads what all layers make, and on the first stage that would be the whole model"
+        problems.append(f"{mistake(text, found[0].position, what)}Use m on a later stage, as in {example}.")
+    if len(holding) > 1:
+        second = next(item for item in holding[1] if item.kind == "m")
+        what = "m is on a second stage, but all of them read one copy of the embedding"
+        problems.append(f"{mistake(text, second.position, what)}Use m on one stage, as in {example}.")
+    layers = [number for number, item in enumerate(items) if item.kind == "t"]
+    early = next(
+        (item for number, item in enumerate(items) if item.kind == "m" and number < max(layers, default=0)), None
+    )
+    if early is not None:
+        what = "m comes before a layer (t), and reads what all layers make"
+        problems.append(f"{mistake(text, early.position, what)}Use m behind the last t, as in {example}.")
     return problems
 
 

@@ -160,11 +160,13 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
 
 
 def runs_of_layers(workload: Workload, pp_rank: int) -> list[Stage]:
-    """A rank's chunks; and each depth that predicts further ahead, which is a layer like the last one between an
-    embedding and a loss of its own."""
-    chunks, last = workload.chunks(pp_rank), workload.run.model.num_layers - 1
-    depth = Stage(range(last, last + 1), embedding=True, loss=True)
-    return [*chunks, *[depth] * (workload.run.model.mtp.depths if any(chunk.loss for chunk in chunks) else 0)]
+    """A rank's chunks; and of each depth that predicts further ahead a layer like the last one behind an embedding of
+    its own, and a loss, where these are."""
+    chunks, model = workload.chunks(pp_rank), workload.run.model
+    last = model.num_layers - 1
+    layers = [Stage(range(last, last + 1), embedding=True)] * sum(chunk.further for chunk in chunks)
+    losses = [Stage(range(0), loss=True)] * (model.mtp.depths * sum(chunk.loss for chunk in chunks))
+    return [*chunks, *layers, *losses]
 
 
 def entered_features(model: ModelConfig, layer: int, *, read: bool = False) -> list[int]:
@@ -479,7 +481,7 @@ def _choices_together(workload: Workload, moe: MoEConfig, passes: _Mixtures) -> 
 
 def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     """t · h for each microbatch to the next stage, its gradient to the one before, and as much for a memory that later
-    stages look at; nothing within a rank."""
+    stages look at, or for each depth on its way to the loss; nothing within a rank."""
     many = workload.num_microbatches
     behind = "other microbatches" if workload.run.parallel.overlap else ""
     for direction in SENDS:
@@ -487,41 +489,23 @@ def _pipeline_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
         calls, nbytes = many * sum(map(len, crossed)), many * sum(map(sum, crossed))
         what = "activations onward" if direction == "forward" else "gradients back"
         yield _row("pp", what, "message", ranks=2, calls=calls, nbytes=nbytes, behind=behind)
-    yield from _tied_table(workload, pp_rank)
-    yield from _places(workload, pp_rank)
-    yield from _biases(workload, pp_rank)
+    yield from _tables(workload, pp_rank)
 
 
-def _tied_table(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of a table that the first and the last stage both hold, to each other holder."""
-    run, holders = workload.run, workload.table_holders
-    if not run.model.shares_table() or pp_rank not in holders:
-        return
-    rows = tensor_part(run.model, tp=run.parallel.tp, rank=0).vocab
-    others = len(holders) - 1
-    nbytes = rows * run.model.hidden_size * WIDTHS[run.precision.params].sums // workload.shards
-    yield _row("pp", "gradient of the tied table", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
-
-
-def _places(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of learnt positions that the first and the last stage both hold, to each other holder."""
-    run, holders = workload.run, workload.table_holders
-    if not run.model.shares_places() or pp_rank not in holders:
-        return
-    numel, others = run.model.max_seq_len * run.model.hidden_size, len(holders) - 1
-    nbytes = numel * WIDTHS[run.precision.params].sums // workload.shards
-    yield _row("pp", "gradient of the positions", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
-
-
-def _biases(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
-    """The gradient of the table of relative positions, to each other stage with layers."""
-    run, holders = workload.run, workload.bias_holders
-    if pp_rank not in holders:
-        return
-    numel = run.model.relative.buckets * tensor_part(run.model, tp=run.parallel.tp, rank=0).heads
-    others = len(holders) - 1
-    nbytes = numel * WIDTHS[run.precision.params].sums // workload.shards
-    yield _row("pp", "gradient of the biases", "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
+def _tables(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
+    """The gradient of each table that several stages hold, to each other holder."""
+    run = workload.run
+    part, h = tensor_part(run.model, tp=run.parallel.tp, rank=0), run.model.hidden_size
+    sizes = {
+        "embed.weight": ("gradient of the tied table", part.vocab * h),
+        "positions.weight": ("gradient of the positions", run.model.max_seq_len * h),
+        "relative.weight": ("gradient of the biases", run.model.relative.buckets * part.heads),
+    }
+    for name, holders in workload.shared_tables().items():
+        what, numel = sizes[name]
+        nbytes, others = numel * WIDTHS[run.precision.params].sums // workload.shards, len(holders) - 1
+        if pp_rank in holders:
+            yield _row("pp", what, "message", ranks=len(holders), calls=others, nbytes=others * nbytes)
 
 
 # --- dp
@@ -533,7 +517,7 @@ def _data_traffic(workload: Workload, pp_rank: int, tp_rank: int) -> Iterator[Tr
     parameters = workload.parameters(pp_rank, tp_rank)
     if workload.run.parallel.zero == 3 and divides(workload):
         for axis, sort in (("dp", "dense"), ("edp", "expert")):
-            units = [unit for unit in gathered_units(workload, parameters) if unit.grid == sort]
+            units = [unit for unit in gathered_units(workload, pp_rank, parameters) if unit.grid == sort]
             yield from _sharded_traffic(workload, axis, units)
         return
     moving, grid = trained(parameters), workload.grid

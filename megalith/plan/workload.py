@@ -11,7 +11,7 @@ from megalith.plan.layout import model_grid
 from megalith.plan.pairs import in_pairs
 from megalith.plan.parameters import ExpertPart, HeldParameter, held_parameters
 from megalith.plan.schedule import Schedule, build_schedule, pipeline_in_use, schedule_name
-from megalith.plan.stages import Stage, bias_ranks, plan_stages, stages_of_rank, table_ranks
+from megalith.plan.stages import Stage, plan_stages, stages_of_rank, table_holders
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +83,19 @@ class Workload:
         return (row,) * whole + ((rest,) if rest else ())
 
     @property
-    def table_holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that use the embedding or the head; a tied table is held by all of them."""
-        return table_ranks(self.stages, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+    def holders(self) -> dict[str, tuple[int, ...]]:
+        """Pipeline ranks that hold each table which several stages may read."""
+        p = self.run.parallel
+        return table_holders(self.run.model, self.stages, p.pipeline, pp=p.pp)
 
     @property
-    def bias_holders(self) -> tuple[int, ...]:
-        """Pipeline ranks that hold the table of relative positions."""
-        return bias_ranks(self.run.model, self.stages, self.run.parallel.pipeline, pp=self.run.parallel.pp)
+    def table_holders(self) -> tuple[int, ...]:
+        """Of these, those that hold the embedding's table."""
+        return self.holders["embed.weight"]
 
     def shared_tables(self) -> dict[str, tuple[int, ...]]:
         """Parameters that several pipeline ranks hold, and those ranks."""
-        model, ends = self.run.model, self.table_holders
-        held = {
-            "embed.weight": ends if model.shares_table() else (),
-            "positions.weight": ends if model.shares_places() else (),
-            "relative.weight": self.bias_holders,
-        }  # fmt: skip
-        return {name: ranks for name, ranks in held.items() if ranks[1:]}
+        return {name: ranks for name, ranks in self.holders.items() if ranks[1:]}
 
     def chunks(self, pp_rank: int) -> list[Stage]:
         """The stages of one pipeline rank, by chunk number."""
@@ -127,7 +122,7 @@ class Workload:
         for stage in self.chunks(pp_rank):
             for one in held_parameters(
                 self.run.model, tp=self.run.parallel.tp, tp_rank=tp_rank, layers=stage.layers,
-                embedding=stage.embedding, loss=stage.loss, experts=experts,
+                embedding=stage.embedding, loss=stage.loss, norm=stage.norm, further=stage.further, experts=experts,
             ):  # fmt: skip
                 held.setdefault(one.name, one)
         return with_frozen(with_adapters(list(held.values()), self.run.model, self.run.lora), self.run.optim)
@@ -152,4 +147,5 @@ def plan_workload(run: TrainRun, world: int) -> Workload:
     )
     if p.overlap_experts:
         schedule = in_pairs(schedule)
-    return Workload(run, grid, plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers), schedule)
+    stages = plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths)
+    return Workload(run, grid, stages, schedule)

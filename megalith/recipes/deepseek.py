@@ -104,7 +104,7 @@ def deepseek_v3() -> TrainRun:
         mtp=MTPConfig(depths=1, loss_weight=0.3),
     )  # fmt: skip
     # The last stage has one layer beside the head and the prediction, which is a layer and the head once more.
-    stages = PipelineConfig(layout=f"Etttt|{'tttt|' * 14}tL")
+    stages = PipelineConfig(layout=f"Etttt|{'tttt|' * 14}tmL")
     parallel = ParallelConfig(ep=64, pp=16, pipeline=stages, zero=1)
     run = pretraining("deepseek_v3", model, warmed_cosine(2.2e-4), global_batch_size=15_360, parallel=parallel)
     return replace(run, recompute=RecomputeConfig(granularity="full"))

@@ -34,7 +34,7 @@ from megalith.plan.recompute import (
 )
 from megalith.plan.schedule import SPLIT_SCHEDULES, schedule_name
 from megalith.plan.schedule import schedule_problems as pipeline_schedule_problems
-from megalith.plan.stages import plan_stages, stages_problems
+from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
 
 Rule = Callable[[TrainRun, int], str | None]
 
@@ -115,7 +115,7 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
     p, t = run.parallel, run.train
     if p.pp * p.pipeline.vpp == 1:
         return []
-    problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
+    problems = stages_problems(p.pipeline, pp=p.pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths)
     if t.tokens_per_microbatch is not None:  # there are as many packs as the schedule wants
         most = 4 * max(p.pipeline.group or p.pp, p.pp)
         return problems + pipeline_schedule_problems(p.pipeline, pp=p.pp, num_microbatches=most)
@@ -129,10 +129,10 @@ def pipeline_problems(run: TrainRun, dp: int) -> list[str]:
 
 def smallest_stage(run: TrainRun) -> int:
     """Layers of the smallest pipeline stage, or model chunk, that has any; of the model where stages are wrong."""
-    pipeline, pp, layers = run.parallel.pipeline, run.parallel.pp, run.model.num_layers
-    if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers):
+    pipeline, pp, layers, depths = run.parallel.pipeline, run.parallel.pp, run.model.num_layers, run.model.mtp.depths
+    if pp * pipeline.vpp == 1 or stages_problems(pipeline, pp=pp, num_layers=layers, depths=depths):
         return layers
-    counts = [len(stage.layers) for stage in plan_stages(pipeline, pp=pp, num_layers=layers)]
+    counts = [len(stage.layers) for stage in plan_stages(pipeline, pp=pp, num_layers=layers, depths=depths)]
     return min(count for count in counts if count)
 
 
@@ -307,11 +307,17 @@ def compiled_backward_is_whole(run: TrainRun, world: int) -> str | None:
 
 
 def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
-    """Fully sharded weights are cut chunk by chunk, and without a pipeline the first and the last lie on one rank."""
-    p = run.parallel
+    """Fully sharded weights are cut chunk by chunk, and a rank may have several chunks that read one table."""
+    p, layers, depths = run.parallel, run.model.num_layers, run.model.mtp.depths
     alone = world // p.tp <= 1
-    biased = run.model.positions == "relative"
-    if p.zero != 3 or p.pipeline.vpp == 1 or alone or not (biased or (p.pp == 1 and run.model.shares_table())):
+    if p.zero != 3 or alone or p.pipeline.vpp == 1 or min(p.pp, p.pipeline.vpp) < 1:
+        return None
+    if stages_problems(p.pipeline, pp=p.pp, num_layers=layers, depths=depths):
+        return None  # is another rule
+    stages = plan_stages(p.pipeline, pp=p.pp, num_layers=layers, depths=depths)
+    ranks = [stages_of_rank(stages, rank, p.pipeline, pp=p.pp) for rank in range(p.pp)]
+    biased = any(sum(chunk.reads_biases(run.model) for chunk in chunks) > 1 for chunks in ranks)
+    if not biased and not any(sum(chunk.reads_table(run.model) for chunk in chunks) > 1 for chunks in ranks):
         return None
     if biased:
         return (

@@ -30,7 +30,7 @@ from megalith.parallel.watch import backend_timeout
 from megalith.plan.kernels import forced_problems
 from megalith.plan.pairs import in_pairs
 from megalith.plan.schedule import SPLIT_SCHEDULES, Schedule, build_schedule, pipeline_in_use, schedule_name
-from megalith.plan.stages import plan_stages
+from megalith.plan.stages import crossing, plan_stages
 from megalith.plan.transfers import channels, with_transfers
 from megalith.train.loss import loss_of_heads
 
@@ -99,13 +99,14 @@ class Staged:
     def _boundary(self, batches: Sequence[Batch]) -> Boundary:
         """Every rank of a pipeline reads the same rows, so it knows what it will receive."""
         model, p, chunk, parts = self.run.model, self.run.parallel, self.chunks[0], self.boundary_split
-        stages = plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers)
-        both = [model.needs_memory(stage.layers.start) for stage in stages]
+        stages = plan_stages(p.pipeline, pp=p.pp, num_layers=model.num_layers, depths=model.mtp.depths)
+        crossings = [crossing(model, stages, number) for number in range(len(stages))]
 
         def of(stage: int, microbatch: int) -> Specs:
-            shape = len(batches[microbatch].ids) // parts, model.hidden_size
-            x, memory = Spec(shape, chunk.stream_dtype), Spec(shape, chunk.dtype)
-            return (x, memory) if both[stage] else (x,)
+            batch, over = batches[microbatch], crossings[stage]
+            shape = len(batch.ids) // parts, model.hidden_size
+            x = Spec(shape, chunk.dtype if over.normed else chunk.stream_dtype)
+            return x, *[Spec(shape, chunk.dtype)] * (over.memory + min(over.ahead, len(batch.further)))
 
         return of
 
@@ -122,14 +123,14 @@ class _Running:
     """What a mean over a microbatch counts in the losses that keep experts busy; None: there are none."""
 
     def __call__(self, microbatch: int, received: Tensors) -> Tensors:
-        """Hidden states of the stage before (none on the first), and the memory where it was taken there or before ->
-        the same, or what backward starts from."""
-        batch, given = self.batches[microbatch], dict(zip(("x", "memory"), received, strict=False))
+        """Hidden states of the stage before (none on the first), and what was handed on with them -> the same, or what
+        backward starts from."""
+        batch, given = self.batches[microbatch], self.model.received(received)
         if self.balance is not None:
             share = BalanceShare(microbatch, len(self.batches), self.balance * batch.part, batch.part)
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))
         if not self.model.stage.loss:
-            found = self.model(batch.ids, batch.tokens, **given)
+            found = self.model(batch.ids, batch.tokens, further=batch.further, **given)
             return found if isinstance(found, tuple) else (found,)
         if self.ending is None:
             self.total.add_(self.model.judged(batch.ids, batch.labels, batch.tokens, further=batch.further, **given))

@@ -16,6 +16,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import DispatcherName, ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.verify.chosen import chosen_parameters
+from megalith.verify.further import further_elsewhere
 from megalith.verify.masked import masked_rows
 from megalith.verify.rows import (
     BIASED,
@@ -771,7 +772,7 @@ def _looking_back() -> Iterator[Layout]:
 MATRIX: tuple[Layout, ...] = (
     *_tensor_and_data(), *_divided_state(), *_sharded_weights(), *_pipeline(), *_shared_rows(), *_memory(),
     *_all_axes(), *_variants(), *_variants_and_others(), *_looking_back(), *_adapters(), *_experts(), *masked_rows(),
-    *packed_rows(), *chosen_parameters(),
+    *packed_rows(), *chosen_parameters(), *further_elsewhere(),
 )  # fmt: skip
 """Every layout that is proved."""
 

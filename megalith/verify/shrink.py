@@ -34,6 +34,9 @@ MOST_RANKS = 8
 ROWS = 12
 """Of a step of a tiny copy, which 1, 2, 3 and 4 data-parallel ranks divide."""
 
+MOST_DEPTHS = 2
+"""Of further predictions, which show that there are several."""
+
 Axes = tuple[str, ...]
 T = TypeVar("T")
 
@@ -146,7 +149,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     _, model = _shrink_heads(run.model, p.tp if tp > 1 else 1, most=tp)
     pipeline, layers = _shrink_pipeline(run, pp, kinds=len(set(p.context.layers)) if cp > 1 else 1)
     model = _shrink_kinds(replace(model, num_layers=layers))
-    model = replace(model, cross=_shrink_cross(run, model, plan_stages(pipeline, pp=pp, num_layers=layers)))
+    model = replace(model, cross=_shrink_cross(run, model, _stages(pipeline, pp, model)))
     etp, ep = _shrink_expert_ranks(run, tp=tp, ranks=tp * cp * dp)
     if model.moe is not None:
         model = replace(model, moe=_shrink_experts(model.moe, run, ep=ep, etp=etp or tp, layers=layers, dp=dp))
@@ -271,7 +274,7 @@ def _shrink_kinds(model: ModelConfig) -> ModelConfig:
     model = _shrink_layers(model)
     return replace(
         model, head_dim=None if mla else model.head_dim, num_kv_heads=model.num_heads if mla else model.num_kv_heads,
-        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, 2)), init_overrides=(),
+        mla=small_mla, mtp=replace(model.mtp, depths=min(model.mtp.depths, MOST_DEPTHS)), init_overrides=(),
         mup=model.mup and replace(model.mup, base_hidden_size=8),
         attention=replace(
             attention, window=attention.window and min(attention.window, 5),
@@ -320,7 +323,7 @@ def _shrink_cross(run: TrainRun, model: ModelConfig, stages: Sequence[Stage]) ->
     own, p = run.model.cross, run.parallel
     if own is None:
         return None
-    before = plan_stages(p.pipeline, pp=p.pp, num_layers=run.model.num_layers)
+    before = _stages(p.pipeline, p.pp, run.model)
     crosses = any(run.model.needs_memory(stage.layers.start) for stage in before)
     pattern = _shrink_pattern(own.layers, model.num_layers) or (True,)
     latest = min(own.memory * model.num_layers // run.model.num_layers, model.num_layers - 1)
@@ -396,9 +399,15 @@ def _shrink_pipeline(run: TrainRun, pp: int, *, kinds: int) -> tuple[PipelineCon
         return PipelineConfig(), each
     small = replace(pipeline, vpp=vpp, group=None)
     if pipeline.layout is not None:
-        stages = plan_stages(pipeline, pp=run.parallel.pp, num_layers=run.model.num_layers)
+        stages = _stages(pipeline, run.parallel.pp, run.model)
         counts = _shrink_counts([len(stage.layers) for stage in stages], pp * vpp, each)
-        return replace(small, layout=_layout(counts)), sum(counts)
+        place = len(counts) - 1
+        if run.model.mtp.depths and not stages[-1].further and place > 1:  # predictions apart from the loss, as before
+            place -= 1
+            counts[place] = counts[place] if next(stage for stage in stages if stage.further).layers else 0
+            counts[0] += each if not any(counts) else 0
+        layout = _layout(counts, place=place, depths=min(run.model.mtp.depths, MOST_DEPTHS))
+        return replace(small, layout=layout), sum(counts)
     if pipeline.first_layers is not None or pipeline.last_layers is not None:
         return _shrink_ends(small, pp, each)
     extra = pipeline.count_embedding + pipeline.count_loss
@@ -419,12 +428,20 @@ def _shrink_counts(counts: Sequence[int], num_stages: int, each: int) -> list[in
     return small
 
 
-def _layout(counts: Sequence[int]) -> str:
+def _layout(counts: Sequence[int], *, place: int, depths: int) -> str:
+    """Stages with so many layers; `place`: the one with layers that predict further ahead."""
     ends, last = list(accumulate(counts)), len(counts) - 1
     return layout_of([
-        Stage(range(ends[stage] - count, ends[stage]), embedding=stage == 0, loss=stage == last)
+        Stage(
+            range(ends[stage] - count, ends[stage]), embedding=stage == 0, loss=stage == last,
+            further=depths * (stage == place),
+        )
         for stage, count in enumerate(counts)
     ])  # fmt: skip
+
+
+def _stages(pipeline: PipelineConfig, pp: int, model: ModelConfig) -> tuple[Stage, ...]:
+    return plan_stages(pipeline, pp=pp, num_layers=model.num_layers, depths=model.mtp.depths)
 
 
 def _shrink_ends(pipeline: PipelineConfig, pp: int, each: int) -> tuple[PipelineConfig, int]:

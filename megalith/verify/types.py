@@ -53,9 +53,9 @@ from megalith.parallel.mesh import Mesh, mesh_on_paper, model_grid
 from megalith.plan.context import WHOLE, Slicing, kind_of_layer, plan_slices
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.grid import Grid
-from megalith.plan.schedule import place_of, placement_of, schedule_name
+from megalith.plan.schedule import place_of, placement_of, schedule_name, stage_of
 from megalith.plan.shards import DATA_AXES, DENSE_AXES, EXPERT_AXES, EXPERT_PARTS, PARTS, Shard
-from megalith.plan.stages import Stage, plan_stages, stages_of_rank
+from megalith.plan.stages import Crossing, Stage, crossing, plan_stages
 from megalith.plan.transports import BUILT_IN
 from megalith.testing.inject import replaced
 from megalith.train.loss import share_of_means
@@ -169,7 +169,8 @@ def type_check(
             optim=optim, masked=masked,
         )  # fmt: skip
         names |= place.shards.keys()
-        counts = calls[kind_of(place.model.stage, parallel.context, model)] = Counter[str]()
+        kind = kind_of(stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk), parallel.context, model)
+        counts = calls[kind] = Counter[str]()
         for problem in [*_shard_problems(place, model, parallel, lora, optim), *_run(place, counts)]:
             known = found.setdefault((problem.where, problem.what), problem)
             found[problem.where, problem.what] = _also_on(known, rank)
@@ -211,29 +212,36 @@ def places(grid: Grid) -> tuple[int, ...]:
     return tuple(dict.fromkeys((grid.ranks[0], middle, grid.ranks[-1])))
 
 
-Kind = tuple[bool, frozenset[tuple[ContextKind, ModelConfig, bool, bool]], bool, tuple[bool, bool]]
-"""Kinds of stages that differ in what they compute: with the embedding, with which layers, with the loss; and whether a
-memory comes in, and goes on."""
+Kind = tuple[tuple[bool, bool, int, bool], frozenset[tuple[ContextKind, ModelConfig, bool, bool]], Crossing, Crossing]
+"""Kinds of stages that differ in what they compute: with the embedding, the last norm, further predictions, the loss;
+with which layers; and what comes in, and goes on."""
 
 
-def kind_of(stage: Stage, context: ContextConfig, model: ModelConfig) -> Kind:
+def kind_of(stages: Sequence[Stage], number: int, context: ContextConfig, model: ModelConfig) -> Kind:
     """Which kind a stage is of; layers differ in how they see other ranks' tokens, and in their parts and sizes."""
+    stage = stages[number]
     layers = frozenset(
         (kind_of_layer(context, layer), model.at(layer), model.has_experts(layer), model.looks(layer))
         for layer in stage.layers
     )
-    ends = model.needs_memory(stage.layers.start), model.needs_memory(stage.layers.stop)
-    return stage.embedding, layers, stage.loss, ends
+    parts = stage.embedding, stage.norm, stage.further, stage.loss
+    return parts, layers, crossing(model, stages, number), crossing(model, stages, number + 1)
+
+
+def stages_of(parallel: ParallelConfig, model: ModelConfig) -> tuple[Stage, ...]:
+    """Every stage of the layout."""
+    return plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers, depths=model.mtp.depths)
 
 
 def spots(grid: Grid, parallel: ParallelConfig, model: ModelConfig, still: int = 0) -> list[tuple[int, int]]:
     """(rank, chunk) of a stage of every kind, at the first, the middle and the last place of all other axes; stages
     whose layers are all among the first `still`, which are not trained, are kinds of their own."""
     placement = placement_of(schedule_name(parallel.pipeline))
-    stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
+    stages = stages_of(parallel, model)
     first_of_kind: dict[tuple[Kind, bool], int] = {}
     for number, stage in enumerate(stages):
-        first_of_kind.setdefault((kind_of(stage, parallel.context, model), stage.layers.stop <= still), number)
+        kind = kind_of(stages, number, parallel.context, model), stage.layers.stop <= still
+        first_of_kind.setdefault(kind, number)
     found = []
     for rank in places(grid):
         for number in first_of_kind.values():
@@ -246,16 +254,22 @@ def spots_of(
     grid: Grid, parallel: ParallelConfig, model: ModelConfig, ranks: Sequence[int], still: int = 0
 ) -> list[tuple[int, int]]:
     """(rank, chunk) of every kind of stage that these ranks hold."""
-    stages = plan_stages(parallel.pipeline, pp=parallel.pp, num_layers=model.num_layers)
+    stages = stages_of(parallel, model)
     found = []
     for rank in ranks:
-        held = stages_of_rank(stages, grid.coordinates(rank)["pp"], parallel.pipeline, pp=parallel.pp)
-        chunk_of_kind = {
-            (kind_of(stage, parallel.context, model), stage.layers.stop <= still): chunk
-            for chunk, stage in reversed(list(enumerate(held)))
-        }
+        chunk_of_kind: dict[tuple[Kind, bool], int] = {}
+        for chunk in range(parallel.pipeline.vpp):
+            number = _stage_number(grid, parallel, rank, chunk)
+            kind = kind_of(stages, number, parallel.context, model), stages[number].layers.stop <= still
+            chunk_of_kind.setdefault(kind, chunk)
         found += [(rank, chunk) for chunk in sorted(chunk_of_kind.values())]
     return found
+
+
+def _stage_number(grid: Grid, parallel: ParallelConfig, rank: int, chunk: int) -> int:
+    """Which stage a chunk of a rank is."""
+    placement = placement_of(schedule_name(parallel.pipeline))
+    return stage_of(grid.coordinates(rank)["pp"], chunk, num_ranks=parallel.pp, placement=placement)
 
 
 def _sizes(grid: Grid) -> dict[str, int]:
@@ -303,8 +317,8 @@ class Place:
     """What hidden states have to be between layers and between stages."""
 
     received: tuple[Tensor, ...]
-    """Hidden states from the stage before, and a memory that was taken there or before; nothing where the embedding
-    makes them."""
+    """Hidden states from the stage before, and what was handed on with them: a memory, or the hidden states of further
+    predictions; nothing where the embedding makes them."""
 
     gradients: tuple[Tensor, ...]
     """What the next stage sends back; nothing where the loss is."""
@@ -340,12 +354,16 @@ def _build(
         balanced=model.moe is not None and not model.moe.balance.sinkhorn, masked=masked,
     )  # fmt: skip
     count = batch.tokens.num_tokens // (mesh.tp.size if split else 1)
+    stages, number = stages_of(parallel, model), _stage_number(grid, parallel, rank, chunk)
     received, gradients = (
         () if end else tuple(
             torch.empty(count, model.hidden_size, dtype=torch.bfloat16, device="meta", requires_grad=wants)
-            for _ in range(1 + model.needs_memory(layer))
+            for _ in range(1 + over.memory + over.ahead)
         )
-        for end, layer, wants in ((stage.embedding, stage.layers.start, True), (stage.loss, stage.layers.stop, False))
+        for end, over, wants in (
+            (stage.embedding, crossing(model, stages, number), True),
+            (stage.loss, crossing(model, stages, number + 1), False),
+        )
     )  # fmt: skip
     return Place(mesh, nn.ModuleList(chunks), chunk, batch, hidden, received, gradients)
 
@@ -652,11 +670,11 @@ def _run(place: Place, counts: Counter[str]) -> Iterator[Problem]:
 
 def _forward(place: Place) -> tuple[Tensor, ...]:
     """What backward starts from: this rank's part of the mean loss; before the last stage, what the next one gets."""
-    batch, stage, given = place.batch, place.model.stage, dict(zip(("x", "memory"), place.received, strict=False))
+    batch, stage, given = place.batch, place.model.stage, place.model.received(place.received)
     if not stage.loss:
-        found = place.model(batch.ids, batch.tokens, **given)
+        found = place.model(batch.ids, batch.tokens, further=batch.further, **given)
         ends = found if isinstance(found, tuple) else (found,)
-        for x, what in zip(ends, ("hidden states", "memory"), strict=False):
+        for x, what in zip(ends, _names(place), strict=False):
             expect(f"{what} for the next stage", x, place.hidden)
         return ends
     losses = place.model.losses(batch.ids, batch.labels, batch.tokens, further=batch.further, **given)
@@ -665,9 +683,16 @@ def _forward(place: Place) -> tuple[Tensor, ...]:
     return (share_of_means(losses, num_labels=[1000] * len(losses), weight=1.0, mesh=place.mesh),)
 
 
+def _names(place: Place) -> Iterator[str]:
+    """What stages hand on."""
+    yield "hidden states"
+    depths = place.model.config.mtp.depths
+    yield from [f"hidden states of depth {depth}" for depth in range(1, depths + 1)] or ["memory"]
+
+
 def _without_gradient(place: Place) -> Iterator[Problem]:
     wanted = not isinstance(place.model.run_layers, BelowTrained)  # else nothing before these layers is trained
-    for x, where in zip(place.received if wanted else (), ("hidden states", "memory"), strict=False):
+    for x, where in zip(place.received if wanted else (), _names(place), strict=False):
         if x.grad is None:
             what = f"no gradient reached the {where} of the stage before. Use them in the stage."
             yield Problem(where=where, what=what, ranks=(place.mesh.rank,))

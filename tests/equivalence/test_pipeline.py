@@ -10,6 +10,7 @@ from torch import Tensor
 from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -73,6 +74,14 @@ MOVES = {
     "one process to cp2": (ParallelConfig(), ParallelConfig(cp=2)),
     "pp2 dp2 zero 1 to cp2 dp2 zero 2": (parallel(2, dp=2, zero=1), ParallelConfig(cp=2, dp=2, zero=2)),
 }
+AHEAD = {
+    "a stage of their own to one process": (parallel(4, layout="E|t*4|mm|L"), ParallelConfig()),
+    "one process to a stage of their own": (ParallelConfig(), parallel(4, layout="E|t*4|mm|L")),
+    "the last stage to one behind the last layers": (parallel(2), parallel(3, layout="Ett|ttmm|L")),
+    "a chunk of their own to the last stage, zero 3": (
+        parallel(2, vpp=2, layout="Ett|tt|mm|L"), parallel(2, dp=2, zero=3),
+    ),
+}  # fmt: skip
 IN_EVERY_RUN = ("pp2 vpp2 to tp2", "dp2 zero 3 to pp2 vpp2", "cp2 to one process")
 
 
@@ -80,12 +89,26 @@ IN_EVERY_RUN = ("pp2 vpp2 to tp2", "dp2 zero 3 to pp2 vpp2", "cp2 to one process
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else [pytest.mark.slow]) for name in MOVES]
 )
 def test_a_checkpoint_of_one_layout_continues_under_another(name: str, tmp_path: Path) -> None:
-    alone = layout_case(TIED, ParallelConfig(), 1, micro_batch_size=2)
+    continues(TIED, MOVES[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", AHEAD)
+@pytest.mark.parametrize("tied", [False, True])
+def test_further_predictions_move_between_stages_with_a_checkpoint(name: str, tied: bool, tmp_path: Path) -> None:
+    model = replace(TIED, tied_embeddings=tied, mtp=MTPConfig(depths=2))
+    continues(model, AHEAD[name], tmp_path)
+    written = [sorted(open_checkpoint(tmp_path / who / "step_0000004").keys()) for who in ("alone", "moved")]
+    assert written[0] == written[1] and "mtp.1.layer.mlp.down" in written[0]
+
+
+def continues(model: ModelConfig, move: tuple[ParallelConfig, ParallelConfig], tmp_path: Path) -> None:
+    alone = layout_case(model, ParallelConfig(), 1, micro_batch_size=2)
     first, _ = two_steps(0, 1, alone, str(tmp_path / "alone"), False)
     second, weights = two_steps(0, 1, alone, str(tmp_path / "alone"), True)
-    for layout, load, expected in zip(MOVES[name], (False, True), (first, second), strict=True):
+    for layout, load, expected in zip(move, (False, True), (first, second), strict=True):
         world = world_of(layout)
-        case = layout_case(TIED, layout, world, micro_batch_size=2)
+        case = layout_case(model, layout, world, micro_batch_size=2)
         moved = str(tmp_path / "moved")
         ranks = run_ranks(two_steps, world, case, moved, load) if world > 1 else [two_steps(0, 1, case, moved, load)]
         losses, stored = ranks[0]

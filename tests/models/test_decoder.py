@@ -207,6 +207,13 @@ STAGES = {
     "a V": (ParallelConfig(pp=2, pipeline=PipelineConfig(schedule="zb-v", vpp=2)), 4),
     "standalone and empty stages": (ParallelConfig(pp=5, pipeline=PipelineConfig(layout="E|tt||tt|L")), 4),
 }
+FURTHER = {
+    "a stage of their own": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|t*4|mm|L")),
+    "with the last layers": ParallelConfig(pp=4, pipeline=PipelineConfig(layout="E|tt|ttmm|L")),
+    "with the loss alone": ParallelConfig(pp=3, pipeline=PipelineConfig(layout="E|t*4|mmL")),
+    "between empty stages": ParallelConfig(pp=6, pipeline=PipelineConfig(layout="E|t*4||mm||L")),
+    "a chunk of their own": ParallelConfig(pp=2, pipeline=PipelineConfig(vpp=2, layout="Ett|tt|mm|L")),
+}
 
 
 def chunks_of(config: ModelConfig, parallel: ParallelConfig) -> list[list[Decoder]]:
@@ -239,6 +246,36 @@ def test_chunks_one_after_the_other_compute_what_the_whole_model_does(
         x = chunk(ids, tokens, x=x)
     assert in_order[-1].stage.loss
     torch.testing.assert_close(in_order[-1].loss(ids, labels, tokens, x=x), whole.loss(ids, labels, tokens))
+
+
+@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("tied", [False, True])
+def test_further_predictions_on_any_stage_compute_what_the_whole_model_does(
+    name: str, tied: bool, tiny: SimpleNamespace
+) -> None:
+    config, parallel = tiny.config(num_layers=4, tied_embeddings=tied, mtp=MTPConfig(depths=2)), FURTHER[name]
+    whole = Decoder(config, mesh_of_one(), dtype=torch.float64)
+    allocate(whole, torch.device("cpu"))
+    initialise(whole, seed=3)
+    ids, labels, tokens = ids_of(12), ids_of(12).flip(0), tokens_of_lengths([7, 5])
+    further = tuple((ids.roll(-depth), labels.roll(-depth)) for depth in (1, 2))
+    ranks, stages = chunks_of(config, parallel), parallel.pp * parallel.pipeline.vpp
+    in_order = [ranks[stage % parallel.pp][stage // parallel.pp] for stage in range(stages)]
+    received: tuple[Tensor, ...] = ()
+    for chunk in in_order[:-1]:
+        found = chunk(ids, tokens, further=further, **chunk.received(received))
+        received = found if isinstance(found, tuple) else (found,)
+    last = in_order[-1]
+    given = last.received(received)
+    mine, expected = (one.losses(ids, labels, tokens, further=further, **more) for one, more in (
+        (last, given), (whole, {})))  # fmt: skip
+    assert len(mine) == 3
+    torch.testing.assert_close(mine, expected)
+    torch.testing.assert_close(
+        last.judged(ids, labels, tokens, further=further, **given), whole.judged(ids, labels, tokens, further=further)
+    )
+    held = {d.shard.name: d.shard.stages for chunk in in_order for d, _, _ in declared_parameters(chunk)}
+    assert sorted(held) == sorted(d.shard.name for d, _, _ in declared_parameters(whole))
 
 
 @pytest.mark.parametrize("name", STAGES)

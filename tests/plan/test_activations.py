@@ -23,6 +23,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.moe import BalanceConfig, CapacityConfig, MoEConfig, RouterConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig, RecomputedModule
 from megalith.config.rope import RopeConfig
 from megalith.kernels import routing, tiled_attention
@@ -40,6 +41,7 @@ from megalith.plan.closed_forms import GptLayer, gpt_layer_bytes
 from megalith.plan.context import plan_slices
 from megalith.plan.parameters import ExpertPart
 from megalith.plan.savings import savings
+from megalith.plan.stages import plan_stages
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import DTYPES, build_trainer
@@ -442,6 +444,34 @@ def test_stages_without_ends_keep_only_layers_and_the_rotations() -> None:
     middle = stage_kept(setting, num_layers=1, embedding=False, loss=False)
     assert middle.nbytes == total(layer_rows(setting, ())) + 24 * 6 * 4
     assert stage_kept(setting, num_layers=0, embedding=False, loss=False).nbytes == 0
+
+
+@pytest.mark.parametrize("layout", ["Ett|t|mm|L", "Et|ttmm||L", "E|tt|t|mmL"])
+@pytest.mark.parametrize("kind", ["mtp", "mtp, learned positions", "recomputed"])
+def test_stages_of_further_predictions_keep_what_the_ledger_says(layout: str, kind: str) -> None:
+    model = KINDS["mtp" if kind == "recomputed" else kind]
+    recompute = FULL[0] if kind == "recomputed" else RecomputeConfig()
+    setting = Setting(model=model, dtype="fp32", lengths=(12, 12), recompute=recompute)
+    ids, tokens = torch.arange(24) % 61, tokens_of_lengths([12, 12])
+    received: tuple[torch.Tensor, ...] = ()
+    for stage in plan_stages(PipelineConfig(layout=layout), pp=4, num_layers=3, depths=2):
+        chunk = Decoder(model, mesh_of_one(), stage=stage, recompute=recompute)
+        allocate(chunk, torch.device("cpu"))
+        initialise(chunk, seed=1)
+        further, given = ((ids, ids),) * 2, chunk.received(tuple(x.detach().requires_grad_() for x in received))
+        with metered(chunk) as meter:
+            found = (
+                chunk.losses(ids, ids, tokens, further=further, **given)
+                if stage.loss
+                else chunk(ids, tokens, further=further, **given)
+            )
+        kept = stage_kept(
+            replace(setting, first_layer=stage.layers.start), num_layers=len(stage.layers), embedding=stage.embedding,
+            loss=stage.loss, norm=stage.norm, further=stage.further,
+        )  # fmt: skip
+        assert meter.live == kept.nbytes, stage
+        received = found if isinstance(found, tuple) else (found,)
+    assert len(received) == 3
 
 
 def test_what_runs_again_appears_for_a_while() -> None:

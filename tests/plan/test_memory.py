@@ -76,6 +76,9 @@ EXPERTS = {
     "model.moe.router.score": "sigmoid",
     "model.moe.router.balancing_bias": "true", "model.moe.shared_ffn_hidden_size": "7", "train.micro_batch_size": "1",
 }  # fmt: skip
+OWN = {
+    "parallel.pp": "3", "parallel.pipeline.layout": "Ettt|mm|L", "model.num_layers": "3", "model.mtp.depths": "2",
+}  # fmt: skip
 WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
 
 
@@ -125,6 +128,9 @@ WITH_SP = {"parallel.tp": "2", "parallel.sp": "true"}
         (4, EXPERTS | {"optim.frozen": "['*.experts.*', embed.weight]", "parallel.ep": "2", "parallel.zero": "1"}),
         (4, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "model.num_layers": "4", "parallel.tp": "2"}),
         (2, {"parallel.pp": "2", "parallel.pipeline.layout": "Ettt|L", "model.num_layers": "3"}),
+        (3, OWN),
+        (6, OWN | {"parallel.tp": "2", "model.tied_embeddings": "true", "parallel.pipeline.layout": "Ett|tmm|L"}),
+        (6, OWN | {"parallel.zero": "1", "model.positions": "learned", "parallel.pipeline.layout": "E|ttt|mmL"}),
     ],
 )
 def test_state_is_what_a_built_rank_holds(world: int, settings: dict[str, str]) -> None:
@@ -162,6 +168,8 @@ def sharded_state(rank: int, world: int, run: TrainRun) -> tuple[int, int, int, 
         (4, {"parallel.tp": "2", "parallel.sp": "true", "model.tied_embeddings": "true"}),
         (4, {"parallel.pp": "2", "parallel.cp": "2"}),
         (2, {"model.mtp.depths": "1", "model.tied_embeddings": "false", "train.micro_batch_size": "1"}),
+        (6, OWN | {"model.tied_embeddings": "true"}),
+        (6, OWN | {"parallel.pipeline.layout": "Ett|tmm|L", "model.tied_embeddings": "false"}),
         (3, {"lora.rank": "2", "train.micro_batch_size": "1"}),
         (3, {"optim.frozen": "[embed.weight, 'layers.0.*']", "train.micro_batch_size": "1"}),
         (4, EXPERTS | {"parallel.ep": "2", "precision.params": "bf16"}),
@@ -187,11 +195,11 @@ def test_pipelines_hold_all_weights_of_a_step_under_zero_3() -> None:
     sharded = {"parallel.zero": "3", "train.micro_batch_size": "1", "model.num_layers": "16"}
     flat, staged = (plan_workload(tiny_run(sharded | more), 4) for more in ({}, {"parallel.pp": "2"}))
     layer = sum(one.numel for one in layer_parameters(flat.run.model, 0))
-    units = gathered_units(staged, staged.parameters(0, 0))
+    units = gathered_units(staged, 0, staged.parameters(0, 0))
     assert [unit.root for unit in units] == [False] * 9, "a table and eight layers"
     assert sum(unit.numel for unit in units) == 320 * 24 + 8 * layer
     assert keeps_gathered(staged) and not keeps_gathered(flat)
-    assert [unit.name for unit in gathered_units(flat, flat.parameters(0, 0)) if unit.root] == [""], "the last norm"
+    assert [unit.name for unit in gathered_units(flat, 0, flat.parameters(0, 0)) if unit.root] == [""], "the last norm"
 
 
 @pytest.mark.parametrize(

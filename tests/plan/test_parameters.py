@@ -161,14 +161,37 @@ def test_stages_hold_everything_once_and_a_shared_table_twice() -> None:
         relative = config.positions == "relative"
         biases = config.relative.buckets * config.num_heads
         places = config.max_seq_len * config.hidden_size
-        again = config.shares_table() * table + config.shares_places() * places + relative * biases
+        further = config.mtp.depths > 0
+        ends = {
+            "embed.weight": config.tied_embeddings or further,
+            "positions.weight": config.positions == "learned" and further,
+        }
+        again = ends["embed.weight"] * table + ends["positions.weight"] * places + relative * biases
         assert total == num_parameters(config) + again
         shared = {one.name for one in first} & {one.name for one in last}
-        ends = {"embed.weight": config.shares_table(), "positions.weight": config.shares_places()}
         twice = ends | {"relative.weight": relative}
         assert shared == {name for name, is_shared in twice.items() if is_shared}
-        stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True))
+        stage = Decoder(config, mesh_of_one(), stage=Stage(rest, loss=True, norm=True, further=config.mtp.depths))
         assert [one.name for one in last] == [one.shard.name for one, _, _ in declared_parameters(stage)]
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned", "relative"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_stage_of_further_predictions_holds_tables_that_it_reads_and_no_head(positions: Any, tied: bool) -> None:
+    config = replace(SMALL, positions=positions, tied_embeddings=tied, mtp=MTPConfig(depths=2))
+    nothing = range(config.num_layers, config.num_layers)
+    for stage in (
+        Stage(nothing, further=2), Stage(nothing, loss=True), Stage(nothing, norm=True, further=2),
+        Stage(nothing, loss=True, further=2),
+    ):  # fmt: skip
+        built = declared_parameters(Decoder(config, mesh_of_one(), stage=stage))
+        held = held_parameters(
+            config, tp=1, tp_rank=0, layers=nothing, embedding=False, loss=stage.loss, norm=stage.norm,
+            further=stage.further,
+        )  # fmt: skip
+        assert {one.name: one.numel for one in held} == {d.shard.name: d.shard.numel for d, _, _ in built}
+        assert ("head.weight" in {one.name for one in held}) == (stage.loss and not tied)
+        assert ("embed.weight" in {one.name for one in held}) == (tied if stage.loss and not stage.further else True)
 
 
 def test_ranks_that_share_heads_hold_the_same_ones() -> None:

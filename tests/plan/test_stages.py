@@ -11,16 +11,17 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.errors import PlanError
 from megalith.plan.stages import (
     Stage,
-    bias_ranks,
+    crossing,
     layout_of,
     plan_stages,
     proposed_layout,
     stage_of_layer,
     stages_of_rank,
     stages_problems,
-    table_ranks,
+    table_holders,
     whole_model,
 )
+from megalith.verify.rows import FOUR, FOUR_TIED
 from megalith.verify.variants import RELATIVE
 
 
@@ -50,14 +51,15 @@ def test_in_a_v_the_first_and_the_last_stage_lie_together() -> None:
     pipeline = PipelineConfig(schedule="zb-v", vpp=2)
     stages = plan_stages(pipeline, pp=3, num_layers=6)
     first = stages_of_rank(stages, 0, pipeline, pp=3)
-    assert first == [Stage(range(1), embedding=True), Stage(range(5, 6), loss=True)]
-    assert table_ranks(stages, pipeline, pp=3) == (0,)
+    assert first == [Stage(range(1), embedding=True), Stage(range(5, 6), loss=True, norm=True)]
+    assert table_holders(FOUR_TIED, stages, pipeline, pp=3)["embed.weight"] == (0,)
 
 
 @pytest.mark.parametrize(("pp", "ranks"), [(1, (0,)), (2, (0, 1)), (5, (0, 4))])
 def test_the_ranks_of_a_tied_table(pp: int, ranks: tuple[int, ...]) -> None:
     stages = plan_stages(PipelineConfig(), pp=pp, num_layers=5 * pp)
-    assert table_ranks(stages, PipelineConfig(), pp=pp) == ranks
+    assert table_holders(FOUR_TIED, stages, PipelineConfig(), pp=pp)["embed.weight"] == ranks
+    assert table_holders(FOUR, stages, PipelineConfig(), pp=pp)["embed.weight"] == (0,)
 
 
 def test_one_stage_is_the_whole_model_whatever_the_settings_say() -> None:
@@ -165,6 +167,7 @@ def test_ends_that_do_not_fit(settings: dict[str, int], pp: int, num_layers: int
         ("Et|ttLL", ["the loss (L) comes 2 times, at character 7:"]),
         ("Et|tL", ["has 2 layers (t), but model.num_layers=3. Use 3, as in Ett|tL."]),
         ("Ett|tmL", ["this model has no multi-token prediction layers, at character 6:"]),
+        ("Ett|tmmL", ["Use no m, or set model.mtp.depths=2."]),
         ("L|t*5E|", ["has 3 stages", "empty stage after the loss", "something before the embedding", "has 5 layers"]),
         ("Ett(|tL", ["this ( is never closed, at character 4:"]),
     ],
@@ -183,11 +186,86 @@ def test_counts_below_one_are_another_rule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "mtp", "ranks"), [("E|tt|ttL", 0, (1, 2)), ("Ett|tt|L", 0, (0, 1)), ("Ett|tt|L", 1, (0, 1, 2))]
-)
+    ("layout", "mtp", "ranks"), [
+        ("E|tt|ttL", 0, (1, 2)), ("Ett|tt|L", 0, (0, 1)), ("Ett|tt|mL", 1, (0, 1, 2)), ("Etttt|mm|L", 2, (0, 1)),
+    ],
+)  # fmt: skip
 def test_stages_whose_layers_read_biases_by_distance_hold_them(layout: str, mtp: int, ranks: tuple[int, ...]) -> None:
     model = replace(RELATIVE, mtp=MTPConfig(depths=mtp))
     pipeline = PipelineConfig(layout=layout)
-    stages = plan_stages(pipeline, pp=3, num_layers=4)
-    assert bias_ranks(model, stages, pipeline, pp=3) == ranks
-    assert bias_ranks(replace(model, positions="rope"), stages, pipeline, pp=3) == ()
+    stages = plan_stages(pipeline, pp=3, num_layers=4, depths=mtp)
+    assert table_holders(model, stages, pipeline, pp=3)["relative.weight"] == ranks
+    assert table_holders(replace(model, positions="rope"), stages, pipeline, pp=3)["relative.weight"] == ()
+
+
+# --- further predictions
+
+
+@pytest.mark.parametrize(
+    ("layout", "norm", "further", "tied", "untied"),
+    [
+        ("E|tttt|m|L", 1, 2, (0, 2, 3), (0, 2)),
+        ("E|tt|ttm|L", 2, 2, (0, 2, 3), (0, 2)),
+        ("Et|ttt||mL", 1, 3, (0, 3), (0, 3)),
+        ("Ett|ttm||L", 1, 1, (0, 1, 3), (0, 1)),
+        ("Et|t|t|tmL", 3, 3, (0, 3), (0, 3)),
+    ],
+)
+def test_the_last_norm_lies_with_the_last_layer_and_tables_with_who_reads_them(
+    layout: str, norm: int, further: int, tied: tuple[int, ...], untied: tuple[int, ...]
+) -> None:
+    pipeline, mtp = PipelineConfig(layout=layout), MTPConfig(depths=1)
+    stages = plan_stages(pipeline, pp=4, num_layers=4, depths=1)
+    assert [n for n, stage in enumerate(stages) if stage.norm] == [norm]
+    assert [n for n, stage in enumerate(stages) if stage.further] == [further]
+    for model, ranks in ((FOUR_TIED, tied), (FOUR, untied)):
+        held = table_holders(replace(model, mtp=mtp, positions="learned"), stages, pipeline, pp=4)
+        assert (held["embed.weight"], held["positions.weight"]) == (ranks, untied)
+
+
+def test_hidden_states_of_every_depth_go_from_their_stage_to_the_loss() -> None:
+    model = replace(FOUR, mtp=MTPConfig(depths=2))
+    stages = plan_stages(PipelineConfig(layout="E|tttt||mm||L"), pp=6, num_layers=4, depths=2)
+    assert [crossing(model, stages, n) for n in range(7)] == [
+        (False, False, 0), (False, False, 0), (True, False, 0), (True, False, 0), (True, False, 2), (True, False, 2),
+        (True, False, 2),
+    ]  # fmt: skip
+
+
+def test_without_a_layout_further_predictions_lie_with_the_loss() -> None:
+    for pipeline, pp in ((PipelineConfig(), 2), (PipelineConfig(last_layers=0), 3), (PipelineConfig(), 1)):
+        stages = plan_stages(pipeline, pp=pp, num_layers=4, depths=3)
+        assert [stage.further for stage in stages] == [0] * (pp - 1) + [3]
+        assert [stage.norm for stage in stages].index(True) == (1 if pipeline.last_layers == 0 else pp - 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "depths", "texts"),
+    [
+        ("Etm|t|L", 1, ["m reads what all layers make, and on the first stage that would be the whole model, at "
+                        "character 3:", "m comes before a layer (t), and reads what all layers make, at character 3:"]),
+        ("Ettm||L", 1, ["on the first stage that would be the whole model, at character 4:"]),
+        ("Et|mt|L", 1, ["m comes before a layer (t), and reads what all layers make, at character 4:"]),
+        ("Et|tm|mL", 2, ["m is on a second stage, but all of them read one copy of the embedding, at character 7:"]),
+        ("Et|t|L", 1, ["has 0 layers that predict further ahead (m), but model.mtp.depths=1. Use 1, as in Et|t|mL."]),
+        ("Et|t|mmmL", 2, ["has 3 layers that predict further ahead (m), but model.mtp.depths=2. Use 2, as in "]),
+        ("Et|tL|m", 1, ["there is something after the loss, at character 5:"]),
+    ],
+)  # fmt: skip
+def test_further_predictions_in_wrong_places_are_told(layout: str, depths: int, texts: list[str]) -> None:
+    problems = stages_problems(PipelineConfig(layout=layout), pp=3, num_layers=2, depths=depths)
+    assert len(problems) == len(texts), problems
+    for problem, text in zip(problems, texts, strict=True):
+        assert text in problem and problem.startswith(f"parallel.pipeline.layout={layout}") and "Use " in problem
+        for example in re.findall(r"as in (\S+)\.", problem):
+            assert stages_problems(PipelineConfig(layout=example), pp=3, num_layers=2, depths=depths) == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
+    draw = random.Random(seed)
+    num_stages, num_layers, depths = draw.randint(2, 9), draw.randint(1, 20), draw.randint(0, 4)
+    layout = proposed_layout(num_layers, num_stages, depths)
+    stages = plan_stages(PipelineConfig(layout=layout), pp=num_stages, num_layers=num_layers, depths=depths)
+    assert layout_of(stages) == layout
+    assert sum(len(stage.layers) for stage in stages) == num_layers and stages[-1].further == depths

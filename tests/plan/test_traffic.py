@@ -25,7 +25,7 @@ from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
 
-FLAGS = 64
+FLAGS = 70
 """Bytes of messages that carry single numbers, which the plan leaves out."""
 
 Sums = dict[tuple[str, str, int], tuple[int, int]]
@@ -143,8 +143,9 @@ def planned(run: TrainRun, world: int, rank: int) -> Sums:
         kind, more, less = on_gloo(row, run.parallel.zero)
         # A group is described by the first span that means its ranks: over cp alone, gradients are summed over "cp".
         axis = "cp" if row.axis == "dp" and workload.dp == 1 else row.axis
-        calls, nbytes = found[axis, kind, row.ranks]
-        found[axis, kind, row.ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
+        ranks = run.parallel.pp if axis == "pp" else row.ranks  # a message is recorded with the group it goes through
+        calls, nbytes = found[axis, kind, ranks]
+        found[axis, kind, ranks] = calls + row.calls * more, nbytes + round(row.nbytes * less)
     return dict(found)
 
 
@@ -243,6 +244,10 @@ LATENT = [
     (2, SHORT | {"parallel.tp": "1", "parallel.cp": "2", "parallel.context.kind": "a2a"} | UP),
 ]
 DEPTHS = {"model.mtp.depths": "2"}
+FEW = {"model.mtp.depths": "1"}
+"""Whose losses, summed over all ranks, are few numbers."""
+
+OWN = {"parallel.pp": "3", "parallel.pipeline.layout": "Ett|mm|L", "model.num_layers": "2"}
 FURTHER = [
     (2, DEPTHS | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
     (2, DEPTHS | {"parallel.tp": "2"}),
@@ -253,6 +258,11 @@ FURTHER = [
     (2, DEPTHS | WIDE),
     (2, DEPTHS | {"model.positions": "learned", "parallel.pp": "2"}),
     (2, DEPTHS | {"model.positions": "relative", "parallel.cp": "2"}),
+    (3, DEPTHS | OWN | {"precision.params": "bf16", "model.fp32_residual": "true"}),
+    (3, DEPTHS | OWN | {"model.tied_embeddings": "true", "model.positions": "learned"}),
+    (6, OWN | FEW | {"parallel.tp": "2", "parallel.sp": "true", "parallel.pipeline.layout": "Et|tm|L"}),
+    (6, OWN | FEW | {"parallel.cp": "2", "parallel.pipeline.layout": "E|tt|mL"}),
+    (2, DEPTHS | OWN | {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.layout": "Et|t|mm|L"}),
 ]
 
 

@@ -37,6 +37,7 @@ def test_a_sound_run_breaks_no_rule() -> None:
 
 TWO_CHUNKS = {"parallel__pp": "2", "parallel__pipeline__vpp": "2", "model__num_layers": "4"}
 TIED_CHUNKS = {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__tied_embeddings": "true"}
+FURTHER_APART = {"parallel__pipeline__layout": "Et|t|m|L", "model__mtp__depths": "1", "model__num_layers": "2"}
 CASES = [
     (
         TIED_CHUNKS, 2, "parallel.zero=3 with parallel.pp=1, parallel.pipeline.vpp=2 and model.tied_embeddings=true",
@@ -51,6 +52,16 @@ CASES = [
         {"parallel__pipeline__vpp": "2", "parallel__zero": "3", "model__positions": "relative"}, 2,
         "parallel.zero=3 with parallel.pipeline.vpp=2 and model.positions=relative",
         "Set parallel.pipeline.vpp=1, or parallel.zero=2",
+    ),
+    (
+        FURTHER_APART | {"parallel__pp": "2", "parallel__pipeline__vpp": "2", "parallel__zero": "3"}, 4,
+        "parallel.zero=3 with parallel.pp=2, parallel.pipeline.vpp=2 and model.mtp.depths=1: two chunks of a rank",
+        "Set parallel.pipeline.vpp=1, or parallel.zero=2",
+    ),
+    (
+        FURTHER_APART | {"parallel__pp": "4", "model__mtp__depths": "2"}, 4,
+        "parallel.pipeline.layout=Et|t|m|L has 1 layers that predict further ahead (m), but model.mtp.depths=2",
+        "Use 2, as in E|t|t|mmL",
     ),
     ({"model__num_kv_heads": "3"}, 1, "model.num_kv_heads=3 does not divide model.num_heads=8", "one of [1, 2, 4, 8]"),
     ({"model__hidden_size": "50"}, 1, "model.hidden_size=50 is not a multiple of model.num_heads=8", "48 or 56"),

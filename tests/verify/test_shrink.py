@@ -10,6 +10,7 @@ import pytest
 from megalith.config.context import ContextConfig
 from megalith.config.cross import CrossConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -231,6 +232,22 @@ def test_a_pipeline_keeps_its_schedule_and_its_way_of_dividing(
     case = only(run)
     assert run_problems(case.run, case.world) == []
     assert (case.run.parallel.pp, case.run.parallel.pipeline) == (pp, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        ("E|t*24|t*24|mmm|L", "Et|mm|L"), ("Et*16|t*16|t*16mmm||L", "Et|tmm|L"), ("Et*16|t*16||t*16|mmmL", "Et|t|mmL"),
+        ("Et*12|t*12|t*12|t*11|tmmmL", "Ett|t|tmmL"),
+    ],
+)  # fmt: skip
+def test_further_predictions_keep_their_kind_of_stage(layout: str, expected: str) -> None:
+    parallel = staged(5, layout=layout)
+    run = replace(large(parallel), model=replace(large(parallel).model, mtp=MTPConfig(depths=3)))
+    assert run_problems(run, 5) == []
+    case = only(run)
+    assert run_problems(case.run, case.world) == []
+    assert (case.run.parallel.pipeline.layout, case.run.model.mtp.depths) == (expected, 2)
 
 
 @pytest.mark.parametrize(("microbatches", "expected"), [(2, 2), (4, 3), (64, 4)])

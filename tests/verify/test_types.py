@@ -17,6 +17,7 @@ from megalith.config.context import ContextConfig, ContextKind
 from megalith.config.cross import CrossConfig
 from megalith.config.dropout import DropoutConfig
 from megalith.config.model import ModelConfig
+from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -82,6 +83,7 @@ def test_a_right_layout_has_no_problem(model: ModelConfig, parallel: ParallelCon
 
 
 STAGED = replace(BIASED, num_layers=4)
+AHEAD = replace(STAGED, mtp=MTPConfig(depths=2), tied_embeddings=True)
 PIPELINES = [
     (STAGED, ParallelConfig(pp=2), 2),
     (STAGED, ParallelConfig(pp=4, tp=2), 16),
@@ -89,6 +91,8 @@ PIPELINES = [
     (STAGED, ParallelConfig(pp=2, tp=2, sp=True, pipeline=PipelineConfig(schedule="zb-v", vpp=2)), 8),
     (STAGED, ParallelConfig(pp=5, tp=4, sp=True, pipeline=PipelineConfig(layout="E|tt||tt|L")), 40),
     (STAGED, ParallelConfig(pp=3, tp=2, order="pp-dp-tp", pipeline=PipelineConfig(layout="Et|ttt|L")), 6),
+    (AHEAD, ParallelConfig(pp=4, tp=2, sp=True, pipeline=PipelineConfig(layout="E|t*4|mm|L")), 16),
+    (AHEAD, ParallelConfig(pp=3, tp=2, cp=2, pipeline=PipelineConfig(layout="Ett|ttmm|L")), 24),
 ]
 
 
