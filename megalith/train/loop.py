@@ -166,7 +166,7 @@ class _Loop:
         self.learnt = 0.0, 0.0  # share of the last step's tokens that are labels, and of its rows that are tokens
         self.dealt: tuple[float | None, int] = None, 0  # imbalance over dp of the last step, and its microbatches
         pipeline, pp = run.parallel.pipeline, run.parallel.pp
-        self.stages = plan_stages(pipeline, pp=pp, num_layers=run.model.num_layers)
+        self.stages = plan_stages(pipeline, pp=pp, num_layers=run.model.num_layers, depths=run.model.mtp.depths)
         self.lr = 0.0
         self.groups: Mapping[str, GroupRates] = NO_GROUPS
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
