@@ -6,7 +6,6 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
-from megalith.cli.pack import pack
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
@@ -63,7 +62,7 @@ class MergeOptions:
 
 def main(argv: list[str]) -> int:
     """Run `megalith data info|verify|cat|merge|pack`."""
-    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge, "pack": pack}
+    actions = {"info": show_info, "verify": verify, "cat": cat, "merge": merge, "pack": pack_conversations}
     if not argv or argv[0] in ("-h", "--help"):
         print(f"usage: megalith data {{{','.join(actions)}}} ...\n\n{__doc__}")
         return 0
@@ -132,6 +131,13 @@ def cat(argv: list[str]) -> int:
         )
     print(tokenizer.decode(ids))
     return 0
+
+
+def pack_conversations(argv: list[str]) -> int:
+    """Decide which conversations of a run share rows."""
+    from megalith.cli.pack import pack  # here: whatever knows of conversations loads torch
+
+    return pack(argv)
 
 
 def merge(argv: list[str]) -> int:

@@ -13,13 +13,14 @@ class MockLengths:
     """uniform: from 1 token on, as in Megatron; lognormal: many short and few long ones, as real texts are; file: those
     that stand in `path`, from the first again after the last."""
     mean: float | None = None
-    """Of lognormal lengths, before those that are too short or too long are moved to the nearest end."""
+    """Of lognormal lengths, before those that are too short or too long are moved to the nearest end; unset: for the
+    other kinds, which have none."""
     sigma: float = 1.0
     """Of the logarithms of lognormal lengths."""
     shortest: int = 1
     """Lognormal lengths are not below this; data.mock_max_tokens ends them above."""
     path: str | None = None
-    """Whole numbers with blanks, commas or new lines between them."""
+    """A file of whole numbers with blanks, commas or new lines between them; unset: for the other kinds."""
 
 
 def mock_problems(lengths: MockLengths, *, most: int, used: bool) -> list[str]:

@@ -29,7 +29,7 @@ class SFTConfig:
     """How conversations share rows. best_fit: each where it leaves the least room; greedy: one after the other until
     the next does not fit; row: the conversations of one line of the file have a row of their own."""
     packs: str | None = None
-    """A file of `megalith data pack`: which conversations share rows, instead of `packing`."""
+    """A file of `megalith data pack`, which says what conversations share rows. Unset: `packing` does."""
     overlong: Overlong = "error"
     """What becomes of a conversation that is longer than a row: refused, cut at its end, or left out; both are
     counted."""
