@@ -113,6 +113,10 @@ def test_a_line_tells_of_a_layer_and_a_microbatch_in_the_first_steps(whole: Path
 
 
 WHOLE = {"parallel__etp": "1"}
+PAIRS = {
+    "parallel__dp": "2", "parallel__ep": "2", "parallel__overlap_experts": "true",
+    "recompute__granularity": "selective", "recompute__modules": "[mlp]",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -121,8 +125,10 @@ WHOLE = {"parallel__etp": "1"}
         (4, {"parallel__pp": "2", "parallel__tp": "2", "parallel__sp": "true", "parallel__ep": "2"} | WHOLE),
         pytest.param(2, {"parallel__dp": "2", "parallel__ep": "2"}, marks=pytest.mark.slow),
         pytest.param(2, {"parallel__cp": "2", "recompute__granularity": "full"}, marks=pytest.mark.slow),
+        pytest.param(2, PAIRS, marks=pytest.mark.slow),
+        pytest.param(2, {"parallel__dp": "2", "parallel__zero": "3"}, marks=pytest.mark.slow),
     ],
-    ids=["pp2 tp2 sp ep2", "dp2 ep2", "cp2, computed again"],
+    ids=["pp2 tp2 sp ep2", "dp2 ep2", "cp2, computed again", "dp2 ep2, pairs, computed again", "dp2, zero 3"],
 )
 def test_every_token_is_told_once_under_every_layout(
     world: int, layout: dict[str, str], whole: Path, tmp_path: Path

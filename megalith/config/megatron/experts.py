@@ -87,8 +87,8 @@ def _router(draft: Draft) -> None:
 
 def _balance(draft: Draft) -> None:
     """One loss, several with a weight each, a plan, or nothing."""
-    kinds = _words(draft.arguments.value(_TYPES))
-    weights = _words(draft.arguments.value(_WEIGHTS))
+    kinds = _words(draft.arguments.value(_TYPES)) or ["aux_loss"]
+    weights = _words(draft.arguments.value(_WEIGHTS)) or ["0"]
     if kinds == ["sinkhorn"]:
         draft.put(_TYPES, "model.moe.balance.sinkhorn", True)
         return
@@ -102,20 +102,20 @@ def _balance(draft: Draft) -> None:
         draft.say("not mapped", _TYPES, f"{', '.join(unknown)} is not built here. Use aux_loss", "model")
         return
     named = [kind for kind in kinds if kind in LOSSES]
-    if len(weights) not in (1, len(named)) or (len(named) != len(kinds) and len(kinds) > 1):
+    if len(weights) != max(len(named), 1) or (len(named) != len(kinds) and len(kinds) > 1):
         draft.problems.append(
             f"{_TYPES} {' '.join(kinds)} with {_WEIGHTS} {' '.join(weights)}: expected one weight for each loss. "
             f"Use {_WEIGHTS} with {len(named)} numbers."
         )
         return
-    for kind, weight in zip(named, weights * (len(named) if len(weights) == 1 else 1), strict=False):
+    for kind, weight in zip(named, weights, strict=False):
         try:
             value = float(weight)
         except ValueError:
             draft.problems.append(f"{_WEIGHTS} {weight} must be a number. Use {_WEIGHTS} 0.01.")
             return
         draft.put(_WEIGHTS, f"model.moe.balance.{LOSSES[kind]}", value, kind)
-    if not named:
+    if not any(map(float, weights[: len(named)])):
         draft.say("already", _TYPES, "no loss keeps experts busy")
 
 
@@ -142,6 +142,9 @@ def _switches(draft: Draft) -> None:
     ):
         if draft.arguments.value(flag):
             draft.put(flag, setting, True)
+    every = "--save-tokens-per-expert-interval"
+    if draft.arguments.value(every):
+        draft.put(every, "observe.per_layer", True, "in metrics.jsonl, of all ranks, every train.log_every steps")
     skew = draft.arguments.value("--moe-router-force-biased")
     if isinstance(skew, int | float) and skew:
         text = "" if skew < 0 else "the same numbers in every step, as with a number below 0"

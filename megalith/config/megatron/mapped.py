@@ -524,6 +524,10 @@ EXPERTS = (
     ),
     Row(name="--moe-per-layer-logging", takes="nothing", fields=("observe.per_layer",)),
     Row(
+        name="--save-tokens-per-expert-interval", takes="int", fields=("observe.per_layer",),
+        how="in metrics.jsonl, of all ranks, every train.log_every steps",
+    ),
+    Row(
         name="--moe-routing-trace-path", takes="place", fields=("observe.routing_trace",),
         how="written to routing/ of the run's folder",
     ),

@@ -114,7 +114,7 @@ LATER = (
             --log-world-size-to-tensorboard! --logging-level --no-barrier-with-level-1-timing!
             --no-log-learnig-rate-to-tensorboard! --no-log-loss-scale-to-tensorboard! --otel-enabled!
             --otel-service-name --otel-span-groups --output-logit-dtype --save-activations-interval
-            --save-dgrads-interval --save-params-interval --save-tokens-per-expert-interval --save-wgrads-interval
+            --save-dgrads-interval --save-params-interval --save-wgrads-interval
             --timing-log-level --timing-log-option
         """,
     ),

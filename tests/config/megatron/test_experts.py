@@ -72,13 +72,24 @@ def test_layers_with_experts_count_from_the_first(tiny: Translate, freq: str, la
     assert moe_of(tiny, f"--num-experts 4 --moe-layer-freq {freq}").layers == layers
 
 
+def test_a_weight_alone_is_of_the_loss_over_each_microbatch(tiny: Translate) -> None:
+    """As --moe-router-load-balancing-type is aux_loss unless told otherwise."""
+    assert moe_of(tiny, "--num-experts 4 --moe-aux-loss-coeff 0.01").balance == BalanceConfig(batch=0.01)
+    for without in ("", "--moe-router-load-balancing-type seq_aux_loss", "--moe-router-load-balancing-type none"):
+        found = tiny(f"{PLAIN} --num-experts 4 {without}")
+        assert found.run is not None and found.run.model.moe is not None
+        assert found.run.model.moe.balance == BalanceConfig()
+        assert any(entry.text == "no loss keeps experts busy" for entry in found.entries)
+
+
 def test_several_losses_have_a_weight_each(tiny: Translate) -> None:
     both = "--num-experts 4 --moe-router-load-balancing-type aux_loss global_aux_loss --moe-aux-loss-coeff"
     assert moe_of(tiny, f"{both} 0.1 0.2 --moe-z-loss-coeff 1e-3").balance == BalanceConfig(
         batch=0.1, global_batch=0.2, z=1e-3
     )
-    (problem,) = tiny(f"{both} 0.1 0.2 0.3").problems
-    assert "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
+    for other in ("0.1 0.2 0.3", "0.1"):  # Megatron takes one for none of several, either
+        (problem,) = tiny(f"{both} {other}").problems
+        assert "expected one weight for each loss. Use --moe-aux-loss-coeff with 2 numbers." in problem
     assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type sinkhorn").balance.sinkhorn
     assert moe_of(tiny, "--num-experts 4 --moe-router-load-balancing-type none").balance == BalanceConfig()
     quantile = "--num-experts 4 --moe-router-load-balancing-type quantile_balancing --moe-router-quantile-balancing-ema"
@@ -157,7 +168,11 @@ def test_beside_a_trace_is_what_was_asked_for(tiny: Translate) -> None:
 
 
 def test_what_each_layer_did_is_written_where_there_are_experts(tiny: Translate) -> None:
-    for added, told in (("--num-experts 4 --moe-per-layer-logging", True), ("--moe-per-layer-logging", False)):
+    interval = "--save-tokens-per-expert-interval 5"
+    for added, told in (
+        ("--num-experts 4 --moe-per-layer-logging", True), ("--moe-per-layer-logging", False),
+        (f"--num-experts 4 {interval}", True), (interval, False),
+    ):  # fmt: skip
         found = tiny(f"{PLAIN} {added}")
         assert found.run is not None and found.run.observe.per_layer is told and found.refusals(strict=True) == []
         assert run_problems(found.run, 1) == []
