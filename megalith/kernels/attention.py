@@ -20,7 +20,7 @@ from megalith.kernels.dropout import DroppedWeights, weight_factors
 from megalith.kernels.engine import refuse
 from megalith.kernels.relative_bias import distance_biases
 from megalith.kernels.scores import PLAIN, Scores, keys_seen, masked_attention
-from megalith.kernels.sdpa import Lengths, sdpa_attention, sdpa_masked
+from megalith.kernels.sdpa import Lengths, Mask, mask_for_torch, sdpa_attention, sdpa_masked
 from megalith.kernels.span_attention import span_attention
 from megalith.kernels.tiled_attention import TILED_LENGTHS, tiled_attention
 from megalith.kernels.tokens import Tokens
@@ -131,10 +131,10 @@ def _pair_by_pair(
     if kernel == "reference" or not known:
         return _document_by_document(q, k, v, lengths, tokens, scores, sinks)
     v = v.contiguous()  # as a part of the projection it would keep all of it for backward; of the rest copies are kept
-    masks = _masks(tokens, lengths, scores, q.device)
     rows = len(lengths) if len(set(lengths)) == 1 else 1  # alike: one call, and one bias for all
-    if rows > 1 and tokens.visible is not None:
-        masks = iter([_stacked(list(masks))])
+    masks: Iterator[Tensor | Mask | None] = _masks(tokens, lengths, scores, q.device)
+    if tokens.visible is not None:
+        masks = iter(_masks_for_torch(tokens.visible, tokens, lengths, scores, q))
     lengths = lengths[:1] if rows > 1 else lengths
     counts, every = [queries * rows for queries, _ in lengths], [keys * rows for _, keys in lengths]
     outs = []
@@ -142,6 +142,22 @@ def _pair_by_pair(
         seen, bias = next(masks), _bias(tokens, *lengths[n], scores)
         outs.append(sdpa_masked(queries, keys, values, seen, bias, rows=rows, scale=scores.scale))
     return torch.cat(outs)
+
+
+def _masks_for_torch(
+    visible: Visible, tokens: Tokens, lengths: Lengths, scores: Scores, q: Tensor
+) -> list[Mask | None]:
+    """`_masks`, made once for all layers that hide the same; of documents of one length as one."""
+    hiding = visible.scores(scores)
+    asked = q.dtype, lengths, hiding.window, hiding.right, hiding.causal, hiding.chunked
+    if asked in visible.found:
+        return visible.found[asked]
+    masks = list(_masks(tokens, lengths, scores, q.device))
+    masks = [_stacked(masks)] if len(masks) > 1 and len(set(lengths)) == 1 else masks
+    found = [None if mask is None else mask_for_torch(mask, q.dtype) for mask in masks]
+    if not torch.compiler.is_compiling():
+        visible.found[asked] = found
+    return found
 
 
 def _stacked(masks: list[Tensor | None]) -> Tensor | None:

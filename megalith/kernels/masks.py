@@ -44,7 +44,7 @@ def with_masks(tokens: Tokens, masks: Sequence[Tensor | None], *, alone: bool = 
     lengths = tokens.whole.lengths
     masks = [None if mask is None else _extended(mask, *whole) for mask, whole in zip(masks, lengths, strict=True)]
     given = [mask.reshape(-1) for mask in masks if mask is not None]
-    before = tokens.whole.visible or Visible()
+    before = replace(tokens.whole.visible or Visible(), found={})  # what was found is for other masks
     if sum(map(len, given)) == 0:
         return _given(tokens, replace(before, pairs=None, rows=None, starts=(), alone=False))
     starts, end = list[int | None](), 0
@@ -70,7 +70,7 @@ def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
     if context is not None and context.slices.source is not None:
         source = torch.from_numpy(context.slices.source).to(device)
         text = (source >= 0) & text[source.clamp(min=0)]
-    before = whole.visible or Visible()
+    before = replace(whole.visible or Visible(), found={})
     tokens = _given(tokens, replace(before, keys=text if before.keys is None else before.keys & text))
     if any(queries != keys for queries, keys in whole.lengths):
         return tokens

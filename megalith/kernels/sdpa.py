@@ -5,6 +5,7 @@ than keys (on CPUs these by an unfused way that keeps all scores of a document).
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,13 +52,37 @@ def _sdpa_document(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal:
     return _call(q, k, v, mask, causal=causal and queries == keys, scale=scale)
 
 
+class Mask(NamedTuple):
+    """A mask as torch's kernels want it in the end; from one of bool each call would make, and keep, its own."""
+
+    added: Tensor
+    """[q or 1, kv], or of each row [rows, q or 1, kv]: 0 or -inf, which scores gain; all 0 for queries that see
+    nothing."""
+
+    blind: Tensor
+    """bool [q or 1, 1] or [rows, q or 1, 1]: which those are."""
+
+
+def mask_for_torch(mask: Tensor, dtype: torch.dtype) -> Mask:
+    """From a mask that may let a query see nothing, for queries in `dtype`."""
+    seen, blind = _without_blind(mask)
+    return Mask(torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf), blind)
+
+
+def _without_blind(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mask with queries that see nothing seeing all, since torch's kernels do not agree on what such a query gives,
+    nor on its gradient; and which those are."""
+    blind = ~mask.any(-1, keepdim=True)
+    return mask | blind, blind
+
+
 def sdpa_masked(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None = None, *, rows: int = 1,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | Mask | None, bias: Tensor | None = None, *, rows: int = 1,
     scale: float | None = None,
 ) -> Tensor:  # fmt: skip
     """Documents of one length in which query i sees key j where mask[i, j]; None: all see all.
 
-    The mask is of every row, bool [q or 1, kv], or of each, [rows, q or 1, kv]. `bias` [n, q, kv] is added to the
+    The mask is of every row, bool [q, kv], or a `Mask`. `bias` [n, q, kv] is added to the
     scores. Queries that see nothing give 0.
     """
     if mask is None and bias is None and rows == 1:
@@ -66,10 +91,13 @@ def sdpa_masked(
         return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     if mask is None:
         return _call(q, k, v, bias, causal=False, scale=scale, rows=rows)
-    blind = ~mask.any(-1, keepdim=True)  # torch's kernels do not agree on what such a query gives, nor on its gradient
-    seen = mask | blind
-    seen = seen.unsqueeze(1) if seen.dim() == 3 else seen  # the same for all heads
-    given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
+    if isinstance(mask, Tensor):
+        seen, blind = _without_blind(mask)
+        given = seen if bias is None else bias.to(q.dtype).masked_fill(~seen, -math.inf)
+    else:
+        added, blind = mask
+        added = added.unsqueeze(1) if added.dim() == 3 else added  # the same for all heads
+        given = added if bias is None else bias.to(q.dtype) + added
     out = _call(q, k, v, given, causal=False, scale=scale, rows=rows)
     return out.masked_fill(blind.expand(rows, q.shape[0] // rows, 1).reshape(-1, 1, 1), 0)
 

@@ -4,14 +4,15 @@ Masks lie in one piece of memory, row after row. So whatever computes attention 
 is at: a whole document, or a tile of some queries of one rank with some keys of another.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from megalith.kernels.scores import Scores
+from megalith.kernels.sdpa import Mask
 from megalith.plan.context import Spans, Tile
 
 FREE = -(2**62)
@@ -36,6 +37,9 @@ class Visible:
 
     alone: bool = False
     """Whether masks take the place of causality; then every document has one."""
+
+    found: dict[Hashable, list[Mask | None]] = field(default_factory=dict, repr=False)
+    """What torch's kernel has been given so far, since all layers ask the same: one mask is kept for all of them."""
 
     def scores(self, scores: Scores) -> Scores:
         """What hides keys beside the masks: as before, but for causality where masks stand alone.

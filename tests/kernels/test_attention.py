@@ -340,6 +340,23 @@ def test_masks_hide_pairs_of_which_weights_are_dropped_and_scores_biased(kind: s
             torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_layers_that_hide_the_same_keep_one_mask() -> None:
+    tokens, _ = masked(tokens_of_rows(2, 9), "both")
+    q, k, v = qkv(tokens, heads=4, kv_heads=4)
+    kept: list[int] = []
+
+    def note(saved: Tensor) -> Tensor:
+        if saved.shape[-2:] == (9, 9):
+            kept.append(saved.untyped_storage().data_ptr())
+        return saved
+
+    with saved_tensors_hooks(note, lambda saved: saved):
+        outs = [attention(q, k, v, tokens) for _ in range(3)]
+    assert torch.equal(outs[0], outs[2]) and len(kept) == 3 and len({*kept}) == 1
+    other = with_padding(tokens, torch.zeros(18, dtype=torch.bool))
+    assert not attention(q, k, v, other).any() and torch.equal(attention(q, k, v, tokens), outs[0])
+
+
 def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tiled_attention", "sdpa_attention"):
         monkeypatch.setattr(ways, name, None)
