@@ -91,6 +91,12 @@ def write_new(path: Path, data: bytes) -> None:
         sync_file(file)
 
 
+def append_line(path: Path, line: bytes) -> None:
+    """Add a line to a file, which is made if there is none: all of it with one call, so that a kill cuts at most it."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(line + b"\n")
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Give `path` new contents at once: a reader sees all of the old or all of the new."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")

@@ -166,3 +166,9 @@ def test_what_a_disk_refuses_is_never_passed_over(tmp_path: Path, monkeypatch: p
         storage.sync_written(tmp_path / "a")
     with pytest.raises(OSError, match="Input/output error"):
         storage.sync_folder(tmp_path)
+
+
+def test_lines_are_added_one_after_the_other(tmp_path: Path) -> None:
+    for line in (b"a", b"b c"):
+        storage.append_line(tmp_path / "a", line)
+    assert storage.read_bytes(tmp_path / "a") == b"a\nb c\n"

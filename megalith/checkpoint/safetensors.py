@@ -8,10 +8,11 @@ import json
 import math
 import re
 import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 READABLE = DTYPES | {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
 """Those, and what quantised weights are made of."""
+
+_CHUNK_NBYTES = 2**20
+"""Checked, and then written while they are in the processor's cache."""
 
 MAX_HEADER = 100_000_000  # bytes; the library refuses longer ones, too
 
@@ -158,27 +162,63 @@ def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:
 def allocate_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int]:
     """A new file with its header and room for the planned tensors; returns where each of them begins."""
     header = _header(plan, metadata)
-    starts = [8 + len(header)]
-    for planned in plan:
-        starts.append(starts[-1] + planned.nbytes)
+    starts = _starts(plan, header)
     storage.allocate_new(file, starts[-1])
     with storage.open_part(file, 0) as out:
         out.write(struct.pack("<Q", len(header)) + header)
     return starts[:-1]
 
 
-def write_part(file: Path, start: int, values: Iterable[Tensor]) -> int:
-    """Write tensors one after the other into a file that was allocated, from `start` on; returns where they end.
+def allocated_file(file: Path, plan: Sequence[Planned], metadata: Mapping[str, str]) -> list[int] | None:
+    """The same of a file that `allocate_file` has made of this plan; None: this is none, or there is none."""
+    header = _header(plan, metadata)
+    starts, begin = _starts(plan, header), struct.pack("<Q", len(header)) + header
+    try:
+        same = storage.file_nbytes(file) == starts[-1] and storage.read_range(file, 0, len(begin)) == begin
+    except FileNotFoundError:
+        return None
+    return starts[:-1] if same else None
+
+
+def _starts(plan: Sequence[Planned], header: bytes) -> list[int]:
+    """Where the tensors of a file begin, and where the last one ends."""
+    starts = [8 + len(header)]
+    for planned in plan:
+        starts.append(starts[-1] + planned.nbytes)
+    return starts
+
+
+class Part(NamedTuple):
+    """Some of a file that was written."""
+
+    stop: int
+    """Where it ends."""
+
+    checksum: int
+    """Of its bytes, as `part_checksum` has it."""
+
+
+def write_part(file: Path, start: int, values: Iterable[Tensor]) -> Part:
+    """Write tensors one after the other into a file that was allocated, from `start` on.
 
     They are on the disk after `storage.sync_written`.
     """
+    checksum = 0
     with storage.open_part(file, start) as out:
         for tensor in values:
             for data in as_bytes(tensor):
-                out.write(data)
+                for first in range(0, len(data), _CHUNK_NBYTES):
+                    chunk = data[first : first + _CHUNK_NBYTES]
+                    checksum = zlib.crc32(chunk, checksum)
+                    out.write(chunk)
             storage.begin_sync(out, start, tensor.nbytes)
             start += tensor.nbytes
-    return start
+    return Part(start, checksum)
+
+
+def part_checksum(file: Path, start: int, nbytes: int) -> int:
+    """CRC-32 of bytes of a file: it finds what a power cut left of them, and is no proof against anybody."""
+    return zlib.crc32(storage.mapped(file, start, nbytes))
 
 
 def write_file(file: Path, plan: Sequence[Planned], tensors: Iterable[Tensor], metadata: Mapping[str, str]) -> None:

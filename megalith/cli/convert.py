@@ -32,8 +32,9 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 class ConvertOptions:
     """Turn a Hugging Face model into a Megalith checkpoint, or a checkpoint or run into a Hugging Face folder.
 
-    Few tensors are in memory at a time; the target appears whole or not at all. A checkpoint made so holds weights and
-    the tokenizer: `megalith generate` takes it, `megalith train` as a recipe, and checkpoint.load of any other run.
+    Few tensors are in memory at a time; the target appears whole or not at all. A conversion that was killed goes on
+    where it was when it is run again. A checkpoint made so holds weights and the tokenizer: `megalith generate` takes
+    it, `megalith train` as a recipe, and checkpoint.load of any other run.
     """
 
     source: Positional[str]
@@ -73,6 +74,17 @@ class ConvertOptions:
     """Threads that read, hash and write at the same time. What they write does not depend on it; where tensors are cast
     or turned, each holds one."""
 
+    restart: bool = False
+    """Begin anew, even if an earlier conversion to this target was killed and could be gone on with."""
+
+    take_over: bool = False
+    """Go on also with what a conversion has left of which it is not known whether it still works: another machine's, or
+    this one's before it was started anew."""
+
+    keep: bool = False
+    """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out: remove it. A conversion
+    that is killed always leaves it."""
+
     dry_run: bool = False
     """Only list every tensor and what becomes of it."""
 
@@ -86,7 +98,8 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, family_of, merged_into, plan_moves, written_names
+    from megalith.models.convert import convert, family_of, merged_into, plan_moves, recipe_of, written_names
+    from megalith.models.journal import Attempt
     from megalith.models.staging import check_target
     from megalith.posttrain.export import peft_moves, plan_peft, write_peft
     from megalith.posttrain.upcycle import read_from, told_origins
@@ -105,10 +118,13 @@ def main(argv: list[str]) -> int:
     moves = told_origins(source, plan_moves(source, to, dtype))
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
+        largest = int(options.shard_gb * 1e9)
+        recipe = recipe_of(source, to, dtype=dtype, shard_nbytes=largest)
+        attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with shown_progress(nbytes) as advance:
             nbytes = convert(
-                source, target, to, dtype=dtype, shard_nbytes=int(options.shard_gb * 1e9), wrote=advance,
-                workers=options.workers,
+                source, target, to, dtype=dtype, shard_nbytes=largest, wrote=advance, workers=options.workers,
+                attempt=attempt,
             )  # fmt: skip
     report = {"source": str(source.path), "target": str(target), "to": to, "dry_run": options.dry_run, "nbytes": nbytes}
     report["written"], report["left_out"] = len(written_names(moves)), sum(not move.nbytes for move in moves)
@@ -166,6 +182,17 @@ def option_problems(options: ConvertOptions) -> list[str]:
         for name, (value, usual) in given.items()
         if options.upcycle is None and value != usual
     ]
+    if options.restart and options.take_over:
+        problems.append(
+            f"--restart={options.restart} with --take-over={options.take_over}: one begins anew, the other goes on. "
+            f"Use one of them."
+        )
+    if options.to == "peft":
+        problems += [
+            f"--{name}=True with --to=peft: adapters are written at once. Remove it."
+            for name in ("restart", "take-over", "keep")
+            if getattr(options, name.replace("-", "_"))
+        ]
     if options.upcycle is not None and options.to == "peft":
         problems.append(f"--upcycle={options.upcycle} with --to=peft: adapters have no experts. Use --to megalith.")
     return problems

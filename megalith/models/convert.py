@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 import torch
 
+from megalith import __version__, storage
 from megalith.checkpoint.boxes import lengths, show_box
-from megalith.checkpoint.format import show_dtype
-from megalith.config.tree import dump_yaml
+from megalith.checkpoint.format import MANIFEST, sha256, show_dtype
+from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
-from megalith.models.adapters import AdaptedWeights
+from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
 from megalith.models.companions import carried
-from megalith.models.hf import HuggingFaceFolder, Weights, family_for, write_folder
+from megalith.models.hf import CONFIG, HuggingFaceFolder, Weights, family_for, write_folder
+from megalith.models.journal import Attempt, Recipe
 from megalith.models.names import Family, TensorRule, dtype_to_write
 from megalith.models.pretrained import FORCED, Pretrained
 from megalith.models.release import parameters, release_run, write_release
@@ -139,14 +141,16 @@ def convert(
     shard_nbytes: int = 5 * 10**9,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 2,
+    attempt: Attempt | None = None,
 ) -> int:
     """Write `target`; returns its bytes of weights. `wrote` is told those of each tensor, by any of the workers.
 
     `workers` threads write at the same time; each has views of its source's files, and of what is cast or turned a
-    piece, or one tensor, in memory.
+    piece, or one tensor, in memory. With an `attempt`, what an earlier one that was killed has written whole is kept.
 
     Raises:
-        CheckpointError: the target exists, a source file is damaged, or the disk refused something.
+        CheckpointError: the target exists, an earlier attempt was of another source or other settings, a source file
+            is damaged, or the disk refused something.
         ConfigError: the model has no form of that kind.
         DataError: its tokenizer is gone.
     """
@@ -156,12 +160,45 @@ def convert(
         return write_folder(
             target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
             extra=ids, companions=companions, wrote=wrote, workers=workers,
+            attempt=attempt,
         )  # fmt: skip
     forced = {FORCED: list(source.forced)} if source.forced else {}
     return write_release(
         target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
         state={"token_ids": ids} | forced, companions=companions, wrote=wrote, workers=workers,
+        attempt=attempt,
     )  # fmt: skip
+
+
+def recipe_of(source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int) -> Recipe:
+    """What decides the bytes of a conversion: two that have the same may go on with one another's files.
+
+    Values are told by their files (names, lengths, times; of a checkpoint the manifest, which has all hashes) and by
+    some of each parameter.
+    """
+    shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
+    return {
+        "source": str(source.path.absolute()), "its files": _files_of(source),
+        "its values": fingerprint(source.weights, source.model), "its model": shape, "to": to,
+        "dtype": "as they are" if dtype is None else show_dtype(dtype),
+        "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
+        "software": f"megalith {__version__}, torch {torch.__version__}",
+    }  # fmt: skip
+
+
+def _files_of(source: Pretrained) -> str:
+    """A hash of what is known of a source's files without reading them."""
+    folders = dict.fromkeys((source.path, *source.origins()[: 1 if isinstance(source.weights, AdaptedWeights) else 0]))
+    known = []
+    for folder in folders:
+        if (folder / MANIFEST).exists():
+            known.append(f"{folder.absolute()} {sha256(storage.read_bytes(folder / MANIFEST))}")
+            continue
+        for file in sorted(folder.iterdir()):
+            if file.suffix == ".safetensors" or file.name in (CONFIG, ADAPTER_CONFIG):
+                found = file.stat()
+                known.append(f"{file.absolute()} {found.st_size} {found.st_mtime_ns}")
+    return sha256("\n".join(known).encode())[:16]
 
 
 def token_ids(source: Pretrained) -> Mapping[str, Any]:  # JSON

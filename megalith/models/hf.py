@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,8 @@ from megalith.checkpoint.safetensors import (
     Planned,
     TensorInfo,
     allocate_file,
+    allocated_file,
+    part_checksum,
     read_box,
     read_header,
     show_names,
@@ -38,6 +41,7 @@ from megalith.models.gpt2 import GPT2
 from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.granite import GRANITE
 from megalith.models.jobs import batches, done_in_order
+from megalith.models.journal import Attempt, Journal
 from megalith.models.llama import LLAMA
 from megalith.models.llama4 import LLAMA4
 from megalith.models.mistral import MISTRAL
@@ -68,7 +72,7 @@ from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
-from megalith.models.staging import staging_of
+from megalith.models.staging import NoRoom, publish, work_on
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import Unsaid
 from megalith.plan.network import network_problems
@@ -85,6 +89,8 @@ PADDED = ("embed.weight", "head.weight")
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
+METADATA = {"format": "pt"}
+"""What transformers wants to read in a file of weights."""
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
@@ -469,13 +475,15 @@ def write_folder(
     companions: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
+    attempt: Attempt | None = None,
 ) -> int:
     """Write a folder that `from_pretrained` reads, if transformers has the family; returns its bytes of weights. It
     appears whole or not at all.
 
     `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
     into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor,
-    by any of the `workers`, threads that have a few of the source's bytes in memory each.
+    by any of the `workers`, threads that have a few of the source's bytes in memory each. With an `attempt`, what an
+    earlier one of the same kind left is gone on with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
@@ -493,23 +501,16 @@ def write_folder(
     of_model = [one.dtype for file in files for (part, *_), one in file if not _is_bias_of_choice(part)]
     widest = max(of_model, key=lambda dtype: dtype.itemsize)
     raw["dtype"] = raw["torch_dtype"] = str(widest).removeprefix("torch.")  # transformers 5, and 4
-    staging = staging_of(path)
-    try:
-        storage.make_folder(staging)
-        require_room(staging, sum(planned.nbytes for file in files for _, planned in file))
-        total = _write_weights(staging, files, weights, wrote, workers)
+    with work_on(path, attempt) as work:
+        staging = work.folder / "folder"
+        total = _write_weights(staging, files, weights, wrote, workers, work.journal)
         for name, contents in (companions or {}).items():
             storage.write_new(staging / name, contents)
         for name, document in {CONFIG: raw, GENERATION: _generation(raw)}.items():
             if not (staging / name).exists():
                 storage.write_new(staging / name, (json.dumps(document, indent=2) + "\n").encode())
         storage.sync_folder(staging)
-        storage.rename(staging, path)
-        storage.sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
-    finally:
-        storage.remove_tree(staging)
+        publish(work, staging, path)
     return total
 
 
@@ -517,11 +518,11 @@ def require_room(folder: Path, nbytes: int) -> None:
     """Refuse to begin what the disk under `folder` has no room for.
 
     Raises:
-        CheckpointError: it has less than `nbytes` free.
+        NoRoom: it has less than `nbytes` free.
     """
     free = storage.free_nbytes(folder)
     if nbytes > free:
-        raise CheckpointError(
+        raise NoRoom(
             f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be written. Free some "
             f"space, choose another target, or set --dtype to a smaller one."
         )
@@ -533,16 +534,21 @@ def _write_weights(
     weights: Weights,
     wrote: Callable[[int], None],
     workers: int,
+    journal: Journal,
 ) -> int:
     """Every file of weights, and the index when there are several; returns the bytes of all tensors."""
     names = [WEIGHTS] if len(files) == 1 else [_shard_name(i, len(files)) for i in range(1, len(files) + 1)]
-    jobs: list[Callable[[], int]] = []
+    plans = {name: [planned for _, planned in content] for name, content in zip(names, files, strict=True)}
+    begun = _begun_files(staging, plans)
+    jobs: list[_Job] = []
     for name, content in zip(names, files, strict=True):
-        starts = allocate_file(staging / name, [planned for _, planned in content], {"format": "pt"})
+        starts = begun.get(name) or allocate_file(staging / name, plans[name], METADATA)
         for batch in batches(list(zip(starts, content, strict=True)), lambda item: item[1][1].nbytes, BATCH_NBYTES):
-            tensors = [item for _, item in batch]
-            jobs.append(partial(_write_tensors, staging / name, batch[0][0], tensors, weights, wrote))
-    total = sum(done_in_order(jobs, workers))
+            tensors, known = [item for _, item in batch], f"{name}@{batch[0][0]}"
+            before = journal.found(known) if name in begun else None
+            jobs.append(_Job(staging / name, batch[0][0], tensors, known, before))
+    require_room(staging.parent, sum(job.nbytes for job in jobs if job.before is None))
+    total = sum(done_in_order([partial(_do, job, weights, wrote, journal) for job in jobs], workers))
     for name in names:
         storage.sync_written(staging / name)
     if len(files) > 1:
@@ -552,14 +558,46 @@ def _write_weights(
     return total
 
 
-def _write_tensors(
-    file: Path, start: int, content: Sequence[tuple[Parts, Planned]], weights: Weights, wrote: Callable[[int], None]
-) -> int:
-    """Some neighbours in a file of weights, from `start` on; returns the bytes of these tensors."""
-    nbytes = sum(planned.nbytes for _, planned in content)
-    stop = write_part(file, start, _read_tensors(content, weights, wrote))
-    assert stop == start + nbytes, (file.name, start, stop, nbytes)  # a hole would read as zeros, and nobody would know
-    return nbytes
+def _begun_files(staging: Path, plans: Mapping[str, Sequence[Planned]]) -> dict[str, list[int]]:
+    """The files that an earlier attempt has made of these plans, and where their tensors begin; others are removed."""
+    if not staging.exists():
+        storage.make_folder(staging)
+    found = {name: allocated_file(staging / name, plan, METADATA) for name, plan in plans.items()}
+    begun = {name: starts for name, starts in found.items() if starts is not None}
+    for name in storage.list_names(staging):
+        if name not in begun:
+            storage.remove_file(staging / name)
+    return begun
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """Some neighbours in a file of weights, which are written at once."""
+
+    file: Path
+    start: int
+    content: Sequence[tuple[Parts, Planned]]
+    name: str
+    """In the journal."""
+
+    before: Any | None  # JSON
+    """What is known of bytes that are there already."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(planned.nbytes for _, planned in self.content)
+
+
+def _do(job: _Job, weights: Weights, wrote: Callable[[int], None], journal: Journal) -> int:
+    """Write some tensors, unless they are there; returns their bytes."""
+    if job.before is not None and job.before == part_checksum(job.file, job.start, job.nbytes):
+        wrote(job.nbytes)
+        return job.nbytes
+    part = write_part(job.file, job.start, _read_tensors(job.content, weights, wrote))
+    # A hole would read as zeros, and nobody would know.
+    assert part.stop == job.start + job.nbytes, (job.file.name, job.start, part.stop, job.nbytes)
+    journal.add(job.name, part.checksum)
+    return job.nbytes
 
 
 def _shard_name(number: int, count: int) -> str:

@@ -1,6 +1,6 @@
 """Writing a release: a checkpoint of ours that holds weights only, read from anywhere, a few parameters at a time."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 
 from megalith import storage
 from megalith.checkpoint.boxes import divide
-from megalith.checkpoint.format import StoredFile, StoredTensor, folder_name, merge_tensors
+from megalith.checkpoint.format import StoredBox, StoredFile, StoredTensor, folder_name, merge_tensors, sha256
 from megalith.checkpoint.save import BOX_NBYTES, BoxFile, Written, commit, dtype_name
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.data import DataConfig
@@ -17,12 +17,12 @@ from megalith.config.model import ModelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import LoopConfig, TrainRun
-from megalith.errors import CheckpointError
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.models.hf import Weights, require_room
 from megalith.models.jobs import batches, done_in_order
+from megalith.models.journal import Attempt, Journal
 from megalith.models.names import dtype_to_write
-from megalith.models.staging import staging_of
+from megalith.models.staging import publish, work_on
 from megalith.parallel.mesh import mesh_of_one
 from megalith.plan.shards import Box, Shard
 
@@ -59,25 +59,28 @@ def write_release(
     companions: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
     workers: int = 1,
+    attempt: Attempt | None = None,
 ) -> int:
     """Write the checkpoint folder `path`; returns its bytes of weights. It appears whole or not at all.
 
     `dtype` unset keeps that of each parameter; `companions` are files beside them; `wrote` is told the bytes of
-    each parameter, by any of the `workers`, threads that have a few of the source's bytes in memory each.
+    each parameter, by any of the `workers`, threads that have a few of the source's bytes in memory each. With an
+    `attempt`, what an earlier one of the same kind left is gone on with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
     """
-    work = staging_of(path)
-    staging = work / f"{folder_name(0)}.tmp"
-    content = [(one, dtype_to_write(one.name, weights.dtype(one.name), dtype)) for one in parameters(model)]
-    nbytes = sum(map(_nbytes, content))
-    try:
-        storage.make_folder(staging)
-        require_room(work, nbytes)
+    with work_on(path, attempt) as work:
+        staging = work.folder / f"{folder_name(0)}.tmp"
+        content = [(one, dtype_to_write(one.name, weights.dtype(one.name), dtype)) for one in parameters(model)]
+        found = [
+            (f"__{number}_0.distcp", batch) for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
+        ]
+        before = _files_before(staging, {name for name, _ in found}, work.journal)
+        require_room(work.folder, sum(sum(map(_nbytes, batch)) for name, batch in found if name not in before))
         jobs = [
-            partial(_write_batch, staging, number, batch, weights, wrote)
-            for number, batch in enumerate(batches(content, _nbytes, BATCH_NBYTES))
+            partial(_write_batch, staging / name, batch, weights, wrote, work.journal, before.get(name))
+            for name, batch in found
         ]
         parts = list(done_in_order(jobs, workers))
         written = Written(
@@ -86,13 +89,54 @@ def write_release(
         for name, contents in (companions or {}).items():
             storage.write_new(staging / name, contents)
         finished, _ = commit(staging, 0, [written], dict(state or {}), config_text)
-        storage.rename(finished, path)
-        storage.sync_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"{path}: not written ({error}). Free some space, or choose another target.") from error
-    finally:
-        storage.remove_tree(work)
-    return nbytes
+        publish(work, finished, path)
+    return sum(map(_nbytes, content))
+
+
+def _files_before(staging: Path, names: Collection[str], journal: Journal) -> dict[str, Written]:
+    """The files of parameters that an earlier attempt had written whole, if it says so; anything else is removed."""
+    finished = staging.with_suffix("")
+    if finished.exists():  # it was killed after its last file, and before the folder had its name
+        storage.rename(finished, staging)
+    if not staging.exists():
+        storage.make_folder(staging)
+    found = {name: _recorded(name, journal.found(name)) for name in names}
+    for name in storage.list_names(staging):
+        if found.get(name) is None:
+            storage.remove_file(staging / name)
+    return {name: part for name, part in found.items() if part is not None and (staging / name).exists()}
+
+
+def _recorded(name: str, record: Any) -> Written | None:  # JSON
+    """What a line of a journal says of a file; None: nothing."""
+    try:
+        tensors = {
+            key: StoredTensor(
+                tuple(shape), dtype,
+                tuple(StoredBox(tuple((a, b) for a, b in box), name, *place) for box, *place in boxes),
+            )
+            for key, (shape, dtype, boxes) in record["tensors"].items()
+        }  # fmt: skip
+        return Written(tensors, {name: StoredFile(record["nbytes"])})
+    except (TypeError, KeyError, ValueError):  # no such line, or none that this build writes
+        return None
+
+
+def _record(part: Written, name: str) -> dict[str, Any]:  # JSON
+    """The same for the journal."""
+    tensors = {
+        key: (one.shape, one.dtype, [(box.box, box.offset, box.nbytes, box.sha256) for box in one.boxes])
+        for key, one in part.tensors.items()
+    }
+    return {"nbytes": part.files[name].nbytes, "tensors": tensors}
+
+
+def _is_whole(file: Path, part: Written) -> bool:
+    """Whether a file holds what was written into it."""
+    boxes = [box for tensor in part.tensors.values() for box in tensor.boxes]
+    return storage.file_nbytes(file) == part.files[file.name].nbytes and all(
+        sha256(storage.mapped(file, box.offset, box.nbytes)) == box.sha256 for box in boxes
+    )
 
 
 Item = tuple[Shard, torch.dtype]
@@ -104,22 +148,29 @@ def _nbytes(item: Item) -> int:
 
 
 def _write_batch(
-    staging: Path,
-    number: int,
+    path: Path,
     batch: Sequence[Item],
     weights: Weights,
     wrote: Callable[[int], None],
+    journal: Journal,
+    before: Written | None,
 ) -> Written:
-    """One file of parameters."""
+    """One file of parameters, unless it is there already, as `before` says."""
+    if before is not None and _is_whole(path, before):
+        wrote(sum(map(_nbytes, batch)))
+        return before
+    storage.remove_file(path)
     tensors = {}
-    with BoxFile(staging / f"__{number}_0.distcp") as file:
+    with BoxFile(path) as file:
         for shard, dtype in batch:
             boxes = []
             for box in divide(shard.box, BOX_NBYTES // dtype.itemsize):
                 boxes.append(file.add(box, [weights.read(shard.name, part, dtype) for part in _slices(box)]))
             tensors[f"model.{shard.name}"] = StoredTensor(shard.shape, dtype_name(dtype), tuple(boxes))
             wrote(shard.numel * dtype.itemsize)
-    return Written(tensors, {file.name: StoredFile(file.nbytes)})
+    part = Written(tensors, {file.name: StoredFile(file.nbytes)})
+    journal.add(file.name, _record(part, file.name))
+    return part
 
 
 def _slices(box: Box) -> list[Box]:

@@ -9,11 +9,13 @@ import socket
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
 from megalith.errors import CheckpointError
+from megalith.models.journal import Attempt, Journal, begin_journal, changed, read_journal
 
 INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapter_config.json")
 """Files of which a folder of weights has one; a manifest may be anybody's, a web page's for one."""
@@ -24,10 +26,91 @@ OWN_FIELD = re.compile(rb'"world_size"\s*:')
 log = logging.getLogger(__name__)
 
 
-def staging_of(path: Path) -> Path:
+class NoRoom(CheckpointError):
+    """A disk has no room for what is to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A folder to write in, and what of it is whole already."""
+
+    folder: Path
+    """Its contents are moved to the target at the end, and it is removed."""
+
+    journal: Journal
+
+
+@contextmanager
+def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
+    """A place to write what will be `path`; what an earlier attempt of the same kind left is gone on with.
+
+    When it ends, the place is removed; after an error or Ctrl-C too, unless `attempt.keep` and some of it is whole.
+
+    Raises:
+        CheckpointError: see `staging_of`; or what an earlier attempt left is of another source or has other settings.
+    """
+    left = None if attempt is None or attempt.restart else _left_for(path, attempt)
+    folder, journal = staging_of(path, left[0] if left else None), Journal(None)
+    kept = False
+    try:
+        if left is not None:
+            storage.rename(left[0], folder)
+            journal = left[1].moved_to(folder)
+            log.warning("%s: going on where a conversion was ended: %d pieces are there", path, len(journal))
+        else:
+            storage.make_folder(folder)
+            journal = journal if attempt is None else begin_journal(folder, attempt.recipe)
+        yield Work(folder, journal)
+    except (OSError, NoRoom, KeyboardInterrupt) as error:
+        kept = attempt is not None and attempt.keep and len(journal) > 0
+        if kept:
+            log.warning("%s: %d pieces stay. Run the same again to go on with them", folder, len(journal))
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"{path}: not written ({error}). Free some space, or choose another target."
+            ) from error
+        raise
+    finally:
+        if not kept:
+            storage.remove_tree(folder)
+
+
+def publish(work: Work, finished: Path, path: Path) -> None:
+    """Give what is finished its name, which is on the disk when this returns; nothing else is left."""
+    storage.rename(finished, path)
+    storage.remove_tree(work.folder)
+    storage.sync_folder(path.parent)
+
+
+def _left_for(path: Path, attempt: Attempt) -> tuple[Path, Journal] | None:
+    """What there is to go on with: the furthest of several.
+
+    Raises:
+        CheckpointError: it is of another source, or has other settings.
+    """
+    check_target(path)
+    with _refusals_told(path):
+        found = [
+            (folder, read)
+            for folder, over in leftovers(path)
+            if (over or attempt.take_over) and (read := read_journal(folder)) is not None and len(read[1])
+        ]
+    same = [(folder, journal) for folder, (recipe, journal) in found if not changed(recipe, attempt.recipe)]
+    if found and not same:
+        folder, (recipe, journal) = max(found, key=lambda item: len(item[1][1]))
+        lines = "\n".join(f"  {line}" for line in changed(recipe, attempt.recipe))
+        raise CheckpointError(
+            f"{folder}: a conversion to {path} was ended when {len(journal)} pieces were whole, of another source or "
+            f"with other settings:\n{lines}\nUse those again to go on with it, or pass --restart to begin anew."
+        )
+    return max(same, key=lambda item: len(item[1]), default=None)
+
+
+def staging_of(path: Path, keep: Path | None = None) -> Path:
     """A folder to write in, still to be made; renaming it to `path` is the last step.
 
-    What an earlier attempt left there is removed, if nobody can be at work in it any more, and told if that is unknown.
+    What an earlier attempt left there is removed, if nobody can be at work in it any more, and told if that is unknown;
+    `keep` stays.
 
     Raises:
         CheckpointError: see `check_target`; or the disk refused something.
@@ -35,13 +118,14 @@ def staging_of(path: Path) -> Path:
     check_target(path)
     with _refusals_told(path):
         for folder, over in leftovers(path):
+            if folder == keep:
+                continue
             if over:
                 storage.remove_tree(folder)
                 log.warning("%s: removed, left by a conversion that was killed", folder)
             else:
-                log.warning(
-                    "%s: another conversion to %s works there, or was killed. Remove it if none does", folder, path
-                )
+                text = "%s: another conversion to %s works there, or was killed. Remove it if none does"
+                log.warning(f"{text}, or pass --take-over to go on with it", folder, path)
     return path.with_name(f".{path.name}.tmp-{_machine()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -88,8 +172,11 @@ def _check_place(path: Path) -> None:
 
 
 def _is_of_weights(file: Path) -> bool:
-    """Whether a file with a name of ours is one of ours."""
-    return file.name != MANIFEST or OWN_FIELD.search(storage.read_range(file, 0, 4096)) is not None
+    """Whether a file with a name of ours is one of ours; a manifest that may not be read is a stranger's."""
+    try:
+        return file.name != MANIFEST or OWN_FIELD.search(storage.read_range(file, 0, 4096)) is not None
+    except OSError:
+        return False
 
 
 def leftovers(path: Path) -> list[tuple[Path, bool]]:

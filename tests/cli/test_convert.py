@@ -111,6 +111,11 @@ def test_the_vocabulary_is_padded_as_asked(run: Path) -> None:
         (["gone", "x"], "gone: no such folder"),
         (["RUN", "RUN"], "exists already and is left as it is. Choose another target"),
         (["RUN", "x", "--shard-gb", "0"], "--shard-gb=0.0 must be above 0. Use 5"),
+        (["RUN", "x", "--restart", "--take-over"], "--restart=True with --take-over=True: one begins anew, the other"),
+        (
+            ["RUN", "x", "--to", "peft", "--keep"],
+            "--keep=True with --to=peft: adapters are written at once. Remove it.",
+        ),
         (["RUN", "x", "--workers", "0"], "--workers=0 must be at least 1. Use 2, or as many as there are cores"),
         (["RUN", "x", "--vocab-multiple", "0"], "--vocab-multiple=0 must be at least 1. Use 64"),
         (["RUN", "x", "--vocab-multiple", "8"], "--vocab-multiple=8 is for checkpoints made from Hugging Face folders"),

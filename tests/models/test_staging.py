@@ -131,6 +131,17 @@ def test_a_manifest_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     check_target(tmp_path / "models" / "x")
 
 
+def test_a_strangers_manifest_that_may_not_be_read_refuses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, start: int, nbytes: int) -> bytes:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "manifest.json").write_text('{"name": "a page for the web"}')
+    monkeypatch.setattr(storage, "read_range", refused)
+    check_target(tmp_path / "models" / "x")
+
+
 def test_a_target_below_a_file_is_refused_in_words(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for inside in ("x", "deep/er/x"):

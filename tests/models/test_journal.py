@@ -1,0 +1,262 @@
+"""A conversion that is killed anywhere goes on to the same bytes, and never on with what is of another."""
+
+import errno
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megalith import storage
+from megalith.cli.main import main
+from megalith.models import hf, release
+from megalith.models.journal import NAME, Journal, begin_journal, changed, read_journal
+from megalith.models.staging import leftovers
+
+GONE = 2**22 + 1  # above the highest number that Linux gives a process
+
+KILLED = """
+import os, signal, sys
+from megalith import storage
+from megalith.cli.main import main
+from megalith.models import convert, hf, release  # here, once
+from megalith.posttrain import export, upcycle
+
+hf.BATCH_NBYTES = release.BATCH_NBYTES = 1000
+every, words = int(sys.argv[1]), sys.argv[2:]
+
+def watch(every):
+    calls = iter(range(1, 10**6))
+    for name in ("append_line", "begin_sync", "rename", "write_new", "sync_file", "sync_written", "sync_folder"):
+        def watched(*given, plain=getattr(storage, name)):
+            if next(calls) == every:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*given)
+        setattr(storage, name, watched)
+
+kills = 0
+while not os.path.exists(words[1]):  # it may be killed when all is done
+    child = os.fork()
+    if child == 0:
+        watch(every + kills)
+        os._exit(main(["convert", *words]))
+    ended = os.waitpid(child, 0)[1]
+    if os.WIFEXITED(ended):
+        assert os.WEXITSTATUS(ended) == 0
+        break
+    kills += 1
+print("kills", kills)
+"""
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file."""
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hugging Face folder, of which small pieces are converted at once."""
+    tiny.folder(tmp_path / "theirs", tiny.config())
+    for module in (hf, release):
+        monkeypatch.setattr(module, "BATCH_NBYTES", 1000)
+    return tmp_path / "theirs"
+
+
+def words_of(to: str, source: Path, target: Path) -> list[str]:
+    """Of a conversion into several files."""
+    return [str(source), str(target), "--to", to, "--shard-gb", "6e-6", "--workers", "1"]
+
+
+def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], pieces: int) -> Path:
+    """What a conversion leaves that dies when so many pieces are whole: by a process that is gone."""
+    with monkeypatch.context() as patch:
+        plain, left = storage.append_line, iter(range(pieces + 1))
+
+        def dies(file: Path, line: bytes) -> None:
+            if next(left, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            plain(file, line)
+
+        patch.setattr(storage, "append_line", dies)
+        assert main(["convert", *words, "--keep"]) == 2
+    ((folder, over),) = leftovers(path)
+    assert over
+    gone = folder.with_name(folder.name.replace(f"-{os.getpid()}-", f"-{GONE}-"))
+    folder.rename(gone)
+    return gone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [3])
+@pytest.mark.parametrize("to", ["megalith", "huggingface"])
+def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
+    to: str, every: int, theirs: Path, tmp_path: Path
+) -> None:
+    assert main(["convert", *words_of(to, theirs, tmp_path / "x")]) == 0
+    words = words_of(to, theirs, tmp_path / "again")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(every), *words], capture_output=True, text=True, timeout=100, check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert int(done.stdout.split()[-1]) >= 8, done.stderr
+    assert "going on where a conversion was ended" in done.stderr
+    before, after = contents(tmp_path / "x"), contents(tmp_path / "again")
+    named = {"config.yaml", "manifest.json"}  # with the name of the folder
+    assert before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} <= (named if to == "megalith" else set())
+    assert sorted(os.listdir(tmp_path)) == ["again", "theirs", "x"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("to", ["megalith", "huggingface"])
+def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
+    to: str, workers: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    words = [*words_of(to, theirs, tmp_path / "x")[:-1], workers]
+    assert main(["convert", *words]) == 0
+    before = contents(tmp_path / "x")
+    (tmp_path / "x").rename(tmp_path / "whole")
+    left = left_by(tmp_path / "x", monkeypatch, words, 4)
+    read = read_journal(left)
+    assert read is not None and len(read[1]) == 4
+    file = next(file for file in sorted(left.rglob("*")) if file.suffix in (".distcp", ".safetensors"))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with (left / NAME).open("ab") as torn:
+        torn.write(b'["model-00001')
+    again = pieces_of(words, monkeypatch)
+    assert "x: going on where a conversion was ended: 4 pieces are there" in caplog.text
+    assert contents(tmp_path / "x") == before
+    once = pieces_of([words[0], str(tmp_path / "once"), *words[2:]], monkeypatch)
+    assert again < once and len(once - again) == 3, "of four, one was damaged"
+
+
+def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The pieces that a conversion writes."""
+    found: list[bytes] = []
+    plain = storage.append_line
+
+    def seen(path: Path, line: bytes) -> None:
+        found.append(line)
+        plain(path, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "append_line", seen)
+        assert main(["convert", *words]) == 0
+    return {json.loads(line)[0] for line in found if line.startswith(b"[")}
+
+
+@pytest.mark.parametrize("change", ["dtype", "source", "shards"])
+def test_another_source_or_other_settings_are_refused_in_words(
+    change: str, theirs: Path, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    words = words_of("huggingface", theirs, tmp_path / "x")
+    left = left_by(tmp_path / "x", monkeypatch, words, 3)
+    told = {
+        "dtype": "dtype: as they are then, bfloat16 now",
+        "source": "its values: ",
+        "shards": "largest file: 6,000 bytes",
+    }
+    other = list(words)
+    if change == "dtype":
+        other += ["--dtype", "bf16"]
+    elif change == "shards":
+        other[5] = "1e-5"
+    else:
+        for file in theirs.iterdir():
+            file.unlink()
+        theirs.rmdir()
+        tiny.folder(theirs, tiny.config(), seed=5)
+    capsys.readouterr()
+    assert main(["convert", *other]) == 2
+    said = capsys.readouterr().err
+    assert f"{left}: a conversion to {tmp_path / 'x'} was ended when 3 pieces were whole, of another source or" in said
+    assert told[change] in said and "or pass --restart to begin anew." in said and left.exists()
+    assert main(["convert", *other, "--restart"]) == 0
+    assert f"{left}: removed, left by a conversion that was killed" in caplog.text
+    (tmp_path / "x").rename(tmp_path / "first")
+    assert main(["convert", *other]) == 0 and contents(tmp_path / "first") == contents(tmp_path / "x")
+
+
+def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = words_of("huggingface", theirs, tmp_path / "x")
+    left = left_by(tmp_path / "x", monkeypatch, words, 3)
+    left = left.rename(left.with_name(f".x.tmp-node_8-{GONE}-0123abcd"))
+    assert main(["convert", *words]) == 0
+    assert "works there, or was killed. Remove it if none does, or pass --take-over to go on with it" in caplog.text
+    (tmp_path / "x").rename(tmp_path / "first")
+    assert main(["convert", *words, "--take-over"]) == 0
+    assert "going on where a conversion was ended: 3 pieces are there" in caplog.text
+    assert contents(tmp_path / "first") == contents(tmp_path / "x") and not left.exists()
+
+
+def test_a_full_disk_leaves_what_is_whole_when_asked_to(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    words = words_of("megalith", theirs, tmp_path / "x")
+    with monkeypatch.context() as patch:
+        count = iter(range(3))
+
+        def full(*given: object) -> None:
+            if next(count, None) is None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        patch.setattr(storage, "begin_sync", full)
+        assert main(["convert", *words, "--keep"]) == 2
+        said = capsys.readouterr().err
+        assert "pieces stay. Run the same again to go on with them" in caplog.text
+        assert "No space left on device). Free some space, or choose another target" in said
+        patch.setattr(storage, "free_nbytes", lambda folder: 12)
+        assert main(["convert", *words, "--keep"]) == 2
+        assert "has 12 B free" in capsys.readouterr().err and len(leftovers(tmp_path / "x")) == 1
+    assert main(["convert", *words]) == 0
+    assert "going on where a conversion was ended" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
+
+
+def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Path) -> None:
+    journal = begin_journal(tmp_path, {"source": "a", "dtype": "b"})
+    threads = [threading.Thread(target=journal.add, args=(f"piece {n}", {"n": n})) for n in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b'["piece 20", {"n"')
+    read = read_journal(tmp_path)
+    assert read is not None and read[0] == {"source": "a", "dtype": "b"} and len(read[1]) == 20
+    later = read[1].moved_to(tmp_path)
+    later.add("piece 21", 7)
+    again = read_journal(tmp_path)
+    assert again is not None and len(again[1]) == 21 and again[1].found("piece 21") == 7
+    assert again[1].found("piece 3") == {"n": 3} and again[1].found("piece 20") is None
+    (tmp_path / NAME).write_bytes(b'{"source": ')
+    assert read_journal(tmp_path) is None and read_journal(tmp_path / "none") is None
+    (tmp_path / NAME).write_bytes(b"[1]\n")
+    assert read_journal(tmp_path) is None
+
+
+def test_without_a_file_nothing_is_written_down(tmp_path: Path) -> None:
+    journal = Journal(None)
+    journal.add("a", 1)
+    assert len(journal) == 1 and journal.found("a") == 1
+
+
+def test_differences_are_told_by_name() -> None:
+    assert changed({"a": "1", "b": "2"}, {"a": "1", "b": "3", "c": "4"}) == [
+        "b: 2 then, 3 now",
+        "c: nothing then, 4 now",
+    ]
+    assert changed({"a": "1"}, {"a": "1"}) == []
