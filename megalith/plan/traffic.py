@@ -15,12 +15,15 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megalith.config.context import ContextKind
+from megalith.config.lora import lora_layers
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
+from megalith.config.train import TrainRun
 from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
 from megalith.plan.costs import WIDTHS, loss_chunk
+from megalith.plan.frozen import first_trained_layer
 from megalith.plan.memory import (
     WIRE_BYTES,
     GatheredUnit,
@@ -571,6 +574,16 @@ def _sums(workload: Workload, sums: _Sums) -> Iterator[Traffic]:
     )
 
 
+def _has_backward(run: TrainRun, unit: GatheredUnit) -> bool:
+    """Whether backward gathers what forward has gathered; tables are not read by it. Where it gathers ahead, the layer
+    below the last one that it reaches comes, too."""
+    if unit.name.startswith("layers."):
+        layers = run.lora and lora_layers(run.lora, run.model)
+        last = layers[0] if layers else first_trained_layer(run.model, run.optim)
+        return int(unit.name.split(".")[1]) >= last - run.parallel.overlap
+    return unit.name.startswith("mtp.")
+
+
 def _sharded_traffic(workload: Workload, axis: str, units: Sequence[GatheredUnit]) -> Iterator[Traffic]:
     """zero=3: a layer's weights for each forward and each backward, a table's for forward; gradients each microbatch.
 
@@ -585,18 +598,16 @@ def _sharded_traffic(workload: Workload, axis: str, units: Sequence[GatheredUnit
         [sum(kept_rows(one, 0, ranks) * one.columns for one in some(unit.parameters)) * ranks for unit in units]
         for some in (list, trained)
     )
-    times = [
-        1 if keeps_gathered(workload) else many * (2 if unit.name.startswith(("layers.", "mtp.")) else 1)
-        for unit in units
-    ]
+    times = [1 if keeps_gathered(workload) else many * (2 if _has_backward(run, unit) else 1) for unit in units]
+    sent_back = sum(numel > 0 for numel in summed)
     behind = "the layer before" if run.parallel.overlap else ""
     weights = width.value * sum(numel * count for numel, count in zip(padded, times, strict=True))
     yield _row(axis, "weights", "all_gather", ranks=ranks, calls=sum(times), nbytes=weights, behind=behind)
     yield _row(
-        axis, "gradients", "reduce_scatter", ranks=ranks, calls=many * len(units),
+        axis, "gradients", "reduce_scatter", ranks=ranks, calls=many * sent_back,
         nbytes=many * width.sums * sum(summed), behind=behind,
     )  # fmt: skip
     yield _row(
-        axis, "gradients, over replicas", "all_reduce", ranks=grid.size(f"{axis}_replica"), calls=len(units),
+        axis, "gradients, over replicas", "all_reduce", ranks=grid.size(f"{axis}_replica"), calls=sent_back,
         nbytes=width.sums * sum(summed) // ranks, behind=behind,
     )  # fmt: skip

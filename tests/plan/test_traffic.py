@@ -197,6 +197,18 @@ SHARDED = [
     (4, WIDE | {"parallel.pp": "2", "precision.params": "bf16"}),
     (4, WIDE | {"parallel.tp": "2", "parallel.sp": "true", "recompute.granularity": "full"}),
 ]
+LOWER = {"optim.frozen": "[embed.weight, 'layers.0.*']"}
+CHOSEN = [
+    (2, LOWER | {"parallel.zero": "1"}),
+    (2, {"parallel.zero": "2", "optim.trained": "['*.mlp.down', '*.attention.kv']"}),
+    (2, LOWER),
+    (2, WIDE | LOWER),
+    (4, WIDE | LOWER | {"parallel.replicas": "2", "train.micro_batch_size": "1"}),
+    (2, WIDE | LOWER | {"parallel.overlap": "false", "model.num_layers": "3"}),
+    (2, WIDE | {"optim.trained": "['layers.2.*']", "model.num_layers": "3"}),
+    (4, WIDE | LOWER | {"parallel.pp": "2"}),
+    (2, WIDE | {"optim.frozen": "['layers.1.*', head.weight]"}),
+]
 CONTEXT = [
     (2, {"parallel.cp": "2"}),
     (3, {"parallel.cp": "3", "precision.params": "bf16"}),
@@ -283,14 +295,28 @@ LOOKING = [
 
 @pytest.mark.parametrize(
     "world, settings",
-    [TENSOR[0], TENSOR[1], TENSOR[4], ZERO[2], CONTEXT[0], PIPELINE[3], FURTHER[0], LATENT[0], LATENT[3], LOOKING[0]],
+    [
+        TENSOR[0],
+        TENSOR[1],
+        TENSOR[4],
+        ZERO[2],
+        CONTEXT[0],
+        PIPELINE[3],
+        FURTHER[0],
+        CHOSEN[1],
+        LATENT[0],
+        LATENT[3],
+        LOOKING[0],
+    ],
 )
 def test_a_step_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world, settings", TENSOR + ZERO + SHARDED + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING)
+@pytest.mark.parametrize(
+    "world, settings", TENSOR + ZERO + SHARDED + CHOSEN + CONTEXT + PIPELINE + FURTHER + LATENT + LOOKING
+)
 def test_a_step_of_every_axis_sends_what_the_plan_says(world: int, settings: dict[str, str]) -> None:
     assert_plan_holds(world, settings)
 
