@@ -25,6 +25,9 @@ class MLAConfig:
     value_dim: int = 128
     """Features per head of values."""
 
+    norms: bool = True
+    """Norm the two short vectors, as published models do. Without, heads read what the projections down give."""
+
     norm_eps: float = 1e-6
     """Of the norms of the two vectors, which are of the kind of `model.norm`."""
 

@@ -64,7 +64,7 @@ def read_config(raw: Mapping[str, Any], *, kind: str) -> ModelConfig:
     if kind == "deepseek_v2":  # transformers looks at it in V3 only
         fields.only("rope_interleave", True)
     rope = replace(_read_rope(fields, length), interleaved=fields.flag("rope_interleave", True))
-    latent = {ours: fields.whole(theirs, LATENT_DEFAULTS[theirs]) for theirs, ours in LATENT.items()}
+    latent: dict[str, Any] = {ours: fields.whole(theirs, LATENT_DEFAULTS[theirs]) for theirs, ours in LATENT.items()}
     q_rank = fields.whole_or_none("q_lora_rank") if "q_lora_rank" in raw else 1536
     depths = _depths(fields) if kind == "deepseek_v3" else 0
     found = ModelConfig(
@@ -208,6 +208,11 @@ def write_config(config: ModelConfig, *, family: str) -> dict[str, Any]:
     if mla is None:
         raise_all([f"model.mla={mla}: {kind.architecture} has latent attention. Use another family for this model."])
     assert mla is not None
+    if not mla.norms:
+        raise_all([
+            f"model.mla.norms=false: {kind.architecture} norms the short vectors of queries, keys and values, and has "
+            f"no field that says otherwise. Use a model with model.mla.norms=true, or keep this one as it is."
+        ])  # fmt: skip
     depths = {"num_nextn_predict_layers": config.mtp.depths} if family == "deepseek_v3" else {}
     raw = {
         "architectures": [kind.architecture],

@@ -18,7 +18,7 @@ from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
 from megalith.nn.attention import LayerCache, output_linear, scores_of_layer
-from megalith.nn.norm import Norm, build_norm
+from megalith.nn.norm import build_norm
 from megalith.nn.rope import turn_of_layer
 from megalith.parallel.context import Attend
 from megalith.parallel.mesh import Mesh
@@ -121,12 +121,14 @@ class LatentAttention(nn.Module):
             shard = cut_dim(whole(f"{name}.{word}", (n, features, columns)), 0, heads, mesh.tp.rank, mesh.tp.axes)
             return ColumnLinear([Declared(shard, start)], [], region, dtype=dtype)
 
-        def short(word: str, rank: int, extra: int = 0) -> tuple[WholeLinear, Norm]:
+        def short(word: str, rank: int, extra: int = 0) -> tuple[WholeLinear, nn.Module]:
             shard = whole(f"{name}.{word}", (rank + extra, h), invariant=region.invariant)
-            norm = build_norm(
+            down = WholeLinear(Declared(shard, start), dtype=dtype)
+            if not sizes.norms:
+                return down, nn.Identity()
+            return down, build_norm(
                 f"{name}.{word}_norm", rank, config, eps=sizes.norm_eps, invariant=region.invariant, dtype=dtype
             )
-            return WholeLinear(Declared(shard, start), dtype=dtype), norm
 
         if sizes.q_rank is None:
             self.queries = nn.Sequential(of_heads("q", sizes.nope_dim + sizes.rope_dim, h))

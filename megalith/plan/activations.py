@@ -565,7 +565,7 @@ def _latent_rows(setting: Setting, *, again: bool = False) -> list[Row]:
         (sizes.kv_rank, "attention.kv_norm", "attention.kv_up"),
     ):
         if rank is not None:
-            rows += _norm_rows(setting, norm, features=rank)
+            rows += _norm_rows(setting, norm, features=rank) if sizes.norms else []
             rows.append(Row("attention" if again else up, "input", own * rank, own * rank * e))
     shared = own * sizes.rope_dim
     return [*rows, Row("attention", "shared key", shared, shared * e)] if again else rows

@@ -208,7 +208,7 @@ def _attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
 
 def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldParameter]:
     """q: h·n·(d_nope + d_rope), or r_q·(h + n·(d_nope + d_rope)) + r_q; k and v: h·(r_kv + d_rope) + r_kv +
-    r_kv·n·(d_nope + d_v); and n·d_v·h."""
+    r_kv·n·(d_nope + d_v); and n·d_v·h. Single r are those of norms."""
     sizes, h = model.mla, model.hidden_size
     assert sizes is not None
     query = part.heads * (sizes.nope_dim + sizes.rope_dim)
@@ -216,10 +216,10 @@ def _latent_attention(model: ModelConfig, part: TensorPart) -> Iterator[HeldPara
         yield HeldParameter("attention.q", query, h, cut=True)
     else:
         yield HeldParameter("attention.q_down", sizes.q_rank, h)
-        yield from _norm("attention.q_down_norm", model, size=sizes.q_rank)
+        yield from _norm("attention.q_down_norm", model, size=sizes.q_rank) if sizes.norms else ()
         yield HeldParameter("attention.q_up", query, sizes.q_rank, cut=True)
     yield HeldParameter("attention.kv_down", sizes.kv_rank + sizes.rope_dim, h)
-    yield from _norm("attention.kv_down_norm", model, size=sizes.kv_rank)
+    yield from _norm("attention.kv_down_norm", model, size=sizes.kv_rank) if sizes.norms else ()
     yield HeldParameter("attention.kv_up", part.heads * (sizes.nope_dim + sizes.value_dim), sizes.kv_rank, cut=True)
     yield from _output(model, part.heads * sizes.value_dim)
 

@@ -125,6 +125,10 @@ BELONGS: tuple[Belongs, ...] = (
         "for norms of queries and keys", "model.attention.qk_norm=head",
     ),
     Belongs(
+        ("mla.norm_eps",), "mla.norms", lambda model: model.mla is None or model.mla.norms,
+        "for norms of short vectors", "model.mla.norms=true",
+    ),
+    Belongs(
         ("activation_clamp", "up_offset"), "gated", lambda model: model.gated, "for a gate", "model.gated=true"
     ),
     Belongs(

@@ -383,6 +383,12 @@ def _variants() -> Iterator[Layout]:
             area="variants", name=f"smoothed labels, {name}", model=smoothed, parallel=parallel, smoothing=0.1,
             sample=name == "tp2 dp2",
         )  # fmt: skip
+    bare, mla = ParallelConfig(tp=2, cp=2, sp=True), LATENT.mla
+    assert mla is not None
+    yield Layout(
+        area="variants", name="latent without norms, tp2 cp2 sp, full",
+        model=replace(LATENT, mla=replace(mla, norms=False)), parallel=bare, seq_len=row_of(bare), recompute=FULL,
+    )  # fmt: skip
     scored = {
         "tp2 sp cp2": ParallelConfig(tp=2, cp=2, sp=True), "tp3 dp2": ParallelConfig(tp=3, dp=2),
         "pp2 dp2 zb-v, zero 1": staged(2, dp=2, zero=1, schedule="zb-v", vpp=2),

@@ -142,6 +142,12 @@ def test_its_rules_cover_everything_once(changes: dict[str, Any]) -> None:
 
 
 def test_only_latent_attention_and_only_v3_with_further_predictions_are_written(tiny: SimpleNamespace) -> None:
+    config = DEEPSEEK_V3.read_config(DENSE)
+    assert config.mla is not None
+    with pytest.raises(
+        ConfigError, match="model.mla.norms=false: DeepseekV3ForCausalLM norms the short vectors .* Use a"
+    ):
+        DEEPSEEK_V3.write_config(replace(config, mla=replace(config.mla, norms=False)))
     with pytest.raises(ConfigError, match="model.mla=None: DeepseekV3ForCausalLM has latent attention"):
         DEEPSEEK_V3.write_config(tiny.config())
     config = replace(DEEPSEEK_V3.read_config(SMALL), mtp=MTPConfig(depths=1))

@@ -28,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "values wider than keys": {"mla": MLAConfig(**SIZES | {"value_dim": 11, "rope_dim": 2})},
     "a window": {"mla": MLAConfig(**SIZES), "attention": AttentionConfig(window=3)},
     "LayerNorm": {"mla": MLAConfig(**SIZES, q_rank=8), "norm": "layer"},
+    "no norms": {"mla": MLAConfig(**SIZES, q_rank=8, norms=False)},
     "zero-centred": {"mla": MLAConfig(**SIZES, q_rank=8), "norm_zero_centred": True},
 }
 
@@ -57,8 +58,12 @@ def formula(w: dict[str, Tensor], x: Tensor, tokens: Tokens, config: ModelConfig
 
 
 def short(x: Tensor, w: dict[str, Tensor], word: str, config: ModelConfig) -> Tensor:
+    assert config.mla is not None
+    y = (x @ w[word].T)[:, : config.mla.kv_rank if word == "kv_down" else config.mla.q_rank]
+    if not config.mla.norms:
+        assert not any("norm" in name for name in w)
+        return y
     weight = w[f"{word}_norm.weight"]
-    y = (x @ w[word].T)[:, : len(weight)]
     if config.norm == "layer":
         y = y - y.mean(1, keepdim=True)
     y = y / (y.square().mean(1, keepdim=True) + 1e-6).sqrt() * (weight + config.norm_zero_centred)

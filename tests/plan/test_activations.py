@@ -184,6 +184,9 @@ KINDS = {
     "mla, values as keys": replace(
         MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=10, nope_dim=4, rope_dim=4, value_dim=8)
     ),
+    "mla, no norms": replace(
+        MODEL, num_kv_heads=4, mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8, norms=False)
+    ),
     "mla, LayerNorm": replace(
         MODEL, num_kv_heads=4, norm="layer", mla=MLAConfig(kv_rank=10, q_rank=9, nope_dim=4, rope_dim=4, value_dim=8)
     ),
@@ -367,7 +370,7 @@ def test_ranks_that_share_rows_keep_what_the_ledger_says(kind: ContextKind, cp: 
 
 
 @pytest.mark.parametrize("recompute", [UP, UP_AND_NORMS], ids=str)
-@pytest.mark.parametrize("name", ["latent", "mla, values as keys", "mla, LayerNorm"])
+@pytest.mark.parametrize("name", ["latent", "mla, values as keys", "mla, no norms", "mla, LayerNorm"])
 def test_latent_attention_that_runs_again_keeps_its_short_vectors(name: str, recompute: RecomputeConfig) -> None:
     setting = Setting(model=replace(KINDS[name], max_seq_len=96), dtype="bf16", lengths=(33, 20), recompute=recompute)
     agrees(setting)

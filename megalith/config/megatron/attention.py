@@ -63,19 +63,18 @@ def _windows(draft: Draft) -> None:
 
 
 def _latent(draft: Draft) -> None:
-    """Sizes; Megatron norms the short vectors only where --qk-layernorm asks for it, and its rope turns neighbours."""
+    """Sizes; the short vectors are normed only where --qk-layernorm asks for it, and its rope turns neighbours."""
     flag, arguments = "--multi-latent-attention", draft.arguments
     draft.say("already", flag, "keys and values of all heads come from one short vector")
     sizes = ("--kv-lora-rank", "--q-lora-rank", "--qk-head-dim", "--qk-pos-emb-head-dim", "--v-head-dim")
     for name in sizes:
         draft.copy(name)
-    draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
     draft.put(flag, "model.rope.interleaved", True, "its positions turn pairs of neighbours")
     if arguments.value("--qk-layernorm"):
+        draft.put("--norm-epsilon", "model.mla.norm_eps", arguments.value("--norm-epsilon"))
         draft.say("already", "--qk-layernorm", "the two short vectors are normed, in the way of --normalization")
     else:
-        text = "latent attention here always norms its short vectors. Use --qk-layernorm"
-        draft.say("not mapped", "--qk-layernorm", text, "model")
+        draft.put(flag, "model.mla.norms", False, "its short vectors are normed with --qk-layernorm only")
     for name in ("--group-query-attention", "--qk-l2-norm", "--attention-output-gate"):
         if arguments.value(name):
             draft.say("not mapped", name, "latent attention has no such thing. Remove it", "model")

@@ -56,7 +56,7 @@ MODEL = (
     Row(name="--apply-layernorm-1p", takes="nothing", fields=("model.norm_zero_centred",)),
     Row(
         name="--qk-layernorm", takes="nothing", fields=("model.attention.qk_norm",),
-        how="head; the short vectors of latent attention are normed anyway, and must be in Megatron",
+        how="head; with latent attention its short vectors are normed, and without the flag model.mla.norms is false",
     ),
     Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
     Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
@@ -74,7 +74,8 @@ MODEL = (
         how="a pattern that repeats; a number counts to the layer without a window",
     ),
     Row(
-        name="--multi-latent-attention", takes="nothing", fields=("model.rope.interleaved", "model.mla.norm_eps"),
+        name="--multi-latent-attention", takes="nothing",
+        fields=("model.rope.interleaved", "model.mla.norm_eps", "model.mla.norms"),
         how="with the sizes below; its vectors are normed by --norm-epsilon, its positions turn neighbours",
     ),
     Row(name="--kv-lora-rank", takes="int", fields=("model.mla.kv_rank",), default=32),

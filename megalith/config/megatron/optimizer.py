@@ -51,7 +51,8 @@ def _decayed(draft: Draft) -> None:
     if settings.get("model.attention.qk_norm") == "head":
         names: list[Plain] = ["*.q_norm.*", "*.k_norm.*"]
     else:
-        names = ["*.q_down_norm.*"] if settings.get("model.mla.q_rank") is not None else []
+        normed = settings.get("model.mla.q_rank") is not None and settings.get("model.mla.norms", True)
+        names = ["*.q_down_norm.*"] if normed else []
     for one in given[:1] if names else []:
         draft.put(one, "optim.decayed_vectors", names)
     for one in given[1:] if names else given:

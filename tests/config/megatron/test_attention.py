@@ -112,15 +112,18 @@ def test_latent_attention_turns_all_features_of_positions(tiny: Translate) -> No
     assert "--rotary-percent 0.5: latent attention here turns all features that it keeps for positions" in said
     yarn = tiny(f"{LATENT} --rotary-percent 0.5", without=without)
     assert yarn.refusals(strict=True) == [], "which Megatron's yarn does not read"
+    every = tiny(f"{LATENT} --no-rope-freq 2", without=without)
+    assert every.run is not None and every.run.model.rope.skip == () and every.refusals(strict=True) == []
+    assert any("turns in every layer, whatever this says" in entry.text for entry in every.entries)
 
 
 def test_latent_attention_norms_its_vectors_as_the_model_norms(tiny: Translate) -> None:
     done = tiny(f"{LATENT} --normalization LayerNorm", without=("--group-query-attention", "--num-query-groups"))
     assert done.run is not None and done.refusals(strict=True) == [] and model_problems(done.run) == []
     assert done.run.model.norm == "layer" and done.run.model.mla is not None
-    bare = tiny(LATENT.replace("--qk-layernorm ", ""), without=("--group-query-attention",))
-    (said,) = bare.refusals(strict=False)
-    assert "latent attention here always norms its short vectors. Use --qk-layernorm" in said
+    bare = tiny(LATENT.replace("--qk-layernorm ", ""), without=("--group-query-attention", "--num-query-groups"))
+    assert bare.run is not None and bare.refusals(strict=True) == [] and model_problems(bare.run) == []
+    assert bare.run.model.mla is not None and not bare.run.model.mla.norms and bare.run.model.mla.norm_eps == 1e-6
 
 
 @pytest.mark.parametrize(
