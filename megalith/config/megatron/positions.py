@@ -31,12 +31,16 @@ def translate_positions(draft: Draft) -> None:
 
 def _rotary(draft: Draft, kind: str) -> None:
     draft.copy("--rotary-base")
-    if not draft.arguments.value("--multi-latent-attention"):
-        _pairs(draft, kind)
-        {"rope": _scaling, "yarn": _yarn, "mrope": _sections}[kind](draft)
-    skipped = pattern_of(draft, "--no-rope-freq")
+    skip = "--no-rope-freq"
+    if draft.arguments.value("--multi-latent-attention"):
+        if draft.arguments.given(skip):
+            draft.say("already", skip, "Megatron's latent attention turns in every layer, whatever this says")
+        return
+    _pairs(draft, kind)
+    {"rope": _scaling, "yarn": _yarn, "mrope": _sections}[kind](draft)
+    skipped = pattern_of(draft, skip)
     if skipped is not None:
-        draft.put("--no-rope-freq", "model.rope.skip", skipped)
+        draft.put(skip, "model.rope.skip", skipped)
 
 
 def _pairs(draft: Draft, kind: str) -> None:
