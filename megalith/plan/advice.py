@@ -201,6 +201,12 @@ def notes(workload: Workload, device: Device) -> list[str]:
             f"kernels={setting_in_words(run.kernels)}: plain definitions keep all scores, all logits and every step "
             f"between matmuls, and take longer; these figures are for kernels=auto. Use that to run as estimated."
         )
+    if run.train.tokens_per_microbatch is not None:
+        found.append(
+            f"train.tokens_per_microbatch={run.train.tokens_per_microbatch}: these figures are for documents that all "
+            f"have train.seq_len={run.train.seq_len} tokens; shorter ones need fewer microbatches. Use a smaller "
+            f"train.seq_len to see a usual step."
+        )
     if run.data.documents and workload.document_multiple > 1:
         found.append(_padding_note(workload))
     return [*found, *_offload_notes(workload, device)]

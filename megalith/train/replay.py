@@ -41,11 +41,12 @@ def whole_routing(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> dic
     The same on every rank. Collective over the mesh, through the hosts: for tests, debugging and short rollouts.
 
     Raises:
-        DataError: some microbatch of the step has not been recorded.
+        DataError: some microbatch of the step has not been recorded, or they are of several sizes.
     """
-    mine = list(parts(routing, batches, mesh))
-    every = [part for some in gather_objects(mine, mesh.world) if isinstance(some, list) for part in some]
-    size = len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens)
+    mine = {_tokens_read(batch.tokens) for batch in batches}, list(parts(routing, batches, mesh))
+    told = [some for some in gather_objects(mine, mesh.world) if isinstance(some, tuple)]
+    size = len(batches) * mesh.dp.size * _one_size({one for sizes, _ in told for one in sizes})
+    every = [part for _, some in told for part in some]
     found: dict[str, NDArray[np.int64]] = {}
     for layer, _, numbers, experts in every:
         found.setdefault(layer, np.full((size, experts.shape[1]), -1))[numbers] = experts
@@ -71,7 +72,8 @@ def routing_of(
     """
     choices = {}
     for layer in (router.layer for router in routers_of(model)):
-        experts = _checked(whole, layer, len(batches) * mesh.dp.size * _tokens_read(batches[0].tokens))
+        each = _one_size({_tokens_read(batch.tokens) for batch in batches})
+        experts = _checked(whole, layer, len(batches) * mesh.dp.size * each)
         for number, batch in enumerate(batches):
             count = batch.tokens.num_tokens // (mesh.tp.size if sp else 1)
             numbers = torch.from_numpy(numbers_of(number, batch.tokens, count, mesh)).to(experts.device)
@@ -103,6 +105,16 @@ def _tokens_read(tokens: Tokens) -> int:
     """Of a microbatch, over the ranks that share it, before any padding that the layout needs."""
     source = None if tokens.context is None else tokens.context.slices.source
     return tokens.whole.num_tokens if source is None else int(np.count_nonzero(source >= 0))
+
+
+def _one_size(sizes: set[int]) -> int:
+    """Tokens that every microbatch of a step reads."""
+    if len(sizes) > 1:
+        raise DataError(
+            f"microbatches of {sorted(sizes)} tokens: choices are put in the order of tokens that were read in rows of "
+            f"one length. Use train.seq_len without train.tokens_per_microbatch, or parallel.context.slicing=row."
+        )
+    return next(iter(sizes))
 
 
 def _checked(whole: Mapping[str, Tensor], layer: str, tokens: int) -> Tensor:

@@ -160,3 +160,10 @@ def test_padding_that_only_the_data_knows_is_told() -> None:
     assert "pads each document to a multiple of 8 tokens; the figures here count a row as one document." in note
     assert "adds up to 7 tokens" in note and "documents of 32 tokens about 11 % more" in note
     assert note.endswith("Set parallel.context.slicing=row where documents are short.")
+
+
+def test_packs_are_told_to_be_counted_full_of_the_longest_documents() -> None:
+    packed = workload("llama3_8b", 16, train__tokens_per_microbatch="8192", train__micro_batch_size="1")
+    (note,) = [one for one in notes(packed, H100) if "tokens_per_microbatch" in one]
+    assert "train.tokens_per_microbatch=8192: these figures are for documents that all have train.seq_len=" in note
+    assert note.endswith("Use a smaller train.seq_len to see a usual step.")

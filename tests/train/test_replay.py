@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.config.train import TrainRun
+from megalith.data.loader import Masks, build_batch
+from megalith.data.sample import Sample
 from megalith.errors import DataError
 from megalith.kernels.replay import Routing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
@@ -177,3 +180,9 @@ def test_choices_of_other_steps_are_refused_with_what_was_expected() -> None:
     half = Routing({("layers.0", 0): torch.zeros(72, 2, dtype=torch.int64)})
     with pytest.raises(DataError, match=r"layers\.0: choices of 72 of the step's 144 tokens were not recorded. Record"):
         whole_routing(half, batches, mesh)
+
+
+def test_choices_of_microbatches_of_several_sizes_are_refused() -> None:
+    batches = [build_batch([Sample(np.arange(size), size)], Masks(), device=CPU) for size in (5, 8)]
+    with pytest.raises(DataError, match=r"microbatches of \[4, 7\] tokens: .* Use train.seq_len without"):
+        whole_routing(Routing(), batches, mesh_of_one())
