@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.cross import CrossConfig
+from megalith.config.dropout import DropoutConfig
 from megalith.config.kernels import Kernel
 from megalith.config.model import ModelConfig
 from megalith.config.moe import MoEConfig
@@ -17,8 +18,10 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.rope import RopeConfig
+from megalith.infer.generate import remember
 from megalith.kernels.linear import stacked
-from megalith.kernels.tokens import tokens_of_lengths, tokens_of_rows, with_places
+from megalith.kernels.masks import with_masks, with_padding
+from megalith.kernels.tokens import tokens_of_lengths, tokens_of_queries, tokens_of_rows, with_places
 from megalith.models.decoder import Decoder, allocate, build_chunks, declared_parameters, initialise
 from megalith.models.hf import write_folder
 from megalith.models.qwen2 import QWEN2
@@ -28,6 +31,7 @@ from megalith.parallel.mesh import build_mesh, mesh_of_one, mesh_on_paper, model
 from megalith.plan.costs import num_parameters
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tolerance import FP64, assert_close, assert_equals, relative_error
+from megalith.verify.variants import NARROW, PLAIN, VARIANTS
 
 BIASED = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 CHANGES: dict[str, dict[str, Any]] = {
@@ -407,3 +411,47 @@ def test_layers_that_look_back_compute_the_same_as_graphs(tiny: SimpleNamespace)
         model.loss(ids, ids.roll(1), tokens).backward()
     for one, other in zip(traced.parameters(), plain.parameters(), strict=True):
         assert_equals("gradient", one.grad, other.grad, FP64)
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "narrow"])
+def test_padding_is_as_if_it_were_not_there_whatever_layers_do(name: str) -> None:
+    """Values, gradients, and not one bit of them by what is in it."""
+    config = {**VARIANTS, "narrow": NARROW}[name]
+    config = config if name != "both ways" else replace(config, dropout=DropoutConfig())
+    config = replace(config, mtp=MTPConfig(), rope=replace(config.rope, sections=None))
+    model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    ids, text = ids_of(20), torch.ones(20, dtype=torch.bool)
+    text[5:8] = text[17:] = False  # behind the text of two documents of 8 and 12 tokens
+    tokens, ids[~text] = with_padding(tokens_of_lengths([8, 12]), text), 36
+    ids[text] = ids[text] % 36
+    found = model(ids, tokens)
+    assert isinstance(found, Tensor)
+    assert_equals("hidden states", found[text], model(ids[text], tokens_of_lengths([5, 9])), FP64)
+    other = ids.masked_fill(~text, 35)
+    again = model(other, tokens)
+    assert isinstance(again, Tensor)
+    assert torch.equal(found[text], again[text])
+    (dx,) = torch.autograd.grad(found[text].square().sum(), model.embed.weight)
+    assert not dx[36].any() and dx[ids[0]].any()
+
+
+@pytest.mark.parametrize("name", ["plain", "latent", "chunked", "sinks", "normed around", "looking back"])
+def test_masked_text_that_is_read_on_from_a_cache_is_as_read_at_once(name: str) -> None:
+    config = {**VARIANTS, "plain": PLAIN}[name]
+    model = build_chunks(config, mesh_of_one(), ParallelConfig(), dtype=torch.float64)[0]
+    allocate(model, torch.device("cpu"))
+    initialise(model, seed=1)
+    text, mask = torch.arange(14) % 4 != 1, torch.rand(14, 14, generator=torch.Generator().manual_seed(1)) < 0.7
+    whole = with_padding(with_masks(tokens_of_lengths([14]), [mask]), text)
+    ids = ids_of(14)
+    with torch.no_grad():
+        expected, kept = model(ids, whole), remember(config)
+        assert isinstance(expected, Tensor)
+        for start, end in ((0, 7), (7, 8), (8, 12), (12, 13), (13, 14)):
+            part = tokens_of_queries([(end - start, end)], reach=[14])
+            part = with_padding(with_masks(part, [mask[start:end, :end]]), text[:end])
+            found = model(ids[start:end], part, kept.cache.layers([0]))
+            assert isinstance(found, Tensor)
+            assert_equals(f"tokens {start} to {end}", found, expected[start:end], FP64)
