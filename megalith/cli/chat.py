@@ -13,7 +13,8 @@ from typing import IO, TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now, tell_warnings
+from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
+from megalith.cli.output import tell_warnings
 from megalith.config.kernels import Kernel
 from megalith.config.sample import SampleConfig, sample_problems
 from megalith.errors import DataError, raise_all
@@ -42,8 +43,8 @@ class ChatOptions:
     """What the model is told before anything else; left out: nothing."""
 
     template: str | None = None
-    """Chat template: a name that data.sft.template knows, or a Jinja file; left out: what the run was tuned with, else
-    the model's own."""
+    """Chat template: chatml, llama3, identity, nemotron-h-aligned, nemotron-nano-v2, or a Jinja file; left out: what
+    the run was tuned with, else the model's own."""
 
     max_new_tokens: int = 512
     """Tokens of an answer at most."""
@@ -151,7 +152,8 @@ def talk(options: ChatOptions) -> int:
     everyone = connect(worker, timeout_seconds=PATIENCE_SECONDS)
     try:
         agree(asdict(options), everyone)
-        tell_warnings(source if worker.rank == 0 else None)
+        if worker.rank == 0:
+            tell_warnings(source)
         chat = open_chat(options, source, worker)
         with open_turns(options.input) if worker.rank == 0 else nullcontext() as turns:
             forgiving = gather_objects(turns is not None and turns.person, everyone)[0] is True

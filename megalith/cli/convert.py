@@ -12,8 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import tell_warnings
-from megalith.cli.output import print_json
+from megalith.cli.output import print_json, tell_warnings
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
 from megalith.config.tree import load_yaml

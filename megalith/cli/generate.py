@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
-from megalith.cli.output import print_json
+from megalith.cli.output import print_json, tell_warnings
 from megalith.config.kernels import Kernel
 from megalith.config.parallel import ParallelConfig
 from megalith.config.sample import SampleConfig, sample_problems
@@ -144,7 +144,8 @@ def write(options: GenerateOptions, prompts: Sequence[str]) -> int:
     everyone = connect(worker, timeout_seconds=ParallelConfig().timeout_seconds)
     try:
         agree(asdict(options) | {"prompts": list(prompts)}, everyone)
-        tell_warnings(source if worker.rank == 0 else None)
+        if worker.rank == 0:
+            tell_warnings(source)
         transcripts, seconds = write_all(options, prompts, source, worker)
     except BaseException:
         disconnect(worker, failed=True)
@@ -177,13 +178,6 @@ def write_all(
     started = time.perf_counter()
     transcripts = write_texts(writer, prompts, settings(options), ignore_eod=options.ignore_eod, show=show)
     return transcripts, time.perf_counter() - started
-
-
-def tell_warnings(source: "Pretrained | None") -> None:
-    """Say on standard error what to know of a model; None: another rank does."""
-    if source is not None:
-        for line in source.warnings():
-            print(f"{source.path}: {line}", file=sys.stderr)
 
 
 def print_now(text: str) -> None:

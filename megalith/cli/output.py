@@ -1,8 +1,12 @@
-"""What commands print for programs: with `--json`, exactly one document on standard output."""
+"""What commands print: with `--json` exactly one document on standard output, and beside it what to know of a model."""
 
 import json
 import math
-from typing import Any
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # help should not have to wait for torch
+    from megalith.models.pretrained import Pretrained
 
 
 def print_json(document: Any) -> None:  # Any: whatever JSON can hold
@@ -19,3 +23,9 @@ def finite(value: Any) -> Any:  # Any: JSON in, JSON out
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
+
+
+def tell_warnings(source: "Pretrained") -> None:
+    """Say on standard error what to know of a model before it is used."""
+    for line in source.warnings():
+        print(f"{source.path}: {line}", file=sys.stderr)

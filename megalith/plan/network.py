@@ -28,7 +28,7 @@ def network_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
 
 def relation_problems(model: ModelConfig, *, trains: bool = True) -> list[str]:
     """Settings that do not go together, where all counts are positive; `trains` as for `network_problems`."""
-    rules = RULES if trains else [rule for rule in RULES if rule not in ADVICE]
+    rules = RULES if trains else [rule for rule in RULES if rule not in OF_TRAINING]
     broken = [text for rule in rules if (text := rule(model)) is not None]
     unread = unread_problems(model) if trains else []
     return unread + broken + moe_problems(model, trains=trains) + cross_problems(model)
@@ -508,7 +508,7 @@ RULES: tuple[Rule, ...] = (
     every_layer_does_something, one_norm_comes_first, first_values_have_names, widths_decide_about_spreads,
 )  # fmt: skip
 
-ADVICE: tuple[Rule, ...] = (
+OF_TRAINING: tuple[Rule, ...] = (
     scaling_stretches, patterns_fit_the_layers, patterns_choose_a_layer, first_values_have_names,
     widths_decide_about_spreads,
 )  # fmt: skip

@@ -720,7 +720,7 @@ def _experts_by_plan() -> Mixed:
 def _experts() -> Iterator[Layout]:
     """Experts on their own grid: every dispatcher, ep and etp against every axis, state that is divided, layers run
     again. Rows of `NOISY` have dp 1, since it balances over the global batch and refuses by microbatch. First tokens of
-    packed documents weigh exactly alike, so that rounding must not decide who has the last seat."""
+    packed documents weigh alike but for rounding, which decides no seat: weights are compared with fewer bits."""
     rows = {
         **_experts_under_one_axis(), **_experts_under_several_axes(), **_experts_fully_sharded(), **_experts_in_pairs(),
         **_experts_with_few_seats(), **_experts_and_latent_attention(), **_experts_by_plan(),

@@ -15,7 +15,7 @@ from megalith.cli.chat import ChatOptions, open_chat, take_turn, worker_words
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
-from megalith.config.sft import SFTConfig
+from megalith.config.sft import BUILT_IN_TEMPLATES, SFTConfig
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import dump_yaml
 from megalith.infer.load import open_source
@@ -177,3 +177,9 @@ def test_an_answer_that_is_interrupted_ends_there_and_the_conversation_goes_on(
     again = open_chat(options, open_source(tuned, 1), worker)
     again.messages = before
     assert again.say("xyz", lambda text: None) == talk.messages[-1]["content"], "what was read is still right"
+
+
+def test_help_names_every_template_that_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split()).replace("- ", "-")
+    assert all(name in told for name in BUILT_IN_TEMPLATES), told
