@@ -12,6 +12,7 @@ from megalith.checkpoint.safetensors import (
     Planned,
     TensorInfo,
     allocate_file,
+    header_in,
     read_box,
     read_header,
     show_names,
@@ -41,6 +42,20 @@ def test_what_is_written_the_library_reads(tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
     (length,) = struct.unpack("<Q", (tmp_path / "x.safetensors").read_bytes()[:8])
     assert length % 8 == 0
+
+
+def test_a_header_may_come_after_what_it_tells_of(tmp_path: Path) -> None:
+    plan = [Planned(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
+    file = tmp_path / "late.safetensors"
+    file.write_bytes(b"\0" * 4096)
+    assert write_part(file, 4096, TENSORS.values()) == file.stat().st_size
+    with file.open("r+b") as out:
+        out.write(header_in(4096, plan, {"format": "pt"}))
+    found = load_file(file)
+    assert found.keys() == TENSORS.keys() == read_header(file).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    with pytest.raises(AssertionError, match="in room for 56"):
+        header_in(64, plan, {})
 
 
 def test_what_the_library_writes_is_read(tmp_path: Path) -> None:

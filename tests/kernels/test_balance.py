@@ -63,9 +63,13 @@ def test_ranks_parts_add_up() -> None:
 
 def test_padding_has_no_part_in_a_loss() -> None:
     valid = torch.tensor([True, True, True, False])
-    shares, counts = shares_of_one(LOGITS, "softmax"), torch.tensor([[3.0, 2, 1, 0]])
-    padded = balance_loss(shares, counts, ONE, valid, top_k=2)
-    assert torch.allclose(padded, balance_loss(shares[:3], counts, ONE[:3], ALL[:3], top_k=2))
+    shares, experts = shares_of_one(LOGITS, "softmax"), choose_experts(LOGITS, RouterConfig(), 2).experts
+    padded = count_choices(experts, ONE, valid, sequences=1, num_experts=4)
+    text = count_choices(experts[:3], ONE[:3], ALL[:3], sequences=1, num_experts=4)
+    assert torch.allclose(
+        balance_loss(shares, padded, ONE, valid, top_k=2),
+        balance_loss(shares[:3], text, ONE[:3], ALL[:3], top_k=2),
+    )
     assert torch.allclose(z_loss(LOGITS, torch.tensor(3), valid), z_loss(LOGITS[:3], torch.tensor(3), ALL[:3]))
 
 
