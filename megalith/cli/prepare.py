@@ -41,7 +41,8 @@ class PrepareCommand:
     output: str
     """Prefix of the store; with several keys, OUTPUT_KEY for each."""
     tokenizer: str = "byte"
-    """`byte`, a folder with tokenizer.json, or a hub name in the local cache."""
+    """`byte`, a folder with tokenizer.json, a hub name in the local cache, or a GPT-2 vocab.json with its merges.txt
+    beside it."""
     train_tokenizer: int | None = None
     """Train byte-level BPE with so many ids on the input first, into --tokenizer FOLDER or OUTPUT.tokenizer."""
     train_tokenizer_mib: int = 1024
