@@ -12,9 +12,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalith.config.data import Sampler
+from megalith.config.data import DataConfig, Sampler
+from megalith.config.model import ModelConfig
 from megalith.data.packs import joined, numbers_of
-from megalith.data.row_masks import with_row_masks
+from megalith.data.row_masks import masks_of_rows, with_row_masks
 from megalith.data.sample import Dataset, Indexed, PackedSample, Row, Sample
 from megalith.errors import DataError
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_slices, with_places
@@ -101,6 +102,16 @@ class Masks:
 
     eod_mask_loss: bool = False
     """Drop the label of each end-of-document token."""
+
+    padding: bool = False
+    """Let no token see the padding at the end of a row: for models that look at later tokens. Others see none."""
+
+
+def masks_of(data: DataConfig, model: ModelConfig, eod: int | None) -> Masks:
+    """What the settings of a run say of it."""
+    return Masks(
+        eod=eod, documents=data.documents, eod_mask_loss=data.eod_mask_loss, padding=not model.attention.causal
+    )
 
 
 class Loader:
@@ -278,7 +289,8 @@ def build_batch(
     shared, tokens = _share(pairs, lengths, slicing, device)
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
-    tokens = with_row_masks(tokens, [sample.mask for sample in samples], lengths)
+    hidden = masks_of_rows(samples, padding=masks.padding)
+    tokens = with_row_masks(tokens, hidden, lengths)
     (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
     return Batch(
         own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),

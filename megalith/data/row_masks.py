@@ -6,12 +6,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.sample import RowMask
+from megalith.data.sample import Row, RowMask, Sample
 from megalith.errors import DataError
 from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.tokens import Tokens
 
 Seen = NDArray[np.bool_]
+
+
+def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
+    """What rows say of their tokens; with `padding` no token sees that at the end of a row of text."""
+    found = []
+    for row in rows:
+        mask = row.mask
+        if padding and isinstance(row, Sample) and row.num_valid < len(row.ids) - 1:
+            text = row.valid[:-1]
+            mask = RowMask(text) if mask is None else mask._replace(seen=mask.seen & text)
+        found.append(mask)
+    return found
 
 
 def with_row_masks(tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Tokens:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalith.config.checkpoint import CheckpointConfig
 from megalith.config.train import TrainRun
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Batch, Masks, build_batch, build_pack
+from megalith.data.loader import Batch, Masks, build_batch, build_pack, masks_of
 from megalith.data.sample import Dataset, Indexed
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
@@ -172,7 +172,7 @@ def run_evaluation(
     rules = CheckpointConfig(allow_model_changes=run.checkpoint.allow_model_changes)  # all weights are needed here
     entries = weight_entries(held_weights(staged), mesh)
     notes = load_pretrained(entries, str(folder.path), mesh.world, model=run.model, rules=rules)
-    masks = Masks(eod=tokenizer.eod, documents=run.data.documents, eod_mask_loss=run.data.eod_mask_loss)
+    masks = masks_of(run.data, run.model, tokenizer.eod)
     count = dataset.num_samples if samples is None else min(samples, dataset.num_samples)
     speaks = show and mesh.world.rank == 0
     with StepProgress(total=count, show=speaks, noun="row", stream=sys.stderr) as progress:

@@ -21,7 +21,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
 from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
-from megalith.data.loader import Loader, Masks, StepBatches
+from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.kernels.engine import missing_here
@@ -547,8 +547,7 @@ class _Loop:
         )  # fmt: skip
 
     def _masks(self) -> Masks:
-        data = self.run_config.data
-        return Masks(eod=self.tokenizer.eod, documents=data.documents, eod_mask_loss=data.eod_mask_loss)
+        return masks_of(self.run_config.data, self.run_config.model, self.tokenizer.eod)
 
     def _loader(self) -> Loader:
         train = self.run_config.train

@@ -8,7 +8,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from megalith.data.loader import Masks, build_batch
+from megalith.config.attention import AttentionConfig
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.data.loader import Masks, build_batch, masks_of
 from megalith.data.packs import joined
 from megalith.data.row_masks import joined_masks, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
@@ -50,6 +53,29 @@ def test_a_row_says_what_its_tokens_see_wherever_documents_begin() -> None:
             own = batch.tokens.document[here] == batch.tokens.document[here, None]
             assert np.array_equal(found[here, here], mask & own.numpy())
         assert batch.tokens.valid.tolist() == [True] * 12 + TEXT.seen.tolist() + [True] * 24
+
+
+def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> None:
+    short = replace(sample(None, 1), num_valid=9)
+    rows = [sample(None, 2), short, replace(sample(PAIRS[0], 3), num_valid=5), replace(sample(TEXT, 4), num_valid=4)]
+    batch, text = build_batch(rows, Masks(padding=True), device=CPU), np.arange(12)
+    found = seen(batch.tokens)
+    for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
+        here = slice(12 * n, 12 * (n + 1))
+        assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
+    assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *[True] * 12, *(text < 4)]
+    assert build_batch([rows[0], short], Masks(), device=CPU).tokens.visible is None
+    assert build_batch([rows[0], rows[0]], Masks(padding=True), device=CPU).tokens.visible is None
+    whole = replace(short, num_valid=12)  # only the last label is padding
+    assert build_batch([whole], Masks(padding=True), device=CPU).tokens.visible is None
+
+
+def test_whether_padding_is_hidden_follows_from_the_model() -> None:
+    model = ModelConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, num_kv_heads=2, ffn_hidden_size=8)
+    both_ways = replace(model, attention=AttentionConfig(causal=False))
+    data = DataConfig(mock=True, documents=True, eod_mask_loss=True)
+    assert masks_of(data, model, 3) == Masks(eod=3, documents=True, eod_mask_loss=True)
+    assert masks_of(data, both_ways, None) == Masks(documents=True, eod_mask_loss=True, padding=True)
 
 
 def test_rows_without_masks_are_as_before() -> None:
