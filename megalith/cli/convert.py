@@ -13,6 +13,7 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json, tell_warnings
+from megalith.config.checkpoint import NewRows
 from megalith.config.moe import MoEConfig
 from megalith.config.tokenizer import FILES
 from megalith.config.tree import load_yaml
@@ -57,6 +58,13 @@ class ConvertOptions:
 
     vocab_multiple: int | None = None
     """Pad the vocabulary of a new checkpoint to a multiple of this; left out: 64, or as it is."""
+
+    vocab_size: int | None = None
+    """Let the vocabulary of a Hugging Face folder grow to so many tokens; left out: as it is."""
+
+    new_rows: NewRows = "zero"
+    """What rows of embedding and head begin as that such a folder lacks, padding or new tokens: zero, or the mean of
+    all others."""
 
     upcycle: str | None = None
     """Make a mixture of experts of a dense model: a YAML file with the settings of model.moe; see
@@ -159,10 +167,34 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
                 f"vocabulary is not padded. Remove it."
             )
         source = replace(source, model=replace(source.model, vocab_multiple=options.vocab_multiple))
+    source = with_vocabulary(source, options, to)
     if options.upcycle is not None:
         moe, seed = load_yaml(options.upcycle, MoEConfig), options.upcycle_seed
         source = upcycle(source, moe, scale=options.upcycle_scale, seed=seed)
     return source, to
+
+
+def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -> "Pretrained":
+    """A Hugging Face folder with the tokens and rows that are asked for.
+
+    Raises:
+        ConfigError, CheckpointError: the source has tables of its own, or nothing would grow.
+    """
+    from megalith.models.convert import kind_of
+    from megalith.models.pretrained import add_rows
+
+    size = options.vocab_size
+    if size is not None:
+        if kind_of(source) == "megalith" or size < source.model.vocab_size:
+            raise ConfigError(
+                f"--vocab-size={size}: {source.path} has {source.model.vocab_size} tokens, and only the vocabulary of "
+                f"a Hugging Face folder grows. Use at least as many with such a folder, or remove it."
+            )
+        source = replace(source, model=replace(source.model, vocab_size=size))
+    if options.new_rows != "zero":
+        padded = source.model if to == "megalith" else replace(source.model, vocab_multiple=1)
+        add_rows(source, padded, options.new_rows, setting=f"--new-rows={options.new_rows}")
+    return source
 
 
 def option_problems(options: ConvertOptions) -> list[str]:

@@ -13,6 +13,9 @@ Taken = Literal["weights", "progress", "everything"]
 """What a run that begins takes from another's checkpoint: its weights; its place in data and schedules, too; and its
 optimizer's state as well."""
 
+NewRows = Literal["zero", "mean"]
+"""What rows of a vocabulary begin as that those who trained it had not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
@@ -45,6 +48,10 @@ class CheckpointConfig:
     skip: tuple[str, ...] = ()
     """Patterns of parameters that are not taken from `load` and keep their initial values, such as head.*"""
 
+    new_rows: NewRows = "zero"
+    """Rows of embedding and head that a Hugging Face folder in `load` lacks: zero, or the mean of those that it has.
+    They are padding, or tokens where model.vocab_size may grow (`allow_model_changes`)."""
+
     prefer_weights: bool = False
     """Where a checkpoint's weights are not its fp32 masters, rounded, believe the weights; otherwise the masters."""
 
@@ -76,6 +83,11 @@ def checkpoint_problems(checkpoint: CheckpointConfig) -> list[str]:
         problems.append(
             f"checkpoint.skip={list(checkpoint.skip)} names what is not taken from checkpoint.load, which is unset. "
             f"Set checkpoint.load, or remove checkpoint.skip."
+        )
+    if checkpoint.new_rows != "zero" and checkpoint.load is None:
+        problems.append(
+            f"checkpoint.new_rows={checkpoint.new_rows} says what is added to the tables of checkpoint.load, which is "
+            f"unset. Set checkpoint.load to a Hugging Face folder, or remove checkpoint.new_rows."
         )
     return problems + _taking_problems(checkpoint)
 

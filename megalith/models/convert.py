@@ -69,7 +69,9 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
     family = family_of(source)
     unread = [_unread(name, weights) for name in weights.others] if isinstance(weights, HuggingFaceFolder) else []
-    moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(source.model)]
+    # Of a folder's own tensors, whatever rows are added to them.
+    stored = weights.model_config if to == "megalith" and isinstance(weights, HuggingFaceFolder) else source.model
+    moves = [_tensor_move(rule, source, to, dtype) for rule in family.rules(stored)]
     if to == "huggingface":
         family.write_config(source.model)  # raises, if anything does
         return moves + [_tensor_move(rule, source, to, dtype) for rule in family.copies(source.model)] + unread
@@ -181,6 +183,7 @@ def recipe_of(source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_
         "source": str(source.path.absolute()), "its files": _files_of(source),
         "its values": fingerprint(source.weights, source.model), "its model": shape, "to": to,
         "dtype": "as they are" if dtype is None else show_dtype(dtype),
+        "new rows": source.weights.new_rows if isinstance(source.weights, HuggingFaceFolder) else "none",
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
         "software": f"megalith {__version__}, torch {torch.__version__}",
     }  # fmt: skip

@@ -29,6 +29,7 @@ from megalith.checkpoint.safetensors import (
     write_part,
 )
 from megalith.checkpoint.strictness import name_experts
+from megalith.config.checkpoint import NewRows
 from megalith.config.model import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
@@ -85,7 +86,7 @@ FAMILIES: tuple[Family, ...] = (
 """Every architecture that can be read and written; a model that several have words for is written as the first."""
 
 PADDED = ("embed.weight", "head.weight")
-"""Our tables whose rows may be more than their tensors have; the rows added are zero."""
+"""Our tables whose rows may be more than their tensors have; the rows added are zero, or the mean of the others."""
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"
@@ -136,6 +137,8 @@ class HuggingFaceFolder:
                 the wrong shape or cut off; each is named.
         """
         self.path = path
+        self.new_rows: NewRows = "zero"
+        self._means: dict[str, Tensor] = {}
         raw = read_json(path / CONFIG)
         self.family, outer = find_family(raw, path)
         self.raw = raw if outer is None else _inner_config(raw, outer, path)
@@ -192,7 +195,8 @@ class HuggingFaceFolder:
         return values
 
     def fill(self, entries: Sequence[Entry]) -> None:
-        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; padded rows become zero.
+        """Fill the tensors of `entries`, reading only their boxes, a piece at a time; rows that the folder lacks become
+        what `new_rows` says.
 
         Raises:
             CheckpointError: a parameter that the folder lacks, or of another shape.
@@ -209,8 +213,33 @@ class HuggingFaceFolder:
         left -= sum(numel(part) for _, part in parts)
         if left:
             piece.values.zero_()
+            if self.new_rows == "mean" and parameter in PADDED:
+                self._fill_new_rows(parameter, piece)
         for rule, part in parts:
             inner_view(piece, part).copy_(self._stored_box(rule, part))
+
+    def added_rows(self, shards: Sequence[Shard]) -> int:
+        """How many rows the tables among these have that the folder's have not."""
+        tables = [shard for shard in shards if shard.name in PADDED and shard.name in self._rules]
+        return sum(max(0, shard.shape[0] - extent(self._rules[shard.name])[0]) for shard in tables)
+
+    def _fill_new_rows(self, parameter: str, piece: Piece) -> None:
+        """Rows behind the folder's own are the mean of those."""
+        rows = extent(self._rules[parameter])[0]
+        (start, stop), *columns = piece.box
+        if parameter not in self._means:  # two threads may both count it: they find the same
+            self._means[parameter] = self._mean_row(parameter)
+        mean = self._means[parameter][tuple(slice(*column) for column in columns)]
+        inner_view(piece, ((max(rows, start), stop), *columns)).copy_(mean)
+
+    def _mean_row(self, parameter: str) -> Tensor:
+        """In float64, a piece at a time."""
+        rows, *features = extent(self._rules[parameter])
+        total, step = torch.zeros(features, dtype=torch.float64), max(1, PIECE_NBYTES // (8 * math.prod(features)))
+        for start in range(0, rows, step):
+            box = ((start, min(start + step, rows)), *((0, size) for size in features))
+            total += self.read(parameter, box, torch.float64).sum(0)
+        return total / rows
 
     def _stored_box(self, rule: TensorRule, part: Box) -> Tensor:
         """What a part of a rule's box is filled with, its dims in our order."""

@@ -23,7 +23,7 @@ from megalith.checkpoint.strictness import (
     refused,
     weights_of,
 )
-from megalith.config.checkpoint import CheckpointConfig
+from megalith.config.checkpoint import CheckpointConfig, NewRows
 from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
@@ -268,8 +268,28 @@ def take_weights(
     opened = open_pretrained(path)
     notes = compare_models(opened, model, allow=rules.allow_model_changes, padded=padded)
     same = padded and opened.model.vocab_size == model.vocab_size
+    if rules.new_rows != "zero":
+        add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
     fill_from(opened, entries, world, rules=rules, vocab_size=model.vocab_size if same else None)
     return [*opened.warnings(), *notes], opened.forced
+
+
+def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: str) -> None:
+    """Let rows of `model`'s tables that a Hugging Face folder lacks begin so; `setting`: who asks.
+
+    Raises:
+        CheckpointError: it is no such folder, or lacks none.
+    """
+    if not isinstance(opened.weights, HuggingFaceFolder):
+        raise CheckpointError(
+            f"{setting}: {opened.path} is no Hugging Face folder, and its tables are taken as they are. Remove it."
+        )
+    if not opened.weights.added_rows(parameters(model)):
+        raise CheckpointError(
+            f"{setting}: no rows are new, as {opened.path} has all {model.vocab_size} of them. Remove it, or set a "
+            f"larger vocabulary."
+        )
+    opened.weights.new_rows = rows
 
 
 def fill_from(

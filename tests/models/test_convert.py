@@ -8,14 +8,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megalith.checkpoint.load import open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
+from megalith.cli.main import main
+from megalith.config.checkpoint import CheckpointConfig, checkpoint_problems
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.train import TrainRun
 from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.huggingface import train_bpe
+from megalith.errors import CheckpointError
 from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids, written_names
+from megalith.models.hf import HuggingFaceFolder
 from megalith.models.phi3 import PHI3
-from megalith.models.pretrained import open_pretrained
+from megalith.models.pretrained import load_pretrained, open_pretrained
 from megalith.models.release import parameters, release_run
 from megalith.parallel.group import alone
 
@@ -157,3 +162,69 @@ def test_several_moves_may_fill_one_tensor_of_those_that_are_written(tmp_path: P
     ours = {shard.name for shard in parameters(source.model)}
     assert written_names(plan_moves(source, "megalith", None)) == ours
     assert written_names([replace(moves[0], nbytes=0), replace(moves[1], target="zeros")]) == set()
+
+
+def convert_words(source: Path, target: Path, *words: str) -> int:
+    """megalith convert."""
+    return main(["convert", str(source), str(target), *words])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_new_rows_are_the_mean_of_the_others_and_go_out_again(
+    dtype: str, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megalith.models.hf.PIECE_NBYTES", 1000)
+    kept = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    model = tiny.folder(tmp_path / "theirs", tiny.config(vocab_size=40, vocab_multiple=1), dtype=kept)
+    words = ("--new-rows", "mean", "--vocab-size", "45", "--vocab-multiple", "16")
+    assert convert_words(tmp_path / "theirs", tmp_path / "ours", *words) == 0
+    found, before = open_checkpoint(tmp_path / "ours"), tiny.tensors(model)
+    for name in ("embed.weight", "head.weight"):
+        rows, table = before[name].to(kept), found.read(f"model.{name}")
+        assert rows.shape[0] == 40 and table.shape[0] == 48 and torch.equal(table[:40], rows)
+        assert torch.equal(table[40:], rows.double().mean(0).to(kept).expand(8, -1))
+    assert convert_words(tmp_path / "ours", tmp_path / "back") == 0
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back["model.embed_tokens.weight"].shape[0] == 45, "padding is cropped, and tokens stay"
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["vocab_size"] == 45
+    assert convert_words(tmp_path / "theirs", tmp_path / "wider", "--to", "huggingface", *words[:4]) == 0
+    wider = load_file(tmp_path / "wider" / "model.safetensors")
+    assert wider.keys() == back.keys() and all(torch.equal(wider[name], back[name]) for name in back)
+    assert convert_words(tmp_path / "theirs", tmp_path / "zeros", "--vocab-size", "45") == 0
+    assert not open_checkpoint(tmp_path / "zeros").read("model.embed.weight")[40:].any()
+
+
+def test_a_run_begins_with_such_rows_in_every_slice(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    model = tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, vocab_multiple=1))
+    wider = tiny.config(vocab_size=46, vocab_multiple=1)
+    blank = tiny.blank(wider)
+    rules = CheckpointConfig(load="x", new_rows="mean", allow_model_changes=("model.vocab_size",))
+    load_pretrained(tiny.entries(blank), str(tmp_path / "x"), alone("world"), model=wider, rules=rules)
+    for name in ("embed.weight", "head.weight"):
+        rows = tiny.tensors(model)[name]
+        assert torch.equal(tiny.tensors(blank)[name][40:], rows.double().mean(0).float().expand(6, -1))
+    slices, folder = HuggingFaceFolder(tmp_path / "x"), tiny.tensors(blank)["embed.weight"]
+    slices.new_rows = "mean"
+    assert torch.equal(slices.read("embed.weight", ((38, 44), (3, 9)), torch.float32), folder[38:44, 3:9])
+
+
+def test_rows_that_are_not_new_are_refused_in_words(
+    tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config(vocab_size=40, vocab_multiple=1))
+    assert convert_words(tmp_path / "x", tmp_path / "ours") == 0
+    refused = {
+        ("x", "--new-rows", "mean", "--vocab-multiple", "8"): "--new-rows=mean: no rows are new, as ",
+        ("x", "--vocab-size", "39"): "--vocab-size=39: ", ("ours", "--vocab-size", "80"): "--vocab-size=80: ",
+        ("ours", "--new-rows", "mean"): "ours is no Hugging Face folder, and its tables are taken as they are. Remove",
+    }  # fmt: skip
+    for (source, *words), text in refused.items():
+        assert convert_words(tmp_path / source, tmp_path / "y", *words) == 2
+        assert text in capsys.readouterr().err, words
+    rules, same = CheckpointConfig(load="ours", new_rows="mean"), tiny.config(vocab_size=40, vocab_multiple=64)
+    with pytest.raises(CheckpointError, match="checkpoint.new_rows=mean: .*ours is no Hugging Face folder"):
+        load_pretrained(
+            tiny.entries(tiny.blank(same)), str(tmp_path / "ours"), alone("world"), model=same, rules=rules
+        )  # fmt: skip
+    (text,) = checkpoint_problems(CheckpointConfig(new_rows="mean"))
+    assert "checkpoint.new_rows=mean says what is added to the tables of checkpoint.load, which is unset" in text

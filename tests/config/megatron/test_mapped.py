@@ -28,7 +28,7 @@ def test_choices_and_defaults_fit() -> None:
 def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
     """Settings of ours without a counterpart; a new one is added here or gets its row."""
     ours = {
-        "checkpoint.allow_model_changes", "checkpoint.max_save_failures", "checkpoint.missing",
+        "checkpoint.allow_model_changes", "checkpoint.max_save_failures", "checkpoint.missing", "checkpoint.new_rows",
         "checkpoint.prefer_weights", "checkpoint.skip", "checkpoint.surplus", "checkpoint.take",
         "data.keep_partial_valid",
         "data.mock_lengths.kind", "data.mock_lengths.mean", "data.mock_lengths.path", "data.mock_lengths.shortest",
