@@ -1,7 +1,7 @@
 """How operations are computed: the fastest way, in torch's operations, by their definitions, or in a way by name."""
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
 
 Kernel = Literal["auto", "torch", "reference"]
 """auto: the fastest way on this machine; torch: torch operations with our own backward; reference: the plain
@@ -68,6 +68,14 @@ def kernels_of(setting: KernelSetting) -> KernelsConfig:
 def switch_of(setting: KernelSetting) -> Kernel:
     """What goes for operations that are not named."""
     return kernels_of(setting).all
+
+
+def plainly(setting: KernelSetting) -> KernelSetting:
+    """The same with auto for ways by name, which do not take every dtype and device."""
+    if not isinstance(setting, KernelsConfig):
+        return setting
+    left: dict[str, Any] = {op: "auto" for op in OPS if is_forced(getattr(setting, op))}  # Any: all know that word
+    return replace(setting, **left)
 
 
 def is_forced(form: Form) -> bool:

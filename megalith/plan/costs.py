@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megalith.config.attention import AttentionConfig
 from megalith.config.model import ModelConfig
+from megalith.config.train import TrainRun
 from megalith.plan.parameters import (
     HeldParameter,
     bias_table,
@@ -248,3 +249,9 @@ tokens.
 def loss_chunk(vocab_size: int, *, ranks: int) -> int:
     """Tokens whose logits the head forms at once, its vocabulary split over `ranks`; the same number on all of them."""
     return max(CHUNK_TOKENS, CHUNK_LOGITS * ranks // vocab_size)
+
+
+def tokens_of_loss(run: TrainRun) -> int:
+    """Tokens whose logits a run has at a time."""
+    chunk = run.train.loss_chunk
+    return loss_chunk(run.model.vocab_size, ranks=run.parallel.tp) if chunk is None else chunk

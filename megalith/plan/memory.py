@@ -17,7 +17,7 @@ from megalith.plan.activations import Setting, stage_kept, total
 from megalith.plan.adapters import trained
 from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import WIDTHS, loss_chunk
+from megalith.plan.costs import WIDTHS, tokens_of_loss
 from megalith.plan.devices import CONTEXT, FAR_COMMUNICATOR, NEAR_COMMUNICATOR, SLACK, WORKSPACE, Device
 from megalith.plan.mixtures import Mixture
 from megalith.plan.pairs import together
@@ -538,7 +538,7 @@ def working_bytes(workload: Workload, stage: Stage, tp_rank: int, kind: Kind) ->
         largest = max((_gradients_of_mlp(workload, layer, tp_rank) for layer in layers), default=0)
         streams = 2 + any(map(c.looks, layers))
         return (largest + streams * c.hidden_size * t) * width.value + others if layers else 0
-    logits = min(t, loss_chunk(c.vocab_size, ranks=run.parallel.tp)) * part.vocab * (width.value + width.sums)
+    logits = min(t, tokens_of_loss(run)) * part.vocab * (width.value + width.sums)
     head = t * c.hidden_size * width.value + logits if stage.loss else 0
     return max(head, others)
 

@@ -22,7 +22,7 @@ from megalith.config.train import TrainRun
 from megalith.plan.activations import kv_heads_exchanged
 from megalith.plan.adapters import trained
 from megalith.plan.context import kind_of_layer
-from megalith.plan.costs import WIDTHS, loss_chunk
+from megalith.plan.costs import WIDTHS, tokens_of_loss
 from megalith.plan.frozen import first_trained_layer
 from megalith.plan.memory import (
     WIRE_BYTES,
@@ -155,7 +155,7 @@ def _tensor_traffic(workload: Workload, pp_rank: int) -> Iterator[Traffic]:
     for what, kind, features, hidden in rows:
         nbytes, calls = sum(features) * many * t * width.value, len(features) + further * (1 + (what == GATHERED))
         yield _row("tp", what, kind, ranks=tp, calls=calls * many, nbytes=nbytes, behind=hidden)
-    chunks = -(-t // loss_chunk(run.model.vocab_size, ranks=tp))
+    chunks = -(-t // tokens_of_loss(run))
     yield _row(
         "tp", "statistics of logits", "all_reduce",
         ranks=tp, calls=2 * chunks * losses * many, nbytes=3 * t * width.sums * losses * many,

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from megalith.config.context import ContextConfig
 from megalith.config.cross import CrossConfig
+from megalith.config.kernels import plainly
 from megalith.config.layers import LayersConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
@@ -171,7 +172,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     offload = replace(run.offload, layers=min(run.offload.layers, 1), min_numel=1)  # no tensor of a copy is large
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload,
-        kernels=run.kernels,
+        kernels=plainly(run.kernels),  # copies are in float64
         optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, layers),
         train=replace(
             case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,

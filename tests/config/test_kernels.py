@@ -4,7 +4,7 @@ from typing import get_type_hints
 
 import pytest
 
-from megalith.config.kernels import Kernel, KernelsConfig, is_forced, kernels_of, switch_of
+from megalith.config.kernels import Kernel, KernelsConfig, is_forced, kernels_of, plainly, switch_of
 from megalith.config.tree import apply_overrides, from_dict, to_dict
 from megalith.errors import ConfigError
 from megalith.testing.tiny import tiny_run
@@ -41,3 +41,10 @@ def test_a_way_that_an_operation_does_not_know_is_no_choice() -> None:
 
 def test_every_operation_has_a_setting() -> None:
     assert set(get_type_hints(KernelsConfig)) >= {"all", "norm", "rope", "attention", "experts", "cross_entropy"}
+
+
+def test_ways_by_name_can_be_left_to_the_switch() -> None:
+    assert plainly("reference") == "reference"
+    assert plainly(KernelsConfig(all="torch", norm="loops", rope="reference")) == KernelsConfig(
+        all="torch", rope="reference"
+    )

@@ -41,8 +41,10 @@ from megalith.plan.costs import (
     pairs_seen,
     step_flops,
     tflops_per_device,
+    tokens_of_loss,
 )
 from megalith.plan.parameters import held_parameters, layer_parameters
+from megalith.testing.tiny import tiny_run
 from megalith.verify.variants import MIXTURES
 from megalith.verify.variants import VARIANTS as KINDS
 
@@ -534,3 +536,8 @@ def test_the_head_takes_a_chunk_of_the_size_that_the_estimate_counts() -> None:
     assert loss_chunk(128_256, ranks=1) == 512, "large vocabularies still take 512 tokens"
     head = Head.of(torch.empty(128_256, 2, device="meta"), alone("tp"), 0, 128_256, None, loops=False)
     assert head.chunk == 512
+
+
+def test_a_run_can_say_how_many_logits_there_are_at_a_time() -> None:
+    assert tokens_of_loss(tiny_run({"train.loss_chunk": "7"})) == 7
+    assert tokens_of_loss(tiny_run()) == loss_chunk(tiny_run().model.vocab_size, ranks=1)

@@ -9,6 +9,7 @@ import pytest
 
 from megalith.config.context import ContextConfig
 from megalith.config.cross import CrossConfig
+from megalith.config.kernels import KernelsConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
 from megalith.config.parallel import ParallelConfig
@@ -470,3 +471,10 @@ def test_copies_of_a_run_with_packs_have_packs(settings: dict[str, str]) -> None
         for case in shrink(run, world):
             assert case.run.train.tokens_per_microbatch is not None and run_problems(case.run, case.world) == []
             assert "tokens a document" in shrunk_words(run, world, case)
+
+
+def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> None:
+    named = tiny_run({"kernels.all": "torch", "kernels.norm": "loops", "train.z_loss": "0.01", "train.loss_chunk": "5"})
+    (case,) = shrink(replace(named, parallel=replace(named.parallel, tp=2)), 2)
+    assert case.run.kernels == KernelsConfig(all="torch")
+    assert (case.run.train.z_loss, case.run.train.loss_chunk) == (0.01, 5)
