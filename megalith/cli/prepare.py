@@ -16,12 +16,12 @@ from rich.progress import Progress as Bar
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
 from megalith.config.prepare import PrepareConfig, prepare_problems
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tokenizer import FileKind, SplitPattern, TokenizerConfig
 from megalith.data.corpus import find_sources, read_texts
 from megalith.data.huggingface import train_bpe
 from megalith.data.journal import Totals
 from megalith.data.prepare import Progress, output_prefixes, prepare
-from megalith.data.tokenizer import build_tokenizer, ends_texts_itself
+from megalith.data.tokenizer import build_tokenizer, ends_texts_itself, kind_of
 from megalith.errors import ConfigError, raise_all
 
 STOPPED = 75  # as of a training run that was stopped after a save: run it again to go on
@@ -41,8 +41,18 @@ class PrepareCommand:
     output: str
     """Prefix of the store; with several keys, OUTPUT_KEY for each."""
     tokenizer: str = "byte"
-    """`byte`, a folder with tokenizer.json, a hub name in the local cache, or a GPT-2 vocab.json with its merges.txt
-    beside it."""
+    """`byte`, a folder with tokenizer.json, a hub name in the local cache, a GPT-2 vocab.json with its merges.txt
+    beside it, a SentencePiece tokenizer.model, or a tiktoken vocabulary."""
+    tokenizer_kind: FileKind | None = None
+    """What reads that file; unset: by its name. A tiktoken vocabulary in JSON has to be named."""
+    tiktoken_pattern: SplitPattern | None = None
+    """How text is cut before bytes are paired; unset: v2."""
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """Texts of the special tokens, in order."""
+    tiktoken_num_special_tokens: int | None = None
+    """Ids at the beginning that a JSON vocabulary keeps for special tokens; unset: 1000."""
+    tiktoken_vocab_size: int | None = None
+    """Ids of a JSON vocabulary, special tokens included; unset: all."""
     train_tokenizer: int | None = None
     """Train byte-level BPE with so many ids on the input first, into --tokenizer FOLDER or OUTPUT.tokenizer."""
     train_tokenizer_mib: int = 1024
@@ -92,19 +102,38 @@ def main(argv: list[str]) -> int:
 
 
 def option_problems(command: PrepareCommand) -> list[str]:
-    """Numbers that cannot be, besides those of the settings."""
-    size = command.train_tokenizer_mib
-    return [] if size >= 1 else [f"--train-tokenizer-mib={size} must be at least 1. Use 1024."]
+    """What cannot be, besides what the settings say."""
+    size, kind, count = command.train_tokenizer_mib, command.tokenizer_kind, command.tiktoken_num_special_tokens
+    problems = [] if size >= 1 else [f"--train-tokenizer-mib={size} must be at least 1. Use 1024."]
+    if count is not None and count < 1:
+        problems.append(f"--tiktoken-num-special-tokens={count} must be at least 1. Use 1000.")
+    if kind is not None and command.tokenizer == "byte":
+        problems.append(
+            f"--tokenizer-kind={kind} with --tokenizer=byte, which is read from no file. Remove one of them."
+        )
+    if kind not in (None, "huggingface") and command.train_tokenizer is not None:
+        problems.append(
+            f"--tokenizer-kind={kind} with --train-tokenizer={command.train_tokenizer}, which makes a tokenizer.json. "
+            f"Remove one of them."
+        )
+    return problems
 
 
 def config_of(command: PrepareCommand) -> PrepareConfig:
     """The settings behind a command line."""
-    path: str | None = command.tokenizer
+    path = command.tokenizer
     if command.train_tokenizer is not None and path == "byte":
         path = f"{command.output}.tokenizer"
     tokenizer = TokenizerConfig(add_special_tokens=command.add_special_tokens)
     if path != "byte":
-        tokenizer = replace(tokenizer, kind="huggingface", path=path)
+        trained = command.train_tokenizer is not None
+        kind = command.tokenizer_kind or ("huggingface" if trained else kind_of(path))
+        tokenizer = replace(tokenizer, kind=kind, path=path)
+    tokenizer = replace(
+        tokenizer, pattern=command.tiktoken_pattern or tokenizer.pattern, vocab_size=command.tiktoken_vocab_size,
+        special_tokens=command.tiktoken_special_tokens,
+        num_special_tokens=command.tiktoken_num_special_tokens or tokenizer.num_special_tokens,
+    )  # fmt: skip
     return PrepareConfig(
         input=command.input,
         output=command.output,

@@ -1,13 +1,15 @@
 """Which tokenizer turns text into token ids."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 SplitPattern = Literal["v1", "v2", "cl100k"]
 """Known ways to cut text before bytes are paired."""
 
-FILES = ("huggingface", "sentencepiece", "tiktoken")
+FileKind = Literal["huggingface", "sentencepiece", "tiktoken"]
 """Kinds that are read from files."""
+
+FILES: tuple[FileKind, ...] = get_args(FileKind)
 
 VOCABULARY, MERGES = "vocab.json", "merges.txt"
 """What the names of the two files of a GPT-2 tokenizer end with."""

@@ -130,10 +130,10 @@ def find_model_file(path: str) -> Path:
     return file
 
 
-def is_sentencepiece(folder: Path) -> bool:
-    """Whether a folder has a SentencePiece model; Llama 3's file of the same name is lines of text."""
+def is_sentencepiece(place: Path) -> bool:
+    """Whether a folder has a SentencePiece model, or a file is one; Llama 3's of the same name is lines of text."""
     try:
-        with (folder / MODEL).open("rb") as file:
+        with (place / MODEL if place.is_dir() else place).open("rb") as file:
             return file.read(1) == b"\n"  # a protocol buffer whose first field is a list of pieces
     except OSError:
         return False

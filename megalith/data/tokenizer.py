@@ -9,10 +9,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.tokenizer import TokenizerConfig, tokenizer_problems
+from megalith.config.tokenizer import FileKind, TokenizerConfig, tokenizer_problems
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
 from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
-from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file
+from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file, is_sentencepiece
 from megalith.data.tiktoken import TiktokenTokenizer
 from megalith.errors import DataError, raise_all
 
@@ -231,6 +231,17 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
             add_special_tokens=config.add_special_tokens,
         )  # fmt: skip
     return HuggingFaceTokenizer(config.path, eod=config.eod, add_special_tokens=config.add_special_tokens)
+
+
+def kind_of(path: str) -> FileKind:
+    """Which library reads a tokenizer, by its file's name, and its first byte where the name says too little."""
+    place = Path(path)
+    if place.is_dir():
+        plain = (place / "tokenizer.json").is_file() or not is_sentencepiece(place)
+        return "huggingface" if plain else "sentencepiece"
+    if place.suffix == ".model":
+        return "sentencepiece" if is_sentencepiece(place) or not place.is_file() else "tiktoken"
+    return "tiktoken" if place.suffix == ".tiktoken" else "huggingface"
 
 
 def main_file(config: TokenizerConfig) -> Path | None:

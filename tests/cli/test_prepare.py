@@ -1,11 +1,13 @@
 """`megalith prepare` from the command line: results, reports, exit codes."""
 
+import base64
 import json
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megalith.cli.main import main
@@ -54,6 +56,63 @@ def test_a_tokenizer_can_be_trained_on_the_way(corpus: Path, capsys: pytest.Capt
         run("--input", corpus, "--tokenizer", corpus.parent / "out.tokenizer", "--output", corpus.parent / "two") == 0
     )
     assert (corpus.parent / "two.bin").read_bytes() == (corpus.parent / "out.bin").read_bytes()
+
+
+@pytest.mark.parametrize("named", ["tokenizer.model", "."])
+def test_a_sentencepiece_model_makes_the_ids(named: str, corpus: Path) -> None:
+    library = pytest.importorskip("sentencepiece", reason="reads SentencePiece models, which needs the library")
+    (corpus.parent / "words").write_text("one two three four\n" * 20)
+    (corpus.parent / "m").mkdir()
+    library.SentencePieceTrainer.train(
+        input=str(corpus.parent / "words"), model_prefix=str(corpus.parent / "m" / "tokenizer"), vocab_size=280,
+        model_type="bpe", byte_fallback=True, minloglevel=2, hard_vocab_limit=False,
+    )  # fmt: skip
+    model = corpus.parent / "m" / named
+    assert run("--input", corpus, "--output", corpus.parent / "out", "--tokenizer", model, "--workers", 2) == 0
+    theirs = library.SentencePieceProcessor(model_file=str(corpus.parent / "m" / "tokenizer.model"))
+    store = IndexedDataset(str(corpus.parent / "out"))
+    for number, text in enumerate(("one two three", "four")):
+        assert np.asarray(store[number]).tolist() == [theirs.bos_id(), *theirs.encode(text), theirs.eos_id()]
+
+
+@pytest.mark.parametrize("shape", ["words.tiktoken", "tokenizer.model", "words.json"])
+def test_a_tiktoken_vocabulary_makes_the_ids(shape: str, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    library = pytest.importorskip("tiktoken", reason="reads tiktoken vocabularies, which needs the library")
+    pieces = [bytes([byte]) for byte in range(256)] + [b"on", b"one", b"th"]
+    file, written = corpus.parent / shape, [base64.b64encode(piece).decode() for piece in pieces]
+    words = ["--input", corpus, "--output", corpus.parent / "out", "--tokenizer", file, "--no-add-special-tokens"]
+    if shape == "words.json":
+        entries = [{"rank": n, "token_bytes": text, "token_str": ""} for n, text in enumerate(written)]
+        file.write_text(json.dumps(entries))
+        words += ["--tokenizer-kind", "tiktoken", "--tiktoken-num-special-tokens", 5]
+    else:
+        file.write_text("".join(f"{text} {n}\n" for n, text in enumerate(written)))
+        words += ["--tiktoken-special-tokens", "<|end_of_text|>", "--tiktoken-pattern", "cl100k"]
+    assert run(*words) == 0, capsys.readouterr().err
+    ranks = {piece: rank for rank, piece in enumerate(pieces)}
+    theirs = library.Encoding("x", pat_str=r".+", mergeable_ranks=ranks, special_tokens={}).encode_ordinary("four")
+    first, shift = np.asarray(IndexedDataset(str(corpus.parent / "out"))[1]).tolist(), 5 if shape == "words.json" else 0
+    assert first == [token + shift for token in theirs] + [2 if shape == "words.json" else len(pieces)]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("--tokenizer-kind", "tiktoken"),
+            "--tokenizer-kind=tiktoken with --tokenizer=byte, which is read from no file",
+        ),
+        (("--tiktoken-pattern", "v1"), "tokenizer.pattern=v1 belongs to tiktoken vocabularies"),
+        (("--tiktoken-num-special-tokens", "0"), "--tiktoken-num-special-tokens=0 must be at least 1. Use 1000."),
+        (("--tokenizer", "m.model", "--tokenizer-kind", "tiktoken", "--train-tokenizer", "270"), "Remove one of them"),
+        (("--tokenizer", "nowhere.model"), "there is no tokenizer.model. Set it to a SentencePiece model"),
+    ],
+)
+def test_tokenizers_that_cannot_be_are_told(
+    words: tuple[str, ...], told: str, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--input", corpus, "--output", corpus.parent / "out", *words) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_several_keys_give_several_stores(tmp_path: Path, corpus: Path) -> None:
