@@ -21,7 +21,8 @@ class PipelineConfig:
     """interleaved: microbatches that pass through one chunk before the next takes over; unset: pp."""
 
     layout: str | None = None
-    """Stages as a string: E embedding, t layer, L loss, `|` ends a stage, `t*3` and `(tt|)*2` repeat. Unset: even."""
+    """Stages as a string: E embedding, t layer, m layer that predicts further ahead, L loss, `|` ends a stage, `t*3`
+    and `(tt|)*2` repeat. Unset: even, and every m with the loss."""
 
     first_layers: int | None = None
     """Layers of the first pipeline rank, over all its chunks; unset: its even share."""

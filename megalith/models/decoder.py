@@ -100,11 +100,9 @@ class Decoder(nn.Module):
             self.embed = VocabEmbedding(_table("embed.weight", config, mesh), region, dtype=dtype)
             self.entrance = Entrance(config, region, dtype=dtype)
             table = self.embed.weight
-        self.relative = (
-            RelativeBias(config, mesh, dtype=dtype, shared=here.get("relative.weight"))
-            if self.stage.reads_biases(config)
-            else NoBias()
-        )
+        shared = here.get("relative.weight")
+        reads = self.stage.reads_biases(config)
+        self.relative = RelativeBias(config, mesh, dtype=dtype, shared=shared) if reads else NoBias()
         self.layers = nn.ModuleList(
             block_of_layer(config, index)(
                 f"layers.{index}", config, mesh, region, dtype=dtype, index=index,
@@ -136,8 +134,7 @@ class Decoder(nn.Module):
                 core=build_attend(context, config.num_layers - 1, mesh, overlap=overlap),
             )  # fmt: skip
         self.rotations = Rotations(config, dtype)
-        alone = (mesh.pp.rank,)
-        _note_places(self, alone, {name: holders.get(name) or alone for name in TABLES})
+        _note_places(self, (mesh.pp.rank,), holders)
 
     def forward(
         self, ids: Tensor, tokens: Tokens, caches: Sequence[LayerCache] | None = None, *, x: Tensor | None = None,
@@ -311,5 +308,5 @@ def _note_places(model: Decoder, here: tuple[int, ...], shared: Mapping[str, tup
         shard, init = declared.shard, declared.init
         start = start_of(model.config, shard.name, shard.shape, shard.inputs, init.std)
         init = replace(init, std=start.std, uniform=start.uniform)
-        shard = replace(shard, stages=shared.get(shard.name, here))
+        shard = replace(shard, stages=shared.get(shard.name) or here)
         module.__dict__["declared"][name] = replace(declared, shard=shard, init=init)

@@ -76,8 +76,10 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
     """Two ranks on every axis that the fault needs, and a model with what it needs."""
     needs = fault.needs
     tp, cp, dp, pp = (2 if axis in needs else 1 for axis in ("tp", "cp", "dp", "pp"))
+    pp = 3 if "own stage" in needs else pp
     pipeline = PipelineConfig(
-        vpp=3 if "chunks" in needs else 1, schedule="zb-h1" if "split backward" in needs else "auto"
+        vpp=3 if "chunks" in needs else 1, schedule="zb-h1" if "split backward" in needs else "auto",
+        layout="Ettt|mm|L" if "own stage" in needs else None,
     )  # fmt: skip
     model = ModelConfig(
         vocab_size=61, vocab_multiple=4, hidden_size=24, num_layers=2 if "offload" in needs else pp * pipeline.vpp,
@@ -86,7 +88,8 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         tied_embeddings="tied" in needs, dropout=DropoutConfig(
             residual=0.2 if "dropout" in needs else 0.0, attention=0.2 if "dropped weights" in needs else 0.0,
         ),
-        mtp=MTPConfig(depths=int("further" in needs)), cross=CrossConfig(memory=0) if "memory" in needs else None,
+        mtp=MTPConfig(depths=2 if "own stage" in needs else int("further" in needs)),
+        cross=CrossConfig(memory=0) if "memory" in needs else None,
         positions=(
             "learned" if "learned positions" in needs else "relative" if "biases by distance" in needs else "rope"
         ), relative=RelativeConfig(buckets=8, max_distance=9),

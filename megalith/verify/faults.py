@@ -72,6 +72,7 @@ Need = Literal[
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
     "chunks of documents", "off by one", "z loss", "balance over ranks", "masks", "frozen", "groups",
+    "own stage",
 ]  # fmt: skip
 
 
@@ -92,11 +93,11 @@ class Fault:
     two stages share (`tied`), three chunks per rank, a schedule with a W (`split backward`), layers that
     backward runs again (`recompute`), whose activations wait in host memory (`offload`), or are dropped (`dropout`, of
     attention's weights `dropped weights`),
-    or a layer that predicts further ahead (`further`); a kind of exchange over cp other than the ring, packed
-    documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries and keys that are normed over all
-    heads (`whole norms`), and what else attention and embeddings can have; experts, which may be divided (`ep`), have
-    parts (`etp`), or refuse (`capacity`), balancing biases or offsets, or a loss of balance over the global batch
-    (`balance over ranks`)."""
+    or a layer that predicts further ahead (`further`), two on a stage of their own (`own stage`); a kind of exchange
+    over cp other than the ring, packed documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries
+    and keys that are normed over all heads (`whole norms`), and what else attention and embeddings can have; experts,
+    which may be divided (`ep`), have parts (`etp`), or refuse (`capacity`), balancing biases or offsets, or a loss of
+    balance over the global batch (`balance over ranks`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
@@ -792,5 +793,6 @@ FAULTS: tuple[Fault, ...] = (
         "norm_counts_copies", "The gradient norm counts what several ranks hold several times, and clips too much.",
         "numbers", ("dp",), lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
     ),
+    *(Fault(name, what, "numbers", ("pp", "tied", "own stage"), how) for name, what, how in pipeline_faults.OWN_STAGE),
 )  # fmt: skip
 """Every fault that can be planted."""

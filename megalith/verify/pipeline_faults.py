@@ -1,19 +1,25 @@
 """What faults between stages, and in what they hand on, put in place of the right functions; see `verify/faults.py`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.kernels.rebuilt import Input
 from megalith.kernels.tokens import Tokens
 from megalith.nn.cross_attention import LookingBack
+from megalith.nn.mtp import Further, FurtherPrediction, FurtherPredictions
+from megalith.parallel import engine
+from megalith.parallel.group import Group
 from megalith.parallel.link import Link, Message, Tensors
 from megalith.parallel.pipeline import Chunk, Pipeline
 from megalith.parallel.postpone import Postponed
+from megalith.parallel.slices import sum_over_members_
 from megalith.plan.schedule import Schedule
+from megalith.testing.inject import replaced
 
 
 def other_microbatch(self: Link, message: Message, tensors: Tensors, target: int) -> None:
@@ -60,4 +66,58 @@ def memory_of_later_tokens(self: LookingBack, x: Input, k: Tensor, v: Tensor, to
     return ORIGINAL_ATTEND(self, x, k, v, tokens)
 
 
+def middle_holder_left_out(x: Tensor, group: Group, members: Sequence[int]) -> Tensor:
+    """Of the stages that hold a table only the first and the last add up its gradient."""
+    ends = [member for member in members if member in (min(members), max(members))]
+    return ORIGINAL_SUM(x, group, ends if group.rank in ends else [group.rank])
+
+
+def depths_in_other_order(self: Link, message: Message, tensors: Tensors, target: int) -> None:
+    """What goes onward beside the residual stream comes in the other order."""
+    if message.direction == "forward":
+        tensors = (*tensors[:1], *reversed(tensors[1:]))
+    ORIGINAL_SEND(self, message, tensors, target)
+
+
+def before_their_norms(self: FurtherPredictions, x: Tensor, further: Further, tokens: Tokens) -> tuple[Tensor, ...]:
+    """Depths hand on what their norms read."""
+    found: list[Tensor] = []
+    for prediction, (ids, _) in zip(self.depths, further, strict=True):
+        assert isinstance(prediction, FurtherPrediction)
+        with watched_inputs(prediction.norm, found):
+            x = prediction(x, ids, tokens)
+    return tuple(found)
+
+
+@contextmanager
+def watched_inputs(module: nn.Module, seen: list[Tensor]) -> Iterator[None]:
+    """Note what a module reads."""
+    handle = module.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 ORIGINAL_SEND, ORIGINAL_RUN, ORIGINAL_ATTEND = Link.send, Pipeline.run, LookingBack.attend
+ORIGINAL_SUM = sum_over_members_
+
+OWN_STAGE: tuple[tuple[str, str, Callable[[], AbstractContextManager[None]]], ...] = (
+    (
+        "further_copy_not_summed", "The copy of the table on the stage of further predictions is left out of its sum.",
+        lambda: replaced(engine, "sum_over_members_", middle_holder_left_out),
+    ),
+    (
+        "depths_in_other_order", "The loss gets the hidden states of further predictions in the other order.",
+        lambda: replaced(Link, "send", depths_in_other_order),
+    ),
+    (
+        "depths_gradients_kept", "Gradients of further predictions' hidden states stay with the loss.",
+        lambda: replaced(Link, "send", gradient_of_memory_stays),
+    ),
+    (
+        "depths_before_their_norms", "The loss gets hidden states of further predictions from before their norms.",
+        lambda: replaced(FurtherPredictions, "states", before_their_norms),
+    ),
+)  # fmt: skip
+"""Name and mistake of what matters with further predictions on a stage of their own, all of which numbers find."""

@@ -99,7 +99,7 @@ def test_further_predictions_move_between_stages_with_a_checkpoint(name: str, ti
     model = replace(TIED, tied_embeddings=tied, mtp=MTPConfig(depths=2))
     continues(model, AHEAD[name], tmp_path)
     written = [sorted(open_checkpoint(tmp_path / who / "step_0000004").keys()) for who in ("alone", "moved")]
-    assert written[0] == written[1] and "mtp.1.layer.mlp.down" in written[0]
+    assert written[0] == written[1] and "model.mtp.1.layer.mlp.down" in written[0]
 
 
 def continues(model: ModelConfig, move: tuple[ParallelConfig, ParallelConfig], tmp_path: Path) -> None:

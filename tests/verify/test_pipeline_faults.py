@@ -8,7 +8,15 @@ import torch
 from megalith.parallel.link import Message, Tensors
 from megalith.testing.inject import replaced
 from megalith.verify import pipeline_faults
-from megalith.verify.pipeline_faults import gradient_of_memory_stays, never_added, other_microbatch, stale_memory
+from megalith.verify.pipeline_faults import (
+    depths_in_other_order,
+    gradient_of_memory_stays,
+    middle_holder_left_out,
+    never_added,
+    other_microbatch,
+    stale_memory,
+    watched_inputs,
+)
 
 Sent = list[tuple[Message, Tensors]]
 ONWARD, BACK = Message("forward", 1, 0), Message("backward", 0, 0)
@@ -55,3 +63,25 @@ def test_weights_that_wait_are_forgotten() -> None:
     postponed = SimpleNamespace(_aside={0: [1], 1: [2]})
     never_added(postponed, 0)  # type: ignore[arg-type]  # has what is read
     assert postponed._aside == {1: [2]}
+
+
+def test_of_three_holders_the_one_in_the_middle_adds_up_nothing() -> None:
+    found: list[list[int]] = []
+    with replaced(pipeline_faults, "ORIGINAL_SUM", lambda x, group, members: found.append(members)):
+        for rank in (0, 2, 3):
+            middle_holder_left_out(torch.ones(1), SimpleNamespace(rank=rank), (0, 2, 3))  # type: ignore[arg-type]  # has what is read
+    assert found == [[0, 3], [2], [0, 3]]
+
+
+def test_what_depths_hand_onward_changes_places(link: SimpleNamespace) -> None:
+    states = tuple(torch.full((1,), float(number)) for number in range(3))
+    onward, back = sent(depths_in_other_order, link, [(ONWARD, states), (BACK, states)])
+    assert [float(x) for x in onward[1]] == [0, 2, 1] and [float(x) for x in back[1]] == [0, 1, 2]
+
+
+def test_what_norms_read_is_noted_only_while_watched() -> None:
+    norm, seen = torch.nn.LayerNorm(3), list[torch.Tensor]()
+    with watched_inputs(norm, seen):
+        norm(x := torch.randn(2, 3))
+    norm(torch.randn(2, 3))
+    assert len(seen) == 1 and seen[0] is x

@@ -117,6 +117,10 @@ MODEL = (
         name="--mtp-loss-scaling-factor", takes="float", fields=("model.mtp.loss_weight",), default=0.1,
         how="read with --mtp-num-layers only",
     ),
+    Row(
+        name="--mtp-standalone", takes="nothing", fields=("parallel.pipeline.layout",),
+        how="the layout decides, as in Megatron: a stage with m and nothing else",
+    ),
     Row(name="--attention-dropout", takes="float", fields=("model.dropout.attention",), default=0.1),
     Row(
         name="--hidden-dropout", takes="float", fields=("model.dropout.embedding", "model.dropout.residual"),
@@ -424,7 +428,7 @@ PIPELINE = (
     Row(
         name="--pipeline-model-parallel-layout", takes="text",
         fields=("parallel.pipeline.layout", "parallel.pipeline.vpp"),
-        how="the same string; vpp is the number of its stages divided by pp",
+        how="the same string, m included; vpp is the number of its stages divided by pp",
     ),
     Row(name="--decoder-first-pipeline-num-layers", takes="int", fields=("parallel.pipeline.first_layers",)),
     Row(name="--decoder-last-pipeline-num-layers", takes="int", fields=("parallel.pipeline.last_layers",)),

@@ -1,5 +1,8 @@
 """Megatron's description of a GPT as our `model` settings: the sizes that follow from others, and what must be so."""
 
+import re
+
+from megalith.config.fields import Plain
 from megalith.config.megatron.attention import heads_of_keys, translate_attention
 from megalith.config.megatron.blocks import translate_blocks
 from megalith.config.megatron.draft import Draft
@@ -105,3 +108,13 @@ def _further(draft: Draft) -> None:
     if draft.arguments.value("--mtp-num-layers"):
         draft.copy("--mtp-num-layers")
         draft.copy("--mtp-loss-scaling-factor")
+    if draft.arguments.given("--mtp-standalone"):
+        alone = _stage_of_its_own(draft.arguments.value("--pipeline-model-parallel-layout"))
+        decides = "--pipeline-model-parallel-layout decides, as in Megatron"
+        there = "with m on a stage of its own" if alone else "which has no stage with m and nothing else"
+        draft.say("already", "--mtp-standalone", f"{decides}, {there}")
+
+
+def _stage_of_its_own(layout: Plain) -> bool:
+    """Whether a layout string has a bar, at least one m, and the next bar."""
+    return layout is not None and re.search(r"\|m+(\*\d+)?\|", re.sub(r"[, ()]", "", str(layout))) is not None

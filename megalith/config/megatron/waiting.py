@@ -330,11 +330,6 @@ MODEL = (
         flags="--mtp-detach-heads! --mtp-hsm! --mtp-hybrid-override-pattern --mtp-use-repeated-layer!",
     ),
     Group(
-        verdict="not mapped", effect="none", switch="--mtp-num-layers",
-        reason="not yet: a stage of their own for further predictions, which are computed where the loss is",
-        flags="--mtp-standalone!",
-    ),
-    Group(
         verdict="already", effect="none", switch="--num-experts",
         reason="no part of the numbers: how experts are multiplied and how their messages travel",
         flags="""

@@ -100,6 +100,23 @@ def test_further_predictions(tiny: Translate) -> None:
     assert tiny("--mtp-hsm").refusals(strict=True) == [], "asks for nothing without depths"
 
 
+@pytest.mark.parametrize(
+    ("layout", "told"),
+    [
+        ("E|tt|m*2|L", "with m on a stage of its own"), ("E|t,t|(mm)|L", "with m on a stage of its own"),
+        ("E|t|tmm|L", "which has no stage with m and nothing else"),
+    ],
+)  # fmt: skip
+def test_the_layout_says_where_further_predictions_are(tiny: Translate, layout: str, told: str) -> None:
+    stages = f"--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout {layout}"
+    done = tiny(f"--mtp-num-layers 2 --mtp-standalone {stages}")
+    assert done.refusals(strict=True) == []
+    assert done.run is not None and done.run.parallel.pipeline.layout == layout
+    assert any(entry.flag == "--mtp-standalone" and entry.text.endswith(told) for entry in done.entries)
+    alone = tiny("--mtp-num-layers 1 --mtp-standalone")
+    assert alone.run is not None and alone.run.parallel.pipeline.layout is None
+
+
 def test_gpt2_is_translated_as_a_whole(tiny: Translate) -> None:
     without = ("--swiglu", "--normalization", "--position-embedding-type", "--disable-bias-linear", "--ffn-hidden-size")
     done = tiny(without=(*without, "--untie-embeddings-and-output-weights", "--group-query-attention"))
