@@ -68,12 +68,12 @@ ALREADY = (
             "the same"
         ),
         flags="""
-            --attention-backend --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
+            --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
             --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
             --flash-attention-version --fused-residual-rmsnorm! --kitchen-attention-backend
-            --no-bias-dropout-fusion! --no-bias-swiglu-fusion!
+            --no-bias-dropout-fusion!
             --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
-            --no-rope-fusion! --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
+            --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
             --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!
             --use-grouped-gemm-for-dense-mlp! --use-kitchen-attention! --use-te-activation-func!
             --use-transformer-engine-op-fuser!

@@ -58,6 +58,13 @@ MODEL = (
         name="--qk-layernorm", takes="nothing", fields=("model.attention.qk_norm",),
         how="head; with latent attention its short vectors are normed, and without the flag model.mla.norms is false",
     ),
+    Row(
+        name="--attention-backend", takes="choice", fields=("kernels.attention",), default="auto",
+        choices=("flash", "fused", "unfused", "local", "auto"),
+        how="unfused and local: reference; the others leave it at auto",
+    ),
+    Row(name="--no-rope-fusion", takes="nothing", fields=("kernels.rope",), how="torch"),
+    Row(name="--no-bias-swiglu-fusion", takes="nothing", fields=("kernels.activation",), how="torch, with --swiglu"),
     Row(name="--qk-l2-norm", takes="nothing", fields=("model.attention.qk_norm",), how="l2"),
     Row(name="--attention-output-gate", takes="nothing", fields=("model.attention.gated",)),
     Row(

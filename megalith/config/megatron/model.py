@@ -30,6 +30,7 @@ def translate_model(draft: Draft) -> None:
     _further(draft)
     translate_initial(draft)
     translate_experts(draft)
+    _kernels(draft)
     tied = not draft.arguments.value("--untie-embeddings-and-output-weights")
     draft.put("--untie-embeddings-and-output-weights", "model.tied_embeddings", tied)
     translate_blocks(draft)
@@ -45,6 +46,22 @@ def _heads(draft: Draft) -> None:
         draft.put(heads, "model.num_kv_heads", heads_of_keys(draft), of=(heads,))
         if draft.arguments.given("--num-query-groups"):
             draft.say("already", "--num-query-groups", "is read with --group-query-attention only")
+
+
+def _kernels(draft: Draft) -> None:
+    """Fused ways that were turned off; results are the same."""
+    arguments = draft.arguments
+    if arguments.value("--no-rope-fusion"):
+        draft.put("--no-rope-fusion", "kernels.rope", "torch")
+    if arguments.value("--no-bias-swiglu-fusion"):
+        if arguments.value("--swiglu"):
+            draft.put("--no-bias-swiglu-fusion", "kernels.activation", "torch")
+        else:
+            draft.say("already", "--no-bias-swiglu-fusion", "is read with --swiglu only")
+    if arguments.value("--attention-backend") in ("unfused", "local"):
+        draft.put("--attention-backend", "kernels.attention", "reference", "every score is in memory")
+    elif arguments.given("--attention-backend"):
+        draft.say("already", "--attention-backend", "the fastest way that knows the scores is taken")
 
 
 def _norms(draft: Draft) -> None:

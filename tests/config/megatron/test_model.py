@@ -2,6 +2,7 @@
 
 import pytest
 
+from megalith.config.kernels import KernelsConfig
 from tests.config.megatron.conftest import Translate
 
 
@@ -151,3 +152,11 @@ def test_every_size_that_is_missing_is_named_at_once(tiny: Translate) -> None:
     problems = tiny(without=missing).problems
     assert [problem.split()[0] for problem in problems] == list(missing)
     assert all("Megatron needs it. Pass" in problem for problem in problems)
+
+
+def test_fused_ways_that_are_turned_off_are_here_too(tiny: Translate) -> None:
+    done = tiny("--no-rope-fusion --no-bias-swiglu-fusion --attention-backend unfused")
+    assert done.run is not None and done.refusals(strict=True) == []
+    assert done.run.kernels == KernelsConfig(rope="torch", activation="torch", attention="reference")
+    others = tiny("--no-bias-swiglu-fusion --attention-backend flash", without=("--swiglu",))
+    assert others.run is not None and others.run.kernels == "auto" and others.refusals(strict=True) == []
