@@ -631,9 +631,9 @@ def test_operations_are_those_of_the_documents_as_they_were_read(tmp_path: Path)
     told: list[dict[str, Any]] = []
     right = loop.trained_step_flops
 
-    def spy(model: Any, lora: Any, **documents: Any) -> int:
+    def spy(*settings: Any, **documents: Any) -> int:
         told.append(documents)
-        return right(model, lora, **documents)
+        return right(*settings, **documents)
 
     run = tiny_run(sft | sizes | {"model.max_seq_len": "96", "train.eval_steps": "0"})
     with replaced(loop, "trained_step_flops", spy):
