@@ -2,7 +2,7 @@
 balance that is learnt. That each layout equals one process is in test_layouts.py."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.data.loader import Loader, Masks
 from megalith.data.sample import Sample
+from megalith.kernels import experts as expert_kernels
 from megalith.kernels import grouped_linear
 from megalith.kernels.grouped_linear import (
     FUSED,
@@ -236,6 +237,13 @@ def test_two_models_in_one_process_know_nothing_of_each_other() -> None:
     assert alone[0] == alone[2] != alone[1]
 
 
+@contextmanager
+def everywhere(products: Callable[[Tensor, Tensor, Groups], GroupedProducts]) -> Iterator[None]:
+    """Who asks for the fastest matmuls of experts gets these: where they are computed, and where they are chosen."""
+    with replaced(grouped_linear, "best_products", products), replaced(expert_kernels, "best_products", products):
+        yield
+
+
 def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -> None:
     """In fp32, as in float64 matmuls of experts are a loop anyway; the same sums in another order."""
     assert BIASED_CHOICE.moe is not None
@@ -246,9 +254,9 @@ def test_a_step_with_grouped_matmuls_is_that_with_one_expert_after_the_other() -
         ways.append(best_products(x, w, groups))
         return ways[-1]
 
-    with replaced(grouped_linear, "best_products", noted):
+    with everywhere(noted):
         ((grouped, uses),) = first_step(0, 1, case, [RecomputeConfig()])
-    with replaced(grouped_linear, "best_products", lambda *_: LOOP):
+    with everywhere(lambda *_: LOOP):
         ((one_by_one, others),) = first_step(0, 1, case, [RecomputeConfig()])
     assert (FUSED in ways) == HAS_GROUPED_MM
     assert [use.counts for use in uses] == [use.counts for use in others]
@@ -278,7 +286,7 @@ def matmuls(*, grouped: bool) -> Iterator[None]:
         return ways[-1]
 
     put = functools.partial(put_grouped_product_, products=FUSED if grouped and HAS_GROUPED_MM else LOOP)
-    with replaced(grouped_linear, "best_products", noted), replaced(data, "put_grouped_product_", put):
+    with everywhere(noted), replaced(data, "put_grouped_product_", put):
         yield
     assert ways and (FUSED in ways) == (grouped and HAS_GROUPED_MM)
 
