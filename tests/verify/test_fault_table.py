@@ -31,6 +31,7 @@ EXPECTED: dict[str, tuple[bool, Outcome]] = {
     "sp_norm_not_summed": (False, "wrong gradients"),
     "kv_copies_not_summed": (False, "wrong gradients"),
     "vocab_loss_local": (True, "wrong loss"),
+    "z_loss_of_own_rows": (False, "wrong gradients"),
     "dp_sum_averaged": (False, "wrong gradients"),
     "loss_scaled_per_rank": (False, "wrong loss"),
     "further_loss_scaled_per_rank": (False, "wrong gradients"),
