@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate, combinations
 from math import prod
 from typing import TypeVar
@@ -22,6 +23,7 @@ from megalith.config.rope import RopeConfig
 from megalith.config.train import TrainRun
 from megalith.plan.context import context_problems
 from megalith.plan.deal import microbatches_of_longest
+from megalith.plan.frozen import trained_names
 from megalith.plan.schedule import schedule_problems
 from megalith.plan.shards import key_value_ranks
 from megalith.plan.stages import Stage, layout_of, plan_stages
@@ -173,7 +175,7 @@ def _copy(run: TrainRun, world: int, chosen: Mapping[str, int], fault: str | Non
     tiny = replace(
         case.run, recompute=_shrink_recompute(run, tp), offload=offload,
         kernels=plainly(run.kernels),  # copies are in float64
-        optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, layers),
+        optim=_shrink_choice(replace(run.optim, eps=1e-3), run.model.num_layers, model),
         train=replace(
             case.run.train, label_smoothing=run.train.label_smoothing, z_loss=run.train.z_loss,
             loss_chunk=run.train.loss_chunk, loss_backward=run.train.loss_backward,
@@ -220,18 +222,21 @@ def _shrink_experts(moe: MoEConfig, run: TrainRun, *, ep: int, etp: int, layers:
     )  # fmt: skip
 
 
-def _shrink_choice(optim: OptimConfig, before: int, layers: int) -> OptimConfig:
-    """The same choice of parameters, where patterns name layers by number, in the layers that lie where theirs lay."""
-
-    def moved(patterns: tuple[str, ...]) -> tuple[str, ...]:
-        numbered = re.compile(r"^layers\.(\d+)(?=\.)")
-        places = ((numbered.match(one), one) for one in patterns)
-        return tuple(
-            one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}" for at, one in places
-        )
-
+def _shrink_choice(optim: OptimConfig, before: int, model: ModelConfig) -> OptimConfig:
+    """The same choice of parameters, where patterns name layers by number, in the layers that lie where theirs lay; all
+    are trained where a copy has none of those that are."""
+    moved = partial(_moved, before=before, layers=model.num_layers)
     groups = tuple(replace(group, match=moved(group.match)) for group in optim.groups)
-    return replace(optim, trained=moved(optim.trained), frozen=moved(optim.frozen), groups=groups)
+    found = replace(optim, trained=moved(optim.trained), frozen=moved(optim.frozen), groups=groups)
+    return found if trained_names(model, found) else replace(found, trained=("*",), frozen=())
+
+
+def _moved(patterns: Sequence[str], *, before: int, layers: int) -> tuple[str, ...]:
+    """Patterns of layers by number, for a model with fewer."""
+    places = [(re.match(r"layers\.(\d+)(?=\.)", one), one) for one in patterns]
+    return tuple(
+        one if at is None else f"layers.{int(at[1]) * layers // before}{one[at.end() :]}" for at, one in places
+    )
 
 
 def _shrink_adapters(lora: LoraConfig, before: int, layers: int) -> LoraConfig:

@@ -12,6 +12,7 @@ from megalith.config.cross import CrossConfig
 from megalith.config.kernels import KernelsConfig
 from megalith.config.model import ModelConfig
 from megalith.config.mtp import MTPConfig
+from megalith.config.optim import GroupConfig, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
@@ -23,7 +24,8 @@ from megalith.recipes import recipes
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import model_problems, run_problems
 from megalith.verify.ranks import LayoutCase, prove_layout, run_of_one
-from megalith.verify.shrink import MOST_RANKS, shrink, shrunk_words
+from megalith.verify.rows import FOUR
+from megalith.verify.shrink import MOST_RANKS, _shrink_choice, shrink, shrunk_words
 from megalith.verify.variants import VARIANTS
 
 
@@ -478,3 +480,13 @@ def test_copies_are_computed_as_the_run_is_but_for_what_takes_no_float64() -> No
     (case,) = shrink(replace(named, parallel=replace(named.parallel, tp=2)), 2)
     assert case.run.kernels == KernelsConfig(all="torch")
     assert (case.run.train.z_loss, case.run.train.loss_chunk) == (0.01, 5)
+
+
+def test_patterns_of_layers_move_with_the_layers() -> None:
+    group = GroupConfig(name="a", match=("layers.31.mlp.*", "*.q"), lr_scale=0.5)
+    given = OptimConfig(trained=("layers.16.*", "norm.*"), frozen=("layers.[0-3].*",), groups=(group,))
+    model = replace(FOUR, num_layers=4)
+    found = _shrink_choice(given, 32, model)
+    assert (found.trained, found.frozen) == (("layers.2.*", "norm.*"), ("layers.[0-3].*",))
+    assert found.groups[0].match == ("layers.3.mlp.*", "*.q") and found.groups[0].lr_scale == 0.5
+    assert _shrink_choice(OptimConfig(trained=("layers.2[0-9].*",)), 32, model).trains_all()
