@@ -312,7 +312,7 @@ def balance_notes(model: ModelConfig) -> list[str]:
     moe = model.moe
     if moe is None:
         return []
-    return [*_forced_notes(moe), *_coarse_notes(moe), *_idle_notes(moe)]
+    return [*_forced_notes(moe), *_coarse_notes(moe), *_single_notes(moe), *_idle_notes(moe)]
 
 
 def _forced_notes(moe: MoEConfig) -> list[str]:
@@ -330,6 +330,15 @@ def _coarse_notes(moe: MoEConfig) -> list[str]:
     return [
         f"model.moe.router.dtype=model: in bf16 logits of {moe.experts} experts are often equal, and who is chosen is "
         f"up to their order: set model.moe.router.dtype=fp32"
+    ]
+
+
+def _single_notes(moe: MoEConfig) -> list[str]:
+    if moe.experts == 1 or one_choice_has_a_weight(moe) is None:
+        return []
+    return [
+        "model.moe.top_k=1 with model.moe.router.renormalise=true: the weight of a single expert is always 1, as in "
+        "the code of others for such a model, and its loss gives routers no gradient: only balance.* move them"
     ]
 
 

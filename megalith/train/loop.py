@@ -342,7 +342,8 @@ class _Loop:
         try:
             cut_traces(self.folder.routing, self.mesh, resume_at=done)
         except (OSError, DataError) as error:  # of this rank alone: the others would wait for it
-            _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
+            if done < steps:
+                _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
         if done >= steps:
             return None

@@ -18,7 +18,7 @@ from megalith.plan.batches import batch_problems
 from megalith.plan.buckets import zero_problems
 from megalith.plan.context import context_problems
 from megalith.plan.deal import budget_problems
-from megalith.plan.experts import expert_layout_problems
+from megalith.plan.experts import expert_layout_problems, one_choice_has_a_weight
 from megalith.plan.fsdp import fully_sharded_problems
 from megalith.plan.grid import dense_problems, divisors
 from megalith.plan.groups import pattern_problems
@@ -87,7 +87,7 @@ def _other_problems(run: TrainRun, world: int) -> list[str]:
                     global_batch_size=t.global_batch_size, micro_batch_size=t.micro_batch_size, dp=dp
                 )
             problems += zero_problems(p, dp) + pipeline_problems(run, dp)
-        problems += fully_sharded_problems(p, run.offload) + relation_problems(run.model)
+        problems += fully_sharded_problems(p, run.offload) + _relations(run)
         problems += expert_layout_problems(run.model, p, world, trains=True) + pairing_problems(run.model, p)
         problems += [text for rule in RULES if (text := rule(run, world)) is not None]
         problems += recompute_problems(
@@ -136,13 +136,21 @@ def smallest_stage(run: TrainRun) -> int:
     return min(count for count in counts if count)
 
 
+def _relations(run: TrainRun, *, trains: bool = True) -> list[str]:
+    """Settings of the model that do not go together. What a model has learnt with is told instead (`balance_notes`):
+    another weight of a single expert would change what it computes."""
+    moe, learnt = run.model.moe, run.checkpoint.load is not None
+    allowed = one_choice_has_a_weight(moe) if learnt and moe is not None else None
+    return [text for text in relation_problems(run.model, trains=trains) if text != allowed]
+
+
 def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
     """Broken rules of the network and its layout alone, for commands that read no data; `trains` as for
     `network_problems`."""
     problems = _count_problems(run)
     if not problems:
         layout = (text for rule in LAYOUT_RULES if (text := rule(run, run.parallel.tp)) is not None)
-        problems = [*relation_problems(run.model, trains=trains), *layout]
+        problems = [*_relations(run, trains=trains), *layout]
     return problems + [text for text in number_problems(run) if text.startswith("model.")]
 
 

@@ -5,6 +5,7 @@ Beside it sidecars have what routers read and made of it, where that is asked fo
 
 import contextlib
 import json
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from megalith.parallel.mesh import Mesh
 from megalith.train.experts import in_order
 from megalith.train.replay import parts
 from megalith.train.sidecars import Sidecar, Watcher
+
+_log = logging.getLogger(__name__)
 
 
 class RoutingTrace:
@@ -76,18 +79,26 @@ class RoutingTrace:
 def cut_traces(folder: Path, mesh: Mesh, *, resume_at: int) -> None:
     """Cut off lines of steps after `resume_at`, left by a run that was killed, and remove their sidecars.
 
-    Every rank looks after its own files, the first also after those of ranks that there are no more.
+    Every rank looks after its own files, the first also after those of ranks that there are no more; of these, one that
+    is damaged stays as it is and is told.
 
     Raises:
-        DataError, OSError: a file is damaged, or the disk refused; on this rank alone.
+        DataError, OSError: this rank's own file is damaged, or the disk refused; on this rank alone.
     """
     last = _file_of(folder, mesh.world.size - 1)
-    gone = [path for path in folder.glob("rank_*.jsonl") if path > last]
-    for path in [_file_of(folder, mesh.world.rank), *(gone if mesh.world.rank == 0 else [])]:
-        for beside in path.parent.glob(f"{path.stem}_step_*.safetensors*"):
-            if beside.suffix == ".part" or beside > _sidecar_of(path, resume_at):
-                beside.unlink()
-        cut_after(path, resume_at)
+    for path in [path for path in folder.glob("rank_*.jsonl") if path > last] if mesh.world.rank == 0 else []:
+        try:
+            _cut_trace(path, resume_at)
+        except (OSError, DataError) as error:
+            _log.warning("the routing trace of a rank that there is no more stays as it is: %s", error)
+    _cut_trace(_file_of(folder, mesh.world.rank), resume_at)
+
+
+def _cut_trace(path: Path, resume_at: int) -> None:
+    for beside in path.parent.glob(f"{path.stem}_step_*.safetensors*"):
+        if beside.suffix == ".part" or beside > _sidecar_of(path, resume_at):
+            beside.unlink()
+    cut_after(path, resume_at)
 
 
 def rows_of(

@@ -124,6 +124,8 @@ def test_reading_alone_needs_no_divided_tokens() -> None:
 def test_a_run_says_when_nothing_balances_its_experts() -> None:
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, balance=BalanceConfig(z=0.1))))
     assert "model.moe.balance.batch=0.01" in note
+    (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, top_k=1)))
+    assert "the weight of a single expert is always 1" in note and "gives routers no gradient: only balance" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_balance=True))))
     assert "at random" in note
     (note,) = balance_notes(replace(MODEL, moe=replace(GOOD, router=RouterConfig(forced_bias=2.0))))

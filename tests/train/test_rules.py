@@ -280,3 +280,11 @@ def test_documents_in_packs_need_no_rows_that_divide() -> None:
     assert text.startswith("parallel.pipeline.group=1 must be from parallel.pp=2")
     (text,) = run_problems(run(train__tokens_per_microbatch="0"), 1)
     assert text == "train.tokens_per_microbatch=0 must be at least 1. Set train.tokens_per_microbatch to 1 or more."
+
+
+def test_a_router_that_cannot_learn_is_refused_where_it_begins_and_told_where_it_was_learnt_with() -> None:
+    single = {"model.moe.experts": "4", "model.moe.top_k": "1", "model.moe.ffn_hidden_size": "6"}
+    (text,) = run_problems(tiny_run(single), 1)
+    assert "Set model.moe.router.renormalise=false" in text
+    assert run_problems(tiny_run(single | {"checkpoint.load": "theirs"}), 1) == []
+    assert len(model_problems(tiny_run(single))) == 1

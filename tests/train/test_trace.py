@@ -211,6 +211,21 @@ def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytes
     assert "this rank's routing trace ends at step 1, the run goes on" in told and "is no row of a step" in told
 
 
+def test_what_is_damaged_of_a_rank_that_left_ends_no_others_trace_nor_does_one_that_is_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(0, 1, mixture(train__steps="1", observe__routing_trace="3"), tmp_path)
+    mine, gone = tmp_path / "routing/rank_00000.jsonl", tmp_path / "routing/rank_00005.jsonl"
+    gone.write_text("\0\0\n{}\n")
+    train(0, 1, mixture(train__steps="2", observe__routing_trace="3"), tmp_path)
+    assert "a rank that there is no more stays as it is" in capsys.readouterr().err
+    assert gone.read_text() == "\0\0\n{}\n" and '"step":2' in mine.read_text()
+    mine.write_text(mine.read_text() + "\0\0\n")
+    gone.unlink()
+    train(0, 1, mixture(train__steps="3", observe__routing_trace="2"), tmp_path)
+    assert "routing trace" not in capsys.readouterr().err
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
