@@ -24,9 +24,7 @@ STEP_64, MIX_64 = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 STEP_32, MIX_32 = 0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35)
 
 
-def dropout(
-    x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto"
-) -> Tensor:
+def dropout(x: Tensor, p: float, key: int, numbers: Tensor, *, first_feature: int = 0, kernel: Form = "auto") -> Tensor:
     """Each feature is 0 with probability p, else divided by 1 - p: x [t, h], numbers int64 [t] -> [t, h].
 
     key: 63 bits for this place and layer (`plan/keys.py`); numbers: which token of the run each is; first_feature: what
