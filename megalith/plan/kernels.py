@@ -120,8 +120,8 @@ BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
     ),
     "dropout": (Backend("loops", CPU, NARROW), Backend("torch", None), Backend("reference", None)),
     "attention": (
-        Backend("tiles", CPU, (), "whole documents without a cache, plain scores", why_not=_not_plain),
-        Backend("varlen", GPU, HALVES, "heads of at most 256 features, 8 by 8", False, _not_windowed),
+        Backend("tiles", CPU, (), "whole documents without a cache or masks, plain scores", why_not=_not_plain),
+        Backend("varlen", GPU, HALVES, "heads of at most 256 features, 8 by 8; no masks", False, _not_windowed),
         Backend("flex", GPU, ALL, "heads of 16 features or more", False, _not_flexible),
         Backend("sdpa", None, (), "plain scores, or masks of pairs", False, _not_plain),
         Backend("spans", None, (), "no masks but those of tokens", why_not=_biased),
