@@ -373,6 +373,18 @@ def _variants() -> Iterator[Layout]:
     }  # fmt: skip
     yield from table("variants", ends)
     yield from _further_places()
+    yield from _other_losses()
+    yield from _latents_without_norms()
+    yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
+    again = Layout(
+        area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,
+        parallel=ParallelConfig(tp=2, sp=True),
+    )  # fmt: skip
+    yield again
+
+
+def _other_losses() -> Iterator[Layout]:
+    """Smoothed labels, and scores whose size costs something, in every head."""
     smoothed = replace(VARIANTS["normed around"], num_kv_heads=3, mtp=FURTHER.mtp)
     divided = {
         "tp2 dp2": ParallelConfig(tp=2, dp=2), "tp3 sp": ParallelConfig(tp=3, sp=True),
@@ -383,12 +395,6 @@ def _variants() -> Iterator[Layout]:
             area="variants", name=f"smoothed labels, {name}", model=smoothed, parallel=parallel, smoothing=0.1,
             sample=name == "tp2 dp2",
         )  # fmt: skip
-    bare, mla = ParallelConfig(tp=2, cp=2, sp=True), LATENT.mla
-    assert mla is not None
-    yield Layout(
-        area="variants", name="latent without norms, tp2 cp2 sp, full",
-        model=replace(LATENT, mla=replace(mla, norms=False)), parallel=bare, seq_len=row_of(bare), recompute=FULL,
-    )  # fmt: skip
     scored = {
         "tp2 sp cp2": ParallelConfig(tp=2, cp=2, sp=True), "tp3 dp2": ParallelConfig(tp=3, dp=2),
         "pp2 dp2 zb-v, zero 1": staged(2, dp=2, zero=1, schedule="zb-v", vpp=2),
@@ -399,12 +405,15 @@ def _variants() -> Iterator[Layout]:
             area="variants", name=f"z loss, {name}", model=replace(smoothed, num_layers=4), parallel=parallel,
             smoothing=0.1, z_loss=0.05, recomputed_loss=parallel.zero > 0, seq_len=row_of(parallel),
         )  # fmt: skip
-    yield replace(_shared("further, cp2, documents", both, ParallelConfig(cp=2), documents=True), area="variants")
-    again = Layout(
-        area="variants", name="further and latent tied, tp2 sp, full", model=both, recompute=FULL,
-        parallel=ParallelConfig(tp=2, sp=True),
+
+
+def _latents_without_norms() -> Iterator[Layout]:
+    bare, mla = ParallelConfig(tp=2, cp=2, sp=True), LATENT.mla
+    assert mla is not None
+    yield Layout(
+        area="variants", name="latent without norms, tp2 cp2 sp, full",
+        model=replace(LATENT, mla=replace(mla, norms=False)), parallel=bare, seq_len=row_of(bare), recompute=FULL,
     )  # fmt: skip
-    yield again
 
 
 def _further_places() -> Iterator[Layout]:
