@@ -107,6 +107,16 @@ def workload_world(settings: dict[str, str]) -> int:
     return int(settings.get("parallel.pp", "1"))
 
 
+def test_further_predictions_are_told_apart_from_the_loss() -> None:
+    own = {"model.mtp.depths": "2", "parallel.pp": "4", "model.num_layers": "2"}
+    last = explain(plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|t|t|mmL"}), 4)).stages
+    apart = explain(plan_workload(tiny_run(own | {"parallel.pipeline.layout": "E|tt|mm|L"}), 4)).stages
+    assert [row.further for row in last] == [0, 0, 0, 2] and [row.further for row in apart] == [0, 0, 2, 0]
+    assert sum(row.flops_share for row in apart) == pytest.approx(1)
+    assert apart[2].flops_share + apart[3].flops_share == pytest.approx(last[3].flops_share)
+    assert apart[2].flops_share > apart[1].flops_share, "of two layers, without a further prediction's own products"
+
+
 def test_the_405b_stages_are_the_published_ones() -> None:
     stages = explain(big()).stages
     assert [row.layers for row in stages[:2]] == ["0", "1-2"] and stages[-1].layers == "125"

@@ -131,6 +131,8 @@ def test_depths_that_predict_further_are_judged_by_what_came() -> None:
         (2, {"parallel.cp": "2"}),
         (2, {"parallel.dp": "2", "parallel.zero": "3"}),
         (2, {"parallel.pp": "2"}),
+        (3, {"parallel.pp": "3", "parallel.pipeline.layout": "Et|tmm|L"}),
+        (2, {"parallel.pp": "2", "parallel.pipeline.vpp": "2", "parallel.pipeline.layout": "Et|t|mm|L"}),
     ],
 )
 def test_any_layout_judges_depths_alike(world: int, settings: dict[str, str]) -> None:
