@@ -113,7 +113,7 @@ def test_killed_again_and_again_it_ends_with_the_bytes_of_one_that_never_was(
     assert sorted(os.listdir(tmp_path)) == ["again", "theirs", "x"]
 
 
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize("to", ["megalith", "huggingface"])
 def test_what_is_whole_is_kept_and_what_is_damaged_is_written_again(
     to: str, workers: str, theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
@@ -154,7 +154,7 @@ def pieces_of(words: list[str], monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return {json.loads(line)[0] for line in found if line.startswith(b"[")}
 
 
-@pytest.mark.parametrize("change", ["dtype", "source", "shards"])
+@pytest.mark.parametrize("change", ["dtype", "source", pytest.param("shards", marks=pytest.mark.slow)])
 def test_another_source_or_other_settings_are_refused_in_words(
     change: str, theirs: Path, tmp_path: Path, tiny: SimpleNamespace, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture,

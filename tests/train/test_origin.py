@@ -95,7 +95,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[_RunData]:
     return found
 
 
-@pytest.mark.parametrize("params", ["fp32", "bf16"])
+@pytest.mark.parametrize("params", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
 def test_progress_without_an_optimizer_is_adamw_begun_anew_at_that_step(
     params: str, tmp_path: Path, kept: list[_RunData], capsys: pytest.CaptureFixture[str]
 ) -> None:
