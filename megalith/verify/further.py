@@ -3,16 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megalith.config.recompute import RecomputeConfig
-from megalith.verify.rows import Layout, row_of, staged
+from megalith.verify.rows import FULL, NO, PARTS, Layout, row_of, staged
 from megalith.verify.variants import FURTHER, FURTHER_EXPERTS, LATENT, VARIANTS
 
 FURTHER_TIED = replace(FURTHER, tied_embeddings=True)
 ONE_FURTHER = replace(FURTHER, mtp=replace(FURTHER.mtp, depths=1))
 ONE_FURTHER_TIED = replace(ONE_FURTHER, tied_embeddings=True)
-
-FULL = RecomputeConfig(granularity="full")
-PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
 
 SAMPLE = "tied, pp3, behind the last layers"
 
@@ -72,7 +68,7 @@ def further_elsewhere() -> Iterator[Layout]:
         ),
     }  # fmt: skip
     for name, (model, parallel) in rows.items():
-        recompute = FULL if ", full" in name else PARTS if ", parts" in name else RecomputeConfig()
+        recompute = FULL if ", full" in name else PARTS if ", parts" in name else NO
         yield Layout(
             area="variants", name=f"further, {name}", model=model, parallel=parallel, recompute=recompute, rows=2,
             documents="documents" in name, seq_len=row_of(parallel), sample=name == SAMPLE,

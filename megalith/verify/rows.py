@@ -103,6 +103,10 @@ FOUR = tiny(num_kv_heads=2, num_layers=4)
 FOUR_TIED = replace(FOUR, tied_embeddings=True)
 THREE_TIED, SIX_LAYERS = replace(FOUR_TIED, num_layers=3), replace(FOUR, num_layers=6)
 
+NO = RecomputeConfig()
+FULL, BLOCK = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="full", method="block")
+PARTS = RecomputeConfig(granularity="selective", modules=("core_attention", "norm", "mlp_act"))
+
 
 def staged(
     pp: int, *, tp: int = 1, cp: int = 1, dp: int = 1, sp: bool = False, zero: Literal[0, 1, 2, 3] = 0,
