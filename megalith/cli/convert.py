@@ -90,7 +90,7 @@ class ConvertOptions:
 
     keep: bool = False
     """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out: remove it. A conversion
-    that is killed always leaves it."""
+    that is killed always leaves it, and so does one that went on with what another had left."""
 
     dry_run: bool = False
     """Only list every tensor and what becomes of it."""
@@ -126,7 +126,7 @@ def main(argv: list[str]) -> int:
     nbytes = sum(move.nbytes for move in moves)
     if not options.dry_run:
         largest = int(options.shard_gb * 1e9)
-        recipe = recipe_of(source, to, dtype=dtype, shard_nbytes=largest)
+        recipe = recipe_of(source, to, dtype=dtype, shard_nbytes=largest, new_rows=options.new_rows)
         attempt = Attempt(recipe, options.restart, options.take_over, options.keep)
         with shown_progress(nbytes) as advance:
             nbytes = convert(

@@ -11,6 +11,7 @@ import torch
 from megalith import __version__, storage
 from megalith.checkpoint.boxes import lengths, show_box
 from megalith.checkpoint.format import MANIFEST, sha256, show_dtype
+from megalith.config.checkpoint import NewRows
 from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
@@ -172,18 +173,20 @@ def convert(
     )  # fmt: skip
 
 
-def recipe_of(source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int) -> Recipe:
+def recipe_of(
+    source: Pretrained, to: Kind, *, dtype: torch.dtype | None, shard_nbytes: int, new_rows: NewRows
+) -> Recipe:  # fmt: skip
     """What decides the bytes of a conversion: two that have the same may go on with one another's files.
 
     Values are told by their files (names, lengths, times; of a checkpoint the manifest, which has all hashes) and by
-    some of each parameter.
+    some of each parameter, which tell nothing of `new_rows`.
     """
     shape = sha256(repr(sorted(to_dict(source.model).items())).encode())[:16]
     return {
         "source": str(source.path.absolute()), "its files": _files_of(source),
         "its values": fingerprint(source.weights, source.model), "its model": shape, "to": to,
         "dtype": "as they are" if dtype is None else show_dtype(dtype),
-        "new rows": source.weights.new_rows if isinstance(source.weights, HuggingFaceFolder) else "none",
+        "new rows": new_rows,
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
         "software": f"megalith {__version__}, torch {torch.__version__}",
     }  # fmt: skip

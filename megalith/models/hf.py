@@ -73,7 +73,7 @@ from megalith.models.qwen2_moe import QWEN2_MOE
 from megalith.models.qwen3 import QWEN3
 from megalith.models.qwen3_moe import QWEN3_MOE
 from megalith.models.smollm3 import SMOLLM3
-from megalith.models.staging import NoRoom, publish, work_on
+from megalith.models.staging import publish, work_on
 from megalith.models.starcoder2 import STARCODER2
 from megalith.models.usual import Unsaid
 from megalith.plan.network import network_problems
@@ -547,11 +547,11 @@ def require_room(folder: Path, nbytes: int) -> None:
     """Refuse to begin what the disk under `folder` has no room for.
 
     Raises:
-        NoRoom: it has less than `nbytes` free.
+        CheckpointError: it has less than `nbytes` free.
     """
     free = storage.free_nbytes(folder)
     if nbytes > free:
-        raise NoRoom(
+        raise CheckpointError(
             f"{folder.parent} has {show_bytes(free)} free, and {show_bytes(nbytes)} are to be written. Free some "
             f"space, choose another target, or set --dtype to a smaller one."
         )

@@ -27,7 +27,7 @@ class Attempt:
     """Go on also with what a conversion left that another machine may still be at work at."""
 
     keep: bool = False
-    """Leave what is whole to the next one if this one ends early."""
+    """Leave what is whole to the next one if this one ends early; what was there before is left in any case."""
 
 
 class Journal:

@@ -26,10 +26,6 @@ OWN_FIELD = re.compile(rb'"world_size"\s*:')
 log = logging.getLogger(__name__)
 
 
-class NoRoom(CheckpointError):
-    """A disk has no room for what is to be written."""
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """A folder to write in, and what of it is whole already."""
@@ -44,7 +40,8 @@ class Work:
 def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
     """A place to write what will be `path`; what an earlier attempt of the same kind left is gone on with.
 
-    When it ends, the place is removed; after an error or Ctrl-C too, unless `attempt.keep` and some of it is whole.
+    When it ends, the place is removed; after an error or Ctrl-C too, unless some of it is whole, and was so before or
+    is to be kept.
 
     Raises:
         CheckpointError: see `staging_of`; or what an earlier attempt left is of another source or has other settings.
@@ -55,14 +52,16 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
     try:
         if left is not None:
             storage.rename(left[0], folder)
-            journal = left[1].moved_to(folder)
+            journal = left[1]  # whole pieces, even if the next line fails
+            journal = journal.moved_to(folder)
             log.warning("%s: going on where a conversion was ended: %d pieces are there", path, len(journal))
         else:
             storage.make_folder(folder)
             journal = journal if attempt is None else begin_journal(folder, attempt.recipe)
         yield Work(folder, journal)
-    except (OSError, NoRoom, KeyboardInterrupt) as error:
-        kept = attempt is not None and attempt.keep and len(journal) > 0
+    except (OSError, CheckpointError, KeyboardInterrupt) as error:
+        keep = attempt is not None and (attempt.keep or left is not None)
+        kept = keep and len(journal) > 0 and not os.path.lexists(path)  # else nobody could go on
         if kept:
             log.warning("%s: %d pieces stay. Run the same again to go on with them", folder, len(journal))
         if isinstance(error, OSError):
@@ -76,7 +75,12 @@ def work_on(path: Path, attempt: Attempt | None) -> Iterator[Work]:
 
 
 def publish(work: Work, finished: Path, path: Path) -> None:
-    """Give what is finished its name, which is on the disk when this returns; nothing else is left."""
+    """Give what is finished its name, which is on the disk when this returns; nothing else is left.
+
+    Raises:
+        CheckpointError: another has written something there in the meantime.
+    """
+    check_target(path)
     storage.rename(finished, path)
     storage.remove_tree(work.folder)
     storage.sync_folder(path.parent)
@@ -154,7 +158,7 @@ def _refusals_told(path: Path) -> Iterator[None]:
 
 
 def _check_place(path: Path) -> None:
-    if path.exists():
+    if path.exists() or path.is_symlink():  # a link to nothing, too
         raise CheckpointError(f"{path} exists already and is left as it is. Choose another target, or remove it.")
     for folder in path.absolute().parents:
         if folder.is_file():

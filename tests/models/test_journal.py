@@ -9,11 +9,13 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megalith import storage
 from megalith.cli.main import main
+from megalith.errors import CheckpointError
 from megalith.models import hf, release
 from megalith.models.journal import NAME, Journal, begin_journal, changed, read_journal
 from megalith.models.staging import leftovers
@@ -224,6 +226,56 @@ def test_a_full_disk_leaves_what_is_whole_when_asked_to(
     assert main(["convert", *words]) == 0
     assert "going on where a conversion was ended" in caplog.text
     assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
+
+
+def test_what_a_killed_one_left_stays_when_the_next_has_no_room_or_cannot_read(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = words_of("megalith", theirs, tmp_path / "x")
+    left_by(tmp_path / "x", monkeypatch, words, 4)
+
+    def damaged(*given: object) -> None:
+        raise CheckpointError(f"{theirs}: cannot be read. Copy it again.")
+
+    faults: list[tuple[Any, str, Any]] = [(storage, "free_nbytes", lambda folder: 12), (release, "BoxFile", damaged)]
+    for module, name, worse in faults:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, worse)
+            assert main(["convert", *words]) == 2
+        ((folder, _),) = leftovers(tmp_path / "x")
+        read = read_journal(folder)
+        assert read is not None and len(read[1]) == 4, name
+    assert main(["convert", *words]) == 0
+    assert caplog.text.count("going on where a conversion was ended: 4 pieces are there") == 3
+    assert sorted(os.listdir(tmp_path)) == ["theirs", "x"]
+
+
+def test_new_rows_of_an_upcycled_model_are_told_apart(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = tmp_path / "moe.yaml"
+    experts.write_text("experts: 4\ntop_k: 2\nffn_hidden_size: 10\n")
+    words = [*words_of("megalith", theirs, tmp_path / "x"), "--upcycle", str(experts)]
+    left_by(tmp_path / "x", monkeypatch, [*words, "--new-rows", "mean"], 2)
+    assert main(["convert", *words]) == 2
+    assert "new rows: mean then, zero now" in capsys.readouterr().err
+
+
+def test_who_comes_second_is_told_that_another_was_there_first(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, plain = words_of("megalith", theirs, tmp_path / "x"), storage.sync_folder
+
+    def another(folder: Path) -> None:
+        plain(folder)
+        if not (tmp_path / "x").exists():
+            (tmp_path / "x").mkdir()
+            (tmp_path / "x" / "note").write_text("theirs")
+
+    monkeypatch.setattr(storage, "sync_folder", another)
+    assert main(["convert", *words, "--keep"]) == 2
+    assert "x exists already and is left as it is. Choose another target" in capsys.readouterr().err
+    assert (tmp_path / "x" / "note").read_text() == "theirs" and sorted(os.listdir(tmp_path)) == ["theirs", "x"]
 
 
 def test_lines_of_threads_are_whole_and_what_is_no_line_is_nothing(tmp_path: Path) -> None:

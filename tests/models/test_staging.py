@@ -92,6 +92,9 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already and is left as it is. Choose another target, or remove"):
         check_target(tmp_path)
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(CheckpointError, match="link exists already and is left as it is"):
+        check_target(tmp_path / "link")
 
 
 @pytest.mark.parametrize("name", staging.INSIDES)
