@@ -7,6 +7,7 @@ nothing. Source of the question: Yao et al. 2024, arXiv:2401.08383.
 import heapq
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -21,6 +22,10 @@ from megalith.errors import DataError
 Counts = NDArray[np.int64]
 Place = tuple[int, int, int, int]
 """Which tokens of a step: ranks along dp, cp and tp, and the microbatch."""
+
+
+LAYER = re.compile(r"(layers|mtp)\.\d+(\..+)?")
+"""How layers are named."""
 
 
 class Chosen(NamedTuple):
@@ -118,7 +123,7 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
                 return
             try:
                 yield _row(json.loads(line), path.parent)
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise DataError(
                     f"{path}: line {number} is no row of a trace ({type(error).__name__}: {error}). Remove the line, "
                     f"or run with observe.routing_trace=1 in another folder."
@@ -128,7 +133,10 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
 def _row(row: dict[str, Any], folder: Path) -> Chosen:  # Any: JSON
     place = (int(row["dp"]), int(row["cp"]), int(row["tp"]), int(row["microbatch"]))
     experts = np.array(row["experts"], dtype=np.int16).reshape(int(row["num_tokens"]), int(row["top_k"]))
-    return Chosen(int(row["step"]), row["layer"], place, experts, folder / row["sidecar"] if "sidecar" in row else None)
+    layer = str(row["layer"])
+    if not LAYER.fullmatch(layer):
+        raise ValueError(f"layer {layer!r}, expected layers.0 or the like")
+    return Chosen(int(row["step"]), layer, place, experts, folder / row["sidecar"] if "sidecar" in row else None)
 
 
 def in_order(layers: Iterable[str]) -> list[str]:
@@ -179,15 +187,21 @@ def study_trace(folder: Path, *, experts: int) -> tuple[list[Use], list[Foresigh
             for row in rows.values():
                 top_k = row.experts.shape[1]
                 if row.experts.size and not 0 <= row.experts.min() <= row.experts.max() < experts:
+                    wrong = row.experts.min() if row.experts.min() < 0 else row.experts.max()
                     raise DataError(
-                        f"{folder}: step {step}, {layer}: expert {row.experts.max()} of {experts}. Use the trace of a "
-                        f"run with model.moe.experts={experts}."
+                        f"{folder}: step {step}, {layer}: expert {wrong} of {experts}. Use the trace of a run with "
+                        f"model.moe.experts={experts}."
                     )
                 mine = counts.setdefault(layer, np.zeros(experts, dtype=np.int64))
                 mine += np.bincount(row.experts.ravel(), minlength=experts)
         for here, there, before, after in neighbours(layers):
             zeros = np.zeros((2, 2, experts, experts), dtype=np.int64)
             pairs.setdefault((here, there), Pair(zeros[0], zeros[1])).add(before.experts, after.experts)
+    if not counts:
+        raise DataError(
+            f"{folder}: no step is in this routing trace: it was cut where its run began anew. Run with "
+            f"observe.routing_trace=1 or more from the beginning."
+        )
     uses = [_use(layer, counts[layer], top_k) for layer in in_order(counts)]
     hits = _hits_of_all(folder, pairs)
     return uses, [_foresight(names, pairs[names], hits[names]) for names in pairs_in_order(pairs)]

@@ -124,3 +124,28 @@ def test_what_is_no_trace_is_told(tmp_path: Path) -> None:
     file.write_text(file.read_text() + "\n")
     with pytest.raises(DataError, match="line 2 is no row of a trace .JSONDecodeError: .* Remove the line, or run"):
         list(steps_of_trace(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"experts": [[70000]]}, "OverflowError"), ({"layer": 3}, "layer '3', expected layers.0"),
+        ({"layer": "laye"}, "layer 'laye', expected layers.0"), ({"num_tokens": 7}, "ValueError"),
+    ],
+)  # fmt: skip
+def test_a_damaged_row_is_told_by_its_line(tmp_path: Path, changed: dict[str, Any], told: str) -> None:
+    write(tmp_path, {"layers.0": np.array([[1]]), "mtp.0.layer": np.array([[2]])})
+    file = tmp_path / "rank_00000.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(f"{first}\n{json.dumps(json.loads(second) | changed)}\n")
+    with pytest.raises(DataError, match=rf"line 2 is no row of a trace .*{told}.* Remove the line, or run"):
+        study_trace(tmp_path, experts=3)
+
+
+def test_a_number_below_zero_is_named_and_a_trace_without_rows_is_told(tmp_path: Path) -> None:
+    write(tmp_path, {"layers.0": np.array([[1, -3]])})
+    with pytest.raises(DataError, match="step 1, layers.0: expert -3 of 3"):
+        study_trace(tmp_path, experts=3)
+    (tmp_path / "rank_00000.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"no step is in this routing trace.* Run with observe.routing_trace=1"):
+        study_trace(tmp_path, experts=3)
