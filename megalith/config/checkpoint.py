@@ -107,4 +107,9 @@ def _taking_problems(checkpoint: CheckpointConfig) -> list[str]:
             f"checkpoint.take={checkpoint.take} with checkpoint.skip={list(checkpoint.skip)}: weights that are new "
             f"have no place in a run to go on at. Set checkpoint.take=weights, or remove checkpoint.skip."
         )
+    if checkpoint.new_rows != "zero":
+        problems.append(
+            f"checkpoint.take={checkpoint.take} with checkpoint.new_rows={checkpoint.new_rows}: a run that goes on at "
+            f"a step has all of its rows. Set checkpoint.take=weights, or remove checkpoint.new_rows."
+        )
     return problems

@@ -442,9 +442,9 @@ class _Loop:
                 self._published(forced)
                 self.progress.say(f"adapters start from {run.lora.load}")
         elif self.origin is not None:
-            self._take_over(self.origin)
+            fresh = self._take_over(self.origin)
             self.forced = forced_in(self.origin, run.model)
-            self.progress.say(told_origin(run, self.origin, self.state))
+            self.progress.say(told_origin(run, self.origin, self.state, fresh=fresh))
         elif rules.load is not None:
             notes, forced = take_weights(self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules)
             for line in notes:
@@ -461,8 +461,8 @@ class _Loop:
         publish_loaded(self.trainer)
         self.forced = tuple(dict.fromkeys((*forced, *self.forced)))
 
-    def _take_over(self, saved: Checkpoint) -> None:
-        """Go on where a checkpoint was saved: all of it that this run is to have.
+    def _take_over(self, saved: Checkpoint) -> bool:
+        """Go on where a checkpoint was saved: all of it that this run is to have; True: with an optimizer begun anew.
 
         Raises:
             CheckpointError: it is of another tokenizer or model, or lacks something.
@@ -481,11 +481,12 @@ class _Loop:
         for line in compare_models(theirs, run.model, allow=rules.allow_model_changes):
             self.progress.say(f"{saved.path}: {line}")
         # Moments that begin at zero now are corrected for that, as at the beginning of a run.
-        updates = 0 if anew or report.fresh_state else int(saved.state["optimizer_updates"])
-        self.trainer.optimizer.set_updates(updates)
+        fresh = anew or report.fresh_state
+        self.trainer.optimizer.set_updates(0 if fresh else int(saved.state["optimizer_updates"]))
         if self.trainer.loss_scale is not None and "loss_scale" in saved.state and not anew:
             self.trainer.loss_scale.load(saved.state["loss_scale"])
         publish_loaded(self.trainer)
+        return fresh
 
     def _load_base(self, saved: Checkpoint | None) -> dict[str, str] | None:
         """Fill the weights that adapters are trained beside, which no checkpoint of this run holds."""
@@ -622,7 +623,8 @@ def _check_order(saved: Checkpoint, fingerprint: str) -> None:
             f"{saved.path} was trained on other data or in another order:\n  then: {saved.state['data']}\n"
             f"  now:  {fingerprint}\n"
             f"Use the data and the data.num_train_samples that the run was started with, or choose another folder with "
-            f"--run NAME (and checkpoint.take=weights, to begin at step 0 of the data there)."
+            f"--run NAME (and checkpoint.take=weights, to begin at step 0 of the data there). Keep "
+            f"train.tokens_per_microbatch set or unset, as it was: rows and documents have orders of their own."
         )
 
 

@@ -57,12 +57,21 @@ def check_steps_left(run: TrainRun, origin: Checkpoint, state: TrainState) -> No
         )
 
 
-def told_origin(run: TrainRun, origin: Checkpoint, state: TrainState) -> str:
-    """Where a run begins, what of its optimizer is there, and which learning rate follows from that."""
+def told_origin(run: TrainRun, origin: Checkpoint, state: TrainState, *, fresh: bool) -> str:
+    """Where a run begins, what of its optimizer is there (`fresh`: nothing), and which learning rate follows from that.
+
+    With rows of the global batch that are more or fewer than there, also where the schedule will end.
+    """
     lengths = schedule_lengths(run.schedule, global_batch_size=run.train.global_batch_size, total_steps=run.train.steps)
     rate = learning_rate(run.schedule, state.scheduled_samples, lengths)
-    kept = "with its optimizer" if run.checkpoint.take == "everything" else "with an optimizer that has seen nothing"
+    kept = "with an optimizer that has seen nothing" if fresh else "with its optimizer"
+    rows = run.train.global_batch_size
+    last = state.scheduled_samples + (run.train.steps - state.step) * rows
+    other = "" if state.consumed_samples == state.step * rows else (
+        f"; with train.global_batch_size={rows}, which it was not before, train.steps={run.train.steps} end at sample "
+        f"{last} of the schedule's {run.train.steps * rows}"
+    )  # fmt: skip
     return (
         f"going on from {origin.path} at step {state.step} {kept}: {state.consumed_samples} samples were read, and the "
-        f"schedule stands at sample {state.scheduled_samples}, a learning rate of {rate:.3g}"
+        f"schedule stands at sample {state.scheduled_samples}, a learning rate of {rate:.3g}{other}"
     )

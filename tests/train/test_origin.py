@@ -25,7 +25,9 @@ from megalith.testing.tolerance import FP64, assert_close
 from megalith.train.build import build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, _RunData, matching_tokenizer, run_training
+from megalith.train.origin import told_origin
 from megalith.train.rules import run_problems
+from megalith.train.state import TrainState
 from megalith.train.step import train_step
 
 CPU = torch.device("cpu")
@@ -188,6 +190,18 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
         assert torch.equal(tensor, stored(tmp_path / "a", 6)[key]), key
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(fresh: bool, tmp_path: Path) -> None:
+    train(tmp_path / "a", SHORT | {"train.steps": "2"})
+    origin = open_checkpoint(locate(str(tmp_path / "a")))
+    begun, state = LATER | {"checkpoint.take": "everything"}, TrainState.from_json(origin.state["train"])
+    told = told_origin(tiny_run(begun), origin, state, fresh=fresh)
+    assert ("with an optimizer that has seen nothing" in told) == fresh and "train.steps" not in told
+    other = told_origin(tiny_run(begun | {"train.global_batch_size": "24"}), origin, state, fresh=fresh)
+    assert "train.global_batch_size=24, which it was not before, train.steps=6 end at sample 120 of" in other
+    assert other.endswith("the schedule's 144")
+
+
 def test_what_has_no_step_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
     source = open_pretrained(locate(str(tmp_path / "a")))
@@ -216,5 +230,8 @@ def test_settings_that_make_no_sense_together_are_told() -> None:
         tiny_run({"checkpoint.take": "everything", "checkpoint.load": "a", "checkpoint.skip": ["head.*"]}), 1
     )
     assert len(skips) == 1 and "checkpoint.take=everything with checkpoint.skip=['head.*']" in skips[0]
+    rows: dict[str, Override] = {"checkpoint.take": "progress", "checkpoint.load": "a", "checkpoint.new_rows": "mean"}
+    (told,) = run_problems(tiny_run(rows), 1)
+    assert "checkpoint.take=progress with checkpoint.new_rows=mean" in told and "remove checkpoint.new_rows" in told
     adapters = run_problems(tiny_run({"checkpoint.take": "progress", "checkpoint.load": "a", "lora.rank": "2"}), 1)
     assert any("checkpoint.take=progress with lora.rank=2: adapters that begin have no step" in t for t in adapters)
