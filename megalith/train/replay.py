@@ -82,11 +82,21 @@ def routing_of(
     return Routing(choices, followed=True)
 
 
-def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh) -> Iterator[Part]:
-    """What this rank wrote down, by layer and microbatch, without padding."""
+def parts(routing: Routing, batches: Sequence[Batch], mesh: Mesh, *, filler: bool = True) -> Iterator[Part]:
+    """What this rank wrote down, by layer and microbatch, without padding; and without `filler`, if it is to be left
+    out, which is read as tokens are."""
     for (layer, number), experts in routing.choices.items():
-        numbers = numbers_of(number, batches[number].tokens, len(experts), mesh)
-        yield Part(layer, number, numbers[numbers >= 0], experts.cpu().numpy().astype(np.int32)[numbers >= 0])
+        tokens, count = batches[number].tokens, len(experts)
+        numbers = numbers_of(number, tokens, count, mesh)
+        told = numbers >= 0 if filler else text_of(tokens, count, mesh)
+        yield Part(layer, number, numbers[told], experts.cpu().numpy().astype(np.int32)[told])
+
+
+def text_of(tokens: Tokens, count: int, mesh: Mesh) -> NDArray[np.bool_]:
+    """[count]: which of my `count` tokens of a microbatch are text, and neither padding nor filler."""
+    valid: NDArray[np.bool_] = tokens.valid.cpu().numpy()
+    first = 0 if count == len(valid) else mesh.tp.rank * count
+    return valid[first : first + count]
 
 
 def numbers_of(number: int, tokens: Tokens, count: int, mesh: Mesh) -> Numbers:

@@ -19,7 +19,7 @@ from megalith.config.train import Captured
 from megalith.data.loader import Batch
 from megalith.kernels.replay import Seen
 from megalith.parallel.mesh import Mesh
-from megalith.train.replay import numbers_of
+from megalith.train.replay import text_of
 
 WAITING = 4
 """Tensors that wait in host memory for the disk, before the step waits for it (a guess: a layer's worth)."""
@@ -122,7 +122,7 @@ class Watcher:
             return
         self._done.add((seen.layer, seen.microbatch))
         number, count = seen.microbatch, len(seen.hidden)
-        read = torch.from_numpy(numbers_of(number, self._batches[number].tokens, count, self._mesh) >= 0)
+        read = torch.from_numpy(text_of(self._batches[number].tokens, count, self._mesh))
         for kind in ("hidden", "logits", "weights"):
             if kind in self._kinds:
                 values: Tensor = getattr(seen, kind).detach().to("cpu", torch.bfloat16, copy=True)

@@ -106,12 +106,14 @@ def rows_of(
 ) -> Iterator[dict[str, Any]]:  # Any: JSON
     """A row for each of this rank's layers with experts and microbatches, layer by layer.
 
-    `experts` has the k choices of every token, best first, before experts refuse any; padding is left out. A layer is
-    named as its parameters are, `mtp` is the depth of one that predicts further ahead, and `stage` is the rank's place
-    along pp. Ranks of several stages that are at one place along dp, cp and tp have the same tokens, in one order.
+    `experts` has the k choices of every token, best first, before experts refuse any; padding and filler are left out.
+    A layer is named as its parameters are, `mtp` is the depth of one that predicts further ahead, and `stage` is the
+    rank's place along pp. Ranks of several stages that are at one place along dp, cp and tp have the same tokens, in
+    one order.
     """
     place = {"dp": mesh.dp.rank, "cp": mesh.cp.rank, "tp": mesh.tp.rank}
-    for part in sorted(parts(routing, batches, mesh), key=lambda part: (in_order(part.layer), part.microbatch)):
+    found = parts(routing, batches, mesh, filler=False)
+    for part in sorted(found, key=lambda part: (in_order(part.layer), part.microbatch)):
         ahead, number = in_order(part.layer)
         yield {
             "step": step, "stage": mesh.pp.rank, "layer": part.layer, **({"mtp": number} if ahead else {}),

@@ -158,6 +158,15 @@ def test_what_experts_refuse_is_told_as_it_was_chosen(tmp_path: Path) -> None:
     assert all(0 <= expert < 4 for row in rows(tmp_path) for experts in row["experts"] for expert in experts)
 
 
+def test_filler_of_packs_is_not_told(tmp_path: Path) -> None:
+    packs = {"train__tokens_per_microbatch": "24", "train__micro_batch_size": "1", "data__overlong": "truncate"}
+    train(0, 1, mixture(observe__routing_captures=ALL, **packs), tmp_path)
+    found, logged = rows(tmp_path), read_metrics(tmp_path / "metrics.jsonl")
+    read = [sum(row["num_tokens"] for row in found if (row["step"], row["layer"]) == (s, "layers.1")) for s in (1, 2)]
+    assert read == [logged[0]["tokens"], logged[1]["tokens"] - logged[0]["tokens"]] and logged[0]["fill"] < 1
+    assert sum(captured(tmp_path).values()) == 3 * sum(read), "what lies beside it has as many rows"
+
+
 def test_without_it_nothing_is_written_or_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forbid(*arguments: object) -> None:
         raise AssertionError("choices are written down")
