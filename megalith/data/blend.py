@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.data.cache import Arrays
+from megalith.data.documents import DocumentDataset
 from megalith.data.loops import fill_exhaustive_order, fill_weighted_order, loop_for
 from megalith.data.sample import Dataset, Indexed, Row, Sample
 from megalith.errors import DataError
@@ -114,21 +115,34 @@ class BlendedDataset:
         Raises:
             DataError: there is no sample k.
         """
-        if not 0 <= k < self.num_samples:
-            raise DataError(
-                f"the blend has {self.num_samples} samples, and sample {k} was asked for. "
-                f"Use more data, or set train.steps to a value that needs fewer."
-            )
+        self._check(k)
         member = int(self._order.members[k])
         sample = self._members[member].sample(int(self._order.samples[k]))
         return replace(sample, dataset_id=self._ids[member]) if isinstance(sample, Sample) else sample
+
+    def _check(self, k: int) -> None:
+        if not 0 <= k < self.num_samples:
+            raise DataError(
+                f"the blend has {self.num_samples} samples, and sample {k} was asked for. "
+                f"Use more data, or set train.steps, or train.eval_steps, to a value that needs fewer."
+            )
 
 
 class BlendedDocuments(BlendedDataset):
     """The same of members that read whole documents."""
 
+    @property
+    def reports(self) -> tuple[str, ...]:
+        """What became of each member's documents, for people."""
+        return tuple(f"{one.name}: {one.report}" for one in self._members if isinstance(one, DocumentDataset))
+
     def lengths_of(self, k: int) -> tuple[int, ...]:
-        """Tokens that are read of document k."""
+        """Tokens that are read of document k.
+
+        Raises:
+            DataError: there is no document k.
+        """
+        self._check(k)
         member = self._members[int(self._order.members[k])]
         assert isinstance(member, Indexed), "members of one kind"
         return member.lengths_of(int(self._order.samples[k]))

@@ -109,8 +109,15 @@ def build_datasets(
         )
     valid, test = builder.split("valid", valid_samples), builder.split("test", test_samples)
     made = {"train": train, "valid": valid, "test": test}.items()
-    notes = tuple(f"{name}: {one.report}" for name, one in made if isinstance(one, DocumentDataset))
+    notes = tuple(f"{name}: {text}" for name, one in made for text in _told(one))
     return Splits(train, valid, test, notes)
+
+
+def _told(dataset: Dataset | None) -> tuple[str, ...]:
+    """What became of whole documents, of each store where several are blended."""
+    if isinstance(dataset, DocumentDataset):
+        return (dataset.report,)
+    return dataset.reports if isinstance(dataset, BlendedDocuments) else ()
 
 
 def _conversation_splits(counts: Mapping[str, int | None], build: Callable[..., ConversationDataset]) -> Splits:

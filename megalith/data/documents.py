@@ -23,6 +23,7 @@ class DocumentDataset:
             DataError: the split has no document to read, or one that is too long and must not be.
         """
         self._store, self._split, self._seed, self._vocab_size = store, split, seed, vocab_size
+        self.name = store.name
         self._first, end = split_range(share, len(store.sequence_lengths))
         self._lengths, self._kept, self._told = _readable(
             store.sequence_lengths[self._first : end], seq_len, overlong, f"the {split} split of {store.name}"

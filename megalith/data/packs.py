@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -115,7 +116,7 @@ def read_packs(path: str, room: Room) -> Packs:
         with np.load(path, allow_pickle=False) as file:
             made_for = str(file["conversations"]), int(file["seq_len"]), str(file["overlong"])
             filled = Filled(file["documents"].astype(np.int64), file["starts"].astype(np.int64))
-    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         raise DataError(
             f"data.sft.packs={path} is not a file of packs ({error}). Make it with `megalith data pack`."
         ) from error

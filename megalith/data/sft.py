@@ -4,7 +4,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -327,7 +327,7 @@ def build_conversations(
         ConfigError: the split has no conversations.
         DataError: files are missing, or hold no conversations; there is no chat template.
     """
-    sft = data.sft
+    sft = data.sft if split == "train" else replace(data.sft, packs=None)  # packs are of the others
     paths = {"train": sft.path, "valid": sft.valid_path}.get(split, ())
     if not paths and (sft.mock_conversations is None or split == "test"):
         raise ConfigError(

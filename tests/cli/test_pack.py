@@ -38,6 +38,12 @@ def test_a_run_reads_the_rows_that_were_packed(tmp_path: Path, capsys: pytest.Ca
     assert len(fills) == 3 and min(fills) > 0.5
 
 
+def test_a_run_that_reads_packs_is_evaluated_on_conversations_of_its_own(tmp_path: Path) -> None:
+    run = tiny_run(SFT | {"data.sft.packs": packed(tmp_path), "train.eval_every": "3", "train.eval_steps": "1"})
+    run_training(run, RunFolder(tmp_path / "run"), mesh_of_one(), torch.device("cpu"), show=False)
+    assert any("eval_loss" in row for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
+
+
 def test_the_same_seed_packs_alike_and_json_tells_the_counts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from megalith.config.mock import MockLengths
 from megalith.config.sft import Overlong
 from megalith.data.build import build_datasets
 from megalith.data.documents import DocumentDataset
+from megalith.data.indexed import IndexedDatasetBuilder
 from megalith.data.mock import MockStore
 from megalith.data.sample import Indexed
 from megalith.errors import DataError
@@ -88,3 +89,22 @@ def test_splits_and_mock_settings_make_documents_of_text(tmp_path: Path) -> None
     assert all(splits.train.lengths_of(k) == (len(splits.train.sample(k).ids),) for k in range(50))
     assert [note.split(":")[0] for note in splits.notes] == ["train", "valid"]
     assert np.all(splits.train.sample(0).ids >= 0)
+
+
+def test_a_blend_tells_what_became_of_each_stores_documents_and_when_there_are_no_more(tmp_path: Path) -> None:
+    for name, lengths in {"a": (3, 9, 4), "b": (12, 5)}.items():
+        with IndexedDatasetBuilder(str(tmp_path / name), np.uint16) as builder:
+            for length in lengths:
+                builder.add_document(np.arange(length), [length])
+            builder.finalize()
+    data = DataConfig(path=(str(tmp_path / "a"), str(tmp_path / "b")), split="100,0,0", overlong="drop")
+    splits = build_datasets(
+        data, seq_len=5, seed=1, train_samples=3, valid_samples=0, test_samples=0, vocab_size=60, eod=59,
+        whole_documents=True,
+    )  # fmt: skip
+    assert [note.split(": ")[0] for note in splits.notes] == ["train", "train"]
+    assert all(note.endswith(", 1 left out as too long") for note in splits.notes)
+    assert isinstance(splits.train, Indexed) and len(splits.train) == 3
+    assert sorted(splits.train.lengths_of(k) for k in range(3)) == [(2,), (3,), (4,)]
+    with pytest.raises(DataError, match=r"the blend has 3 samples, and sample 3 was asked for. Use more data"):
+        splits.train.lengths_of(3)

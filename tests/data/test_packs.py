@@ -78,8 +78,12 @@ def test_a_file_for_others_is_refused(tmp_path: Path) -> None:
         write_packs(path, ROOM, wrong)
         with pytest.raises(DataError, match="does not hold each of the 7 conversations once, in rows of at most 10"):
             read_packs(str(path), ROOM)
-    path.write_text("nothing")
-    for name in ("packs.npz", "none"):
+    write_packs(path, ROOM, pack_first_fit(ROOM, 1))
+    whole, flipped = path.read_bytes(), bytearray(path.read_bytes())
+    flipped[flipped.index(b"\x93NUMPY") + 130] ^= 1  # a number of the first array
+    for name, content in {"packs.npz": b"nothing", "cut.npz": whole[: len(whole) // 2], "bit.npz": flipped}.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("packs.npz", "cut.npz", "bit.npz", "none"):
         with pytest.raises(DataError, match=r"is not a file of packs \(.*\). Make it with `megalith data pack`"):
             read_packs(str(tmp_path / name), ROOM)
 
