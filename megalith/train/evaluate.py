@@ -117,8 +117,11 @@ def evaluate(
         if tells:
             sums += found
             counts += sum(_counts(batch, tokenizer) for batch in some)
-        read += len(some) * rows * mesh.dp.size if budget is None else sum(len(batch.lengths) for batch in some)
+        mine = len(some) * rows if budget is None else sum(len(batch.lengths) for batch in some)
+        read += mine * mesh.dp.size
         tell(min(read, samples))
+    if read < samples:  # others had more documents than this rank
+        tell(samples)
     total = all_reduce_(torch.cat([sums, counts.to(device)]), mesh.world).tolist()
     return _summary(total[: len(sums)], total[len(sums) :], depths)
 

@@ -14,6 +14,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
+from megalith.plan.deal import budget_of
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.testing.tolerance import FP64
@@ -22,6 +23,7 @@ from megalith.train.evaluate import Evaluation, evaluate, held_weights, run_eval
 from megalith.train.folder import RunFolder
 from megalith.train.loop import run_training
 from megalith.train.staged import build_staged
+from megalith.verify.ragged import RaggedDocuments
 from megalith.verify.ranks import RaggedRows
 
 CPU = torch.device("cpu")
@@ -87,6 +89,31 @@ def test_any_layout_finds_the_same(world: int, settings: dict[str, str], samples
     for found in run_ranks(evaluation, world, run, 2, samples):
         assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
         assert (found.num_labels, found.bits_per_byte) == (reference.num_labels, pytest.approx(reference.bits_per_byte))
+
+
+PACKS = {
+    "precision.params": "fp64", "train.tokens_per_microbatch": "24", "train.micro_batch_size": "1",
+    "data.overlong": "truncate",
+}  # fmt: skip
+
+
+def packed_evaluation(rank: int, world: int, capacity: str) -> tuple[Evaluation, list[int]]:
+    """The mean over some documents in packs, and how many were told to have been read."""
+    run, told = tiny_run(PACKS | {"train.tokens_per_microbatch": capacity}), list[int]()
+    mesh = build_mesh(model_grid(run.parallel, run.model, world), rank=rank) if world > 1 else mesh_of_one()
+    documents, budget = RaggedDocuments(12, run.model.vocab_size, 20), budget_of(run.train, run.parallel, run.model)
+    found = evaluate(
+        build_trainer(run, mesh, CPU).staged, documents, Masks(), samples=SAMPLES, rows=1, tokenizer=ByteTokenizer(),
+        tell=told.append, budget=budget,
+    )  # fmt: skip
+    return found, told
+
+
+def test_packs_of_any_size_and_on_any_ranks_find_the_same_and_all_documents_are_told() -> None:
+    reference, _ = packed_evaluation(0, 1, "12")
+    for found, told in [packed_evaluation(0, 1, "40"), *run_ranks(packed_evaluation, 2, "24")]:
+        assert found.loss == pytest.approx(reference.loss, rel=FP64.relative)
+        assert found.num_labels == reference.num_labels and told == sorted(told) and told[-1] == SAMPLES
 
 
 FURTHER = {"precision.params": "fp64", "model.mtp.depths": "2", "model.vocab_size": "5", "model.num_layers": "2"}

@@ -303,6 +303,7 @@ def test_data_in_another_order_is_refused(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "step_0000002 was trained on other data or in another order:\n  then: pretrain mock" in text
     assert "Use the data and the data.num_train_samples that the run was started with, or choose another" in text
+    assert "Keep train.tokens_per_microbatch set or unset, as it was" in text
 
 
 def test_a_run_made_longer_than_its_order_goes_on_with_further_epochs(
