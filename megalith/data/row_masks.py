@@ -15,15 +15,38 @@ Seen = NDArray[np.bool_]
 
 
 def masks_of_rows(rows: Sequence[Row], *, padding: bool) -> list[RowMask | None]:
-    """What rows say of their tokens; with `padding` no token sees that at the end of a row of text."""
+    """What rows say of their tokens; with `padding` no token sees that at the end of a row of text.
+
+    In rows of which nothing is read, and so nothing learnt, nothing more is hidden: they need no way that knows masks.
+    """
     found = []
     for row in rows:
         mask = row.mask
-        if padding and isinstance(row, Sample) and row.num_valid < len(row.ids) - 1:
+        if padding and isinstance(row, Sample) and 0 < row.num_valid < len(row.ids) - 1:
             text = row.valid[:-1]
-            mask = RowMask(text) if mask is None else mask._replace(seen=mask.seen & text)
+            if mask is None or mask.seen.ndim == 1:
+                mask = RowMask(text if mask is None else mask.seen & text)
+            else:
+                mask = mask._replace(text=text if mask.text is None else mask.text & text)
         found.append(mask)
     return found
+
+
+def _text(row: RowMask | None) -> Seen | None:
+    """What of a row is no padding: [s]; None: all."""
+    if row is None:
+        return None
+    return row.seen if row.seen.ndim == 1 else row.text
+
+
+def _texts(rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Seen | None:
+    """The same of rows of these lengths, one after the other."""
+    texts = [_text(row) for row in rows]
+    if all(text is None for text in texts):
+        return None
+    return np.concatenate([
+        np.ones(length, np.bool_) if text is None else text for text, length in zip(texts, lengths, strict=True)
+    ])  # fmt: skip
 
 
 def with_row_masks(tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequence[int]) -> Tokens:
@@ -36,9 +59,8 @@ def with_row_masks(tokens: Tokens, rows: Sequence[RowMask | None], lengths: Sequ
         return tokens
     size, device = sum(lengths) // len(rows), tokens.positions.device
     _check(rows, size)
-    if any(row is not None and row.seen.ndim == 1 for row in rows):
-        text = [row.seen if row is not None and row.seen.ndim == 1 else np.ones(size, np.bool_) for row in rows]
-        tokens = with_padding(tokens, torch.from_numpy(np.concatenate(text)).to(device))
+    if (text := _texts(rows, [size] * len(rows))) is not None:
+        tokens = with_padding(tokens, torch.from_numpy(text).to(device))
     masks, end = list[torch.Tensor | None](), 0
     for length in lengths:
         row, start, end = rows[min(end // size, len(rows) - 1)], end % size, end + length
@@ -62,13 +84,16 @@ def joined_masks(rows: Sequence[RowMask | None], lengths: Sequence[int], size: i
         return None
     for row, length in zip(rows, lengths, strict=True):
         _check([row], length)
-    alone = _alone(rows)
+    alone, text = _alone(rows), _texts(rows, lengths)
+    text = None if text is None else np.pad(text, (0, size - len(text)))
+    if text is not None and all(row is None or row.seen.ndim == 1 for row in rows):
+        return RowMask(text)
     whole, end = np.zeros((size, size), np.bool_), 0
     for row, length in zip(rows, lengths, strict=True):
         own = slice(end, end + length)
         whole[own, own] = True if row is None else row.seen  # padding is the same for all queries
         end += length
-    return RowMask(whole, alone)
+    return RowMask(whole, alone, text)
 
 
 def _check(rows: Sequence[RowMask | None], size: int) -> None:
@@ -77,6 +102,11 @@ def _check(rows: Sequence[RowMask | None], size: int) -> None:
             raise DataError(
                 f"the mask of row {number} is {list(row.seen.shape)}: a row of {size} tokens must have "
                 f"[{size}, {size}], or [{size}] for padding. Pass one of such a shape."
+            )
+        if row is not None and row.text is not None and row.text.shape != (size,):
+            raise DataError(
+                f"the padding of row {number} is {list(row.text.shape)}: a row of {size} tokens must have [{size}]. "
+                f"Pass one of that shape."
             )
         if row is not None and row.seen.dtype != np.bool_:
             raise DataError(

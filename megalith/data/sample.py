@@ -13,6 +13,7 @@ class RowMask(NamedTuple):
 
     seen: NDArray[np.bool_]  # [seq_len, seq_len]: by which, of which; or [seq_len]: False for padding, which none sees
     alone: bool = False  # the mask takes the place of causality; then all rows of a dataset have one of all pairs
+    text: NDArray[np.bool_] | None = None  # [seq_len], beside a mask of pairs: False for padding
 
     def blank(self) -> "RowMask":
         """Of a row as long, in which nothing is seen."""

@@ -16,6 +16,8 @@ from megalith.data.packs import joined
 from megalith.data.row_masks import joined_masks, with_row_masks
 from megalith.data.sample import PackedSample, RowMask, Sample
 from megalith.errors import DataError
+from megalith.kernels.attention import attention
+from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens, tokens_of_lengths
 from megalith.kernels.visible import SeenPairs
 from megalith.plan.context import Slicing
@@ -63,11 +65,18 @@ def test_padding_of_rows_is_hidden_from_models_that_look_at_later_tokens() -> No
     for n, mask in enumerate((text < 12, text < 9, PAIRS[0].seen & (text < 5), text < 4)):
         here = slice(12 * n, 12 * (n + 1))
         assert np.array_equal(found[here, here], np.broadcast_to(mask, (12, 12)))
-    assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *[True] * 12, *(text < 4)]
+    assert batch.tokens.valid.tolist() == [*[True] * 12, *(text < 9), *(text < 5), *(text < 4)]
     assert build_batch([rows[0], short], Masks(), device=CPU).tokens.visible is None
     assert build_batch([rows[0], rows[0]], Masks(padding=True), device=CPU).tokens.visible is None
     whole = replace(short, num_valid=12)  # only the last label is padding
     assert build_batch([whole], Masks(padding=True), device=CPU).tokens.visible is None
+
+
+def test_rows_that_fill_up_a_batch_ask_for_no_way_that_knows_masks() -> None:
+    tokens = build_batch([sample(None, 1), sample(None, 2).blank()], Masks(padding=True), device=CPU).tokens
+    assert tokens.visible is None
+    x = torch.randn(24, 2, 8)
+    assert attention(x, x, x, tokens, Scores(causal=False), kernel="tiles").isfinite().all()
 
 
 def test_whether_padding_is_hidden_follows_from_the_model() -> None:
@@ -112,8 +121,20 @@ def test_joined_rows_have_their_masks_side_by_side_and_filler_sees_nothing() -> 
     expected[:3, :3], expected[3:5, 3:5], expected[5:9, 5:9] = np.eye(3), True, np.arange(4) != 1
     assert np.array_equal(row.mask.seen, expected)
     assert joined([replace(document, mask=None) for document in documents], Budget(capacity=12, longest=8)).mask is None
+    assert row.mask.text is not None and row.mask.text.tolist() == [*[True] * 6, False, True, True, *[False] * 3]
     every = joined_masks([RowMask(np.ones((2, 2), bool), alone=True)] * 2, [2, 2], 5)
-    assert every is not None and every.alone and every.seen.sum() == 8
+    assert every is not None and every.alone and every.seen.sum() == 8 and every.text is None
+
+
+def test_padding_in_joined_rows_is_padding_as_in_rows_of_their_own() -> None:
+    text, rest = np.arange(4) != 1, np.arange(8) < 7
+    row = joined_masks([RowMask(text), None], [4, 3], 8)
+    assert row is not None and row.seen.tolist() == [*text, *[True] * 3, False], "no [8, 8] for what [8] says"
+    pairs = joined_masks([RowMask(np.eye(4, dtype=bool), text=text), None], [4, 3], 8)
+    assert pairs is not None and pairs.text is not None and pairs.text.tolist() == [*text, *[True] * 3, False]
+    for mask in (row, pairs):
+        tokens = with_row_masks(tokens_of_lengths([4, 3, 1]), [mask], [4, 3, 1])
+        assert tokens.valid.tolist() == [*text, *rest[4:]] and not seen(tokens)[:, [1, 7]].any()
 
 
 def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
@@ -129,6 +150,9 @@ def test_rows_in_which_nothing_is_read_keep_the_kind_of_mask() -> None:
 MISTAKES = {
     "shape": (
         [RowMask(np.ones((3, 4), bool))], "the mask of row 0 is [3, 4]: a row of 4 tokens must have [4, 4], or [4]",
+    ),
+    "padding": (
+        [RowMask(np.ones((4, 4), bool), text=np.ones(3, bool))], "the padding of row 0 is [3]: a row of 4 tokens must",
     ),
     "numbers": ([RowMask(np.ones(4))], "the mask of row 0 is float64: expected bool, True where a token may be seen."),  # type: ignore[arg-type]  # the mistake
     "two kinds": (
