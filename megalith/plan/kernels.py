@@ -179,8 +179,18 @@ def _refused(op: Op, form: Form, run: TrainRun, device: str | None, missing: Map
         return f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals of keys"
     if op != "cross_entropy" and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
-    reason = backend.why_not(run.model)
+    reason = backend.why_not(run.model) or (_meets_padding(run) if form in ("tiles", "varlen") else None)
     return reason or why_not(backend, run.precision.params, device, missing)
+
+
+def _meets_padding(run: TrainRun) -> str | None:
+    """Why a way that knows no masks cannot read all rows of a run."""
+    if run.model.attention.causal or not run.data.keep_partial_valid:
+        return None
+    return (
+        "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with padding, which is "
+        "hidden by a mask, and it knows none"
+    )
 
 
 def _works(op: Op, run: TrainRun) -> str:

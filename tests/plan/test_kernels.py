@@ -74,6 +74,17 @@ def test_scores_that_a_way_does_not_know_are_named() -> None:
     assert "model.attention.window" not in other
 
 
+def test_a_way_that_knows_no_masks_is_refused_where_rows_end_with_padding_that_is_seen() -> None:
+    run = run_with({"data.keep_partial_valid": "true"}, attention="tiles")
+    both = replace(run, model=replace(run.model, attention=AttentionConfig(causal=False)))
+    (problem,) = forced_problems(both)
+    assert "data.keep_partial_valid=true with model.attention.causal=false: the last row ends with padding" in problem
+    assert problem.endswith("Set kernels.attention to torch, or to auto.")
+    whole = replace(both, data=replace(both.data, keep_partial_valid=False))
+    named = replace(both, kernels=KernelsConfig(attention="sdpa"))
+    assert [forced_problems(other) for other in (run, whole, named)] == [[], [], []]
+
+
 def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() -> None:
     run = run_with({"model.norm": "layer"})
     told, reason = lines_of_kernels(run, "cpu", {})
