@@ -58,8 +58,8 @@ def with_masks(tokens: Tokens, masks: Sequence[Tensor | None], *, alone: bool = 
 def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
     """The tokens of which those are padding where `text`, bool [t_kv], is False: no query sees them.
 
-    Of documents that are read whole they are not `valid` either, so that no expert computes or counts them. `text` is
-    of all keys as they were read, document after document, on every rank alike.
+    Of documents that are read whole they are not `valid` either, so that they count as no expert's work, and full
+    experts refuse them first. `text` is of all keys as they were read, document after document, on every rank alike.
 
     Raises:
         DataError: `text` is of another length, type or device than the keys.
@@ -78,6 +78,13 @@ def with_padding(tokens: Tokens, text: Tensor) -> Tokens:
     if context is not None:
         mine = text[torch.from_numpy(context.slices.numbers[context.rank]).to(device)]
     return replace(tokens, valid=tokens.valid & mine)
+
+
+def for_one_pass(tokens: Tokens) -> Tokens:
+    """The same tokens, for one way through some layers and back: what is made of their masks on it, as large as all
+    pairs, lasts no longer. Microbatches themselves are there for the whole step."""
+    visible = tokens.whole.visible
+    return tokens if visible is None else _given(tokens, replace(visible, found={}))
 
 
 def rows_of(lengths: Lengths, starts: Sequence[int | None]) -> NDArray[np.int64]:

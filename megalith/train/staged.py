@@ -12,6 +12,7 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Batch
 from megalith.errors import raise_all
 from megalith.kernels.engine import missing_here
+from megalith.kernels.masks import for_one_pass
 from megalith.kernels.tokens import BalanceShare
 from megalith.models.decoder import Decoder, build_chunks
 from megalith.nn.frozen import freeze
@@ -126,6 +127,7 @@ class _Running:
         """Hidden states of the stage before (none on the first), and what was handed on with them -> the same, or what
         backward starts from."""
         batch, given = self.batches[microbatch], self.model.received(received)
+        batch = replace(batch, tokens=for_one_pass(batch.tokens))
         if self.balance is not None:
             share = BalanceShare(microbatch, len(self.batches), self.balance * batch.part, batch.part)
             batch = replace(batch, tokens=replace(batch.tokens, balance=share))

@@ -26,6 +26,7 @@ from megalith.kernels.masks import with_masks, with_padding
 from megalith.kernels.relative_bias import reference_biases
 from megalith.kernels.scores import PLAIN, Scores, WeightDropout, keys_seen, masked_attention
 from megalith.kernels.tokens import DropoutKey, Tokens, tokens_of_lengths, tokens_of_queries, tokens_of_rows
+from megalith.kernels.visible import Visible
 
 LAYOUTS = {
     "long rows": tokens_of_rows(2, 70),
@@ -366,11 +367,23 @@ def test_with_masks_no_way_is_asked_that_knows_none(monkeypatch: pytest.MonkeyPa
             attention(*qkv(tokens, heads=4, kv_heads=2), tokens, scores, sinks_of(4) if has_sinks else None)
     q = torch.empty(1, 2, 8)
     strange = Scores(window=3)
-    assert [way_with_masks(q, q, scores, None) for scores in (PLAIN, Scores(causal=False), strange)] == [
+    given = q, q, ((1, 1),)
+    assert [way_with_masks(*given, scores, None, Visible()) for scores in (PLAIN, Scores(causal=False), strange)] == [
         "torch", "torch", "spans",
     ]  # fmt: skip
-    assert way_with_masks(q, q, replace(strange, relative=4), torch.zeros(2)) == "torch"
-    assert way_with_masks(q.to("meta"), q.to("meta"), strange, None) == "spans"
+    assert way_with_masks(*given, replace(strange, relative=4), torch.zeros(2), Visible()) == "torch"
+    assert way_with_masks(q.to("meta"), q.to("meta"), ((1, 1),), strange, None, Visible()) == "spans"
+
+
+def test_padding_of_long_causal_documents_takes_no_mask_of_all_pairs() -> None:
+    q, pairs, long = torch.empty(1, 2, 8), Visible(pairs=torch.ones(4, dtype=torch.bool)), ((5, 9), (3, 4096))
+    both = Scores(causal=False)
+    for lengths, scores, visible, way in (
+        (long, PLAIN, Visible(), "spans"), (((5, 2048), (1, 4096)), PLAIN, Visible(), "torch"),
+        (long, PLAIN, pairs, "torch"), (long, PLAIN, replace(pairs, alone=True), "torch"),
+        (long, both, Visible(), "torch"), (long, Scores(relative=4), Visible(), "torch"),
+    ):  # fmt: skip
+        assert way_with_masks(q, q, lengths, scores, None, visible) == way
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -1,5 +1,6 @@
 """Microbatches through all stages: the same evaluation and the same run as one process, and copies that stay equal."""
 
+import weakref
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,6 +13,8 @@ from megalith.config.train import TrainRun
 from megalith.data.loader import Loader, Masks
 from megalith.data.tokenizer import ByteTokenizer
 from megalith.errors import RankError
+from megalith.kernels import attention
+from megalith.kernels.sdpa import Mask, mask_for_torch
 from megalith.nn.moe.layer import MoE
 from megalith.observe.metrics import read_metrics
 from megalith.parallel.context import my_slicing
@@ -161,6 +164,27 @@ def test_overlap_changes_no_bit() -> None:
     )
     assert on[0][0] == off[0][0]
     assert torch.equal(on[1][1]["head"], off[1][1]["head"])
+
+
+@pytest.mark.parametrize("kept", ["none", "full"])
+def test_what_is_made_of_a_microbatchs_masks_is_made_once_and_gone_after_its_backward(kept: str) -> None:
+    run, made, alive = tiny_run({"recompute.granularity": kept}), list[weakref.ref[Tensor]](), list[int]()
+
+    def make(mask: Tensor, dtype: torch.dtype) -> Mask:
+        alive.append(sum(one() is not None for one in made))
+        found = mask_for_torch(mask, dtype)
+        made.append(weakref.ref(found.added))
+        return found
+
+    trainer = build_trainer(run, mesh_of_one(), CPU)
+    rows = RaggedRows(run.train.seq_len, run.model.vocab_size, 12, masked=(), masks="alone")
+    loader = Loader(
+        rows, Masks(), trainer.mesh.dp, global_batch_size=6, micro_batch_size=2, consumed=0, steps=1, device=CPU
+    )  # fmt: skip
+    batches = loader.next()
+    with patch.object(attention, "mask_for_torch", make):
+        train_step(trainer, batches, lr=1e-2, weight_decay=0.1)
+    assert run.model.num_layers > 1 and len(batches.microbatches) == 3 and alive == [0, 0, 0]
 
 
 WIDE = {"precision.params": "bf16", "model.fp32_residual": "true", "model.tied_embeddings": "false"}
