@@ -11,7 +11,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
-from megalith.verify import expert_faults, faults
+from megalith.verify import expert_faults, faults, pipeline_faults
 from megalith.verify.fault_table import EXPERT_NEEDS, adapters_of, memory_settings, with_attention, with_experts
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
@@ -94,7 +94,7 @@ def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
         places.append((owner, name))
         return original(owner, name, value)
 
-    for module in (faults, expert_faults):
+    for module in (faults, expert_faults, pipeline_faults):
         monkeypatch.setattr(module, "replaced", noted)
     for fault in FAULTS:
         places.clear()

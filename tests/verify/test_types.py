@@ -561,10 +561,10 @@ MIXED = {
     "offset": STAGED_EXPERTS, "clamped": replace(ON_EIGHT, dispatcher="reference", ep=4),
     "further experts": PAIRED, "padded": replace(ON_EIGHT, etp=2, zero=2),
     "whole latent": replace(PAIRED, order="dp-tp-cp-ep-pp"),
-    "planned pairs": replace(STAGED_EXPERTS, dispatcher="gather"),
+    "planned pairs": replace(STAGED_EXPERTS, dispatcher="gather"), "over the step": replace(ON_EIGHT, zero=1),
 }  # fmt: skip
 """Of every mixture one layout of 8 ranks: every dispatcher, etp 1 and tp, stages, pairs, state that is divided."""
-SLOW_MIXED = ("narrow", "planned", "clamped", "padded")
+SLOW_MIXED = ("narrow", "planned", "clamped", "padded", "over the step")
 
 
 def test_every_mixture_and_every_way_to_send_tokens_has_a_layout_whose_types_are_checked() -> None:
