@@ -20,6 +20,7 @@ from megalith.errors import DataError
 END_OF_TEXT = "<|endoftext|>"
 # What well-known tokenizers call it, for folders whose tokenizer_config.json does not say.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
+_OF_OTHERS = ("add_prefix_space", "add_bos_token", "add_eos_token")  # which GPT-2 does not
 _OF_GPT2 = (None, "GPT2Tokenizer", "GPT2TokenizerFast")  # whose two files say all; others cut texts in another way
 
 
@@ -208,6 +209,11 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
             f"{vocabulary}: of a {kind}, which does more than vocabulary and merges say. Use its tokenizer.json, as "
             f"transformers' save_pretrained writes it."
         )
+    if said := _beyond_gpt2(vocabulary.parent):
+        raise DataError(
+            f"{vocabulary}: files beside it say {', '.join(said)}, which vocabulary and merges alone do not. Use its "
+            f"tokenizer.json, as transformers' save_pretrained writes it."
+        )
     if not merges.is_file():
         raise DataError(f"tokenizer.path={vocabulary}: its merges {merges.name} must be beside it. Copy them there.")
     try:
@@ -221,6 +227,19 @@ def _of_gpt2(vocabulary: Path, merges: Path) -> Any:  # tokenizers.Tokenizer
     if tokenizer.token_to_id(END_OF_TEXT) is not None:
         tokenizer.add_special_tokens([END_OF_TEXT])
     return tokenizer
+
+
+def _beyond_gpt2(folder: Path) -> list[str]:
+    """What a folder says of its tokenizer that would give texts other ids than GPT-2's, in words."""
+    settings, added = _read_settings(folder / "tokenizer_config.json"), _read_settings(folder / "added_tokens.json")
+    found = [f"{name}=true" for name in _OF_OTHERS if settings.get(name)]
+    named = _read_settings(folder / "special_tokens_map.json") | settings
+    decoder = settings.get("added_tokens_decoder")
+    entries = [value for name, value in named.items() if name.endswith("_token")]
+    entries += named.get("additional_special_tokens") or []
+    entries += [*added, *(decoder.values() if isinstance(decoder, dict) else [])]
+    texts = dict.fromkeys(text for entry in entries if (text := _token_text(entry)) not in (None, END_OF_TEXT))
+    return found + [f"a token {text!r}" for text in texts]
 
 
 def is_gpt2(folder: Path) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -86,6 +87,34 @@ def test_two_files_that_do_not_make_a_tokenizer_of_gpt2_are_refused(folder: str,
         HuggingFaceTokenizer(str(file))
     with pytest.raises(DataError, match=r"the folder has no tokenizer\.json, only \['vocab\.json'\]"):
         HuggingFaceTokenizer(str(file.parent))
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "told"),
+    [
+        ("tokenizer_config.json", {"add_prefix_space": True}, "add_prefix_space=true"),
+        ("tokenizer_config.json", {"add_bos_token": True, "bos_token": "!"}, "add_bos_token=true, a token '!'"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"300": {"content": "<|pad|>"}}}, "a token '<|pad|>'"),
+        ("special_tokens_map.json", {"eos_token": "!", "pad_token": "!"}, "say a token '!', which"),
+        ("added_tokens.json", {"<|pad|>": 300}, "a token '<|pad|>'"),
+    ],
+)
+def test_what_gives_texts_other_ids_than_two_files_do_is_refused(
+    name: str, said: dict[str, object], told: str, folder: str, tmp_path: Path
+) -> None:
+    file = two_files(folder, tmp_path / "two")
+    usual = {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": False, "unk_token": "<|endoftext|>"}
+    rest = usual if name == "tokenizer_config.json" else {}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(usual))
+    (file.parent / name).write_text(json.dumps(rest | said))
+    before = HuggingFaceTokenizer(str(two_files(folder, tmp_path / "plain")))
+    theirs = transformers.GPT2Tokenizer.from_pretrained(file.parent)
+    text = "It was!<|pad|>"
+    assert (theirs(text).input_ids, theirs.eos_token_id) != (before.encode(text), before.eod), "reason enough"
+    with pytest.raises(DataError, match=rf"{re.escape(told)}.* Use its tokenizer\.json, as transformers"):
+        HuggingFaceTokenizer(str(file))
+    (file.parent / name).write_text(json.dumps(rest))
+    assert HuggingFaceTokenizer(str(file)).encode("It was") == before.encode("It was")
 
 
 def test_training_twice_gives_the_same_file(folder: str, tmp_path: Path) -> None:
