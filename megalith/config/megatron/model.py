@@ -133,5 +133,6 @@ def _further(draft: Draft) -> None:
 
 
 def _stage_of_its_own(layout: Plain) -> bool:
-    """Whether a layout string has a bar, at least one m, and the next bar."""
-    return layout is not None and re.search(r"\|m+(\*\d+)?\|", re.sub(r"[, ()]", "", str(layout))) is not None
+    """Whether a layout string has a bar, also one that a group repeats, at least one m, and the next bar."""
+    times = r"(\*\d+)?"
+    return layout is not None and re.search(rf"\|{times}(m{times})+\|", re.sub(r"[, ()]", "", str(layout))) is not None

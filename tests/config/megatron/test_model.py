@@ -105,7 +105,8 @@ def test_further_predictions(tiny: Translate) -> None:
     ("layout", "told"),
     [
         ("E|tt|m*2|L", "with m on a stage of its own"), ("E|t,t|(mm)|L", "with m on a stage of its own"),
-        ("E|t|tmm|L", "which has no stage with m and nothing else"),
+        ("E(t|)*2m,m|L", "with m on a stage of its own"), ("E|t|tmm|L", "which has no stage with m and nothing else"),
+        ("E(t|)*2(|mm)L", "which has no stage with m and nothing else"),
     ],
 )  # fmt: skip
 def test_the_layout_says_where_further_predictions_are(tiny: Translate, layout: str, told: str) -> None:
