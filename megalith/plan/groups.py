@@ -13,7 +13,7 @@ from megalith.config.schedule import ScheduleConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
 from megalith.plan.adapters import with_adapters
-from megalith.plan.frozen import first_trained_layer
+from megalith.plan.frozen import first_trained_layer, trained_names
 from megalith.plan.initial import Rates, rates_of
 from megalith.plan.parameters import HeldParameter, held_parameters
 
@@ -78,7 +78,7 @@ def pattern_problems(
     if problems:
         return problems
     moving = [one for one in held if is_trained(one, optim, lora)]
-    idle = [text for group in optim.groups for text in _without_effect(group, optim, moving)]
+    idle = [text for group in optim.groups for text in _without_effect(group, optim, model, moving)]
     return [*idle, *_conflicts(optim.groups, moving)]
 
 
@@ -111,8 +111,13 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
         return
     first = first_trained_layer(model, optim)
     routers = [f"layers.{layer}.moe.router" for layer in range(first, model.num_layers) if model.has_experts(layer)]
-    if first < model.num_layers and model.has_experts(model.num_layers - 1):
-        routers += [f"mtp.{depth}.layer.moe.router" for depth in range(model.mtp.depths)]
+    if model.has_experts(model.num_layers - 1):
+        trained = trained_names(model, optim)
+        routers += [
+            f"mtp.{depth}.layer.moe.router"
+            for depth in range(model.mtp.depths)
+            if any(_before_router(name, depth) for name in trained)
+        ]
     still = next((name for name in routers if not optim.trains(name)), None)
     for name in ("sequence", "batch", "global_batch", "z"):
         weight = getattr(model.moe.balance, name)
@@ -121,6 +126,16 @@ def _balance_problems(optim: OptimConfig, model: ModelConfig) -> Iterator[str]:
                 f"model.moe.balance.{name}={weight} where {still} is not trained: the loss would move what comes "
                 f"before it instead. Set model.moe.balance.{name}=0, or train the router."
             )
+
+
+def _before_router(name: str, depth: int) -> bool:
+    """Whether the router of a depth that predicts further ahead reads what a parameter has a part in: the depth before
+    it, or the model as far as its last norm, and its own layer as far as attention."""
+    if not name.startswith("mtp."):
+        return name != "head.weight"
+    _, number, rest = name.split(".", 2)
+    behind = rest.startswith(("layer.moe.", "layer.mlp_post_norm.", "norm."))
+    return int(number) < depth or (int(number) == depth and not behind)
 
 
 def _vector_problems(optim: OptimConfig, held: Sequence[HeldParameter]) -> Iterator[str]:
@@ -182,7 +197,9 @@ def _span_problems(where: str, group: GroupConfig, schedule: ScheduleConfig) -> 
         )
 
 
-def _without_effect(group: GroupConfig, optim: OptimConfig, moving: Sequence[HeldParameter]) -> Iterator[str]:
+def _without_effect(
+    group: GroupConfig, optim: OptimConfig, model: ModelConfig, moving: Sequence[HeldParameter]
+) -> Iterator[str]:
     """A group that reaches only what is not trained, or what does not decay."""
     where, reached = f"optim.groups[{group.name}]", [one for one in moving if fits(one.name, group.match)]
     if not reached:
@@ -195,6 +212,18 @@ def _without_effect(group: GroupConfig, optim: OptimConfig, moving: Sequence[Hel
             f"{where} decides the weight decay of {reached[0].name} and other vectors, which do not decay. Set "
             f"optim.decayed_vectors to {list(group.match)}, or remove it."
         )
+    elif any(_decay(group)) and not any(_decays(one, optim, model) for one in reached):
+        table = next(one.name for one in reached if one.matrix)
+        yield (
+            f"{where} decides the weight decay of {table}, which does not decay with model.embedding_init_std="
+            f"{model.embedding_init_std}. Remove it, or leave model.embedding_init_std unset."
+        )
+
+
+def _decays(one: HeldParameter, optim: OptimConfig, model: ModelConfig) -> bool:
+    """Whether a parameter has a weight decay, of whatever size."""
+    vector = not one.matrix and not fits(one.name, optim.decayed_vectors)
+    return not vector and rates_of(model, optim.kind, one.name, int(one.matrix)).decay > 0
 
 
 def _conflicts(groups: Sequence[GroupConfig], moving: Sequence[HeldParameter]) -> Iterator[str]:

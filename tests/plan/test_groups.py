@@ -107,6 +107,14 @@ def test_settings_of_a_group_that_make_no_sense_are_refused(settings: dict[str, 
     assert any(part in told for told in of_group(**settings)), of_group(**settings)
 
 
+def test_a_decay_of_tables_that_keep_their_spread_is_refused() -> None:
+    kept, table = replace(MODEL, embedding_init_std=1.0), GroupConfig(name="a", match=("embed.*",), weight_decay=0.5)
+    (told,) = problems(OptimConfig(groups=(table,)), kept)
+    assert "optim.groups[a] decides the weight decay of embed.weight" in told and "embedding_init_std=1.0" in told
+    assert problems(OptimConfig(groups=(replace(table, match=("embed.*", "head.weight")),)), kept) == []
+    assert problems(OptimConfig(groups=(table,))) == []
+
+
 def test_rates_that_start_or_stay_above_a_group_are_refused() -> None:
     group = OptimConfig(groups=(GroupConfig(name="a", match=("embed.*",), lr=1e-3, min_lr=1e-4),))
     warm = ScheduleConfig(lr=1e-2, warmup_steps=3, warmup_init=5e-3)
@@ -133,8 +141,15 @@ def test_adapters_are_chosen_by_lora_and_may_have_rates() -> None:
 def test_a_loss_for_a_router_that_stays_is_refused_where_it_would_move_others(model: ModelConfig) -> None:
     told = problems(OptimConfig(frozen=("*.moe.router",)), model)
     assert len(told) == 3 and all("the router" in text and "model.moe.balance." in text for text in told)
-    below = OptimConfig(trained=("head.weight", "norm.weight") if not model.tied_embeddings else ("norm.weight",))
-    assert problems(below, model) == []
+    behind = ("mtp.1.norm.weight", "mtp.1.layer.moe.experts.down") if model.mtp.depths else ("norm.weight",)
+    assert problems(OptimConfig(trained=behind), model) == []
+
+
+@pytest.mark.parametrize("trained", ["norm.weight", "mtp.0.project", "mtp.0.layer.attention.q", "mtp.*"])
+def test_a_router_that_predicts_further_ahead_stays_only_where_nothing_before_it_is_trained(trained: str) -> None:
+    optim = OptimConfig(trained=(trained,), frozen=("mtp.0.layer.moe.router",))
+    told = problems(optim, FURTHER_EXPERTS)
+    assert len(told) == 3 and all("mtp.0.layer.moe.router is not trained" in text for text in told)
 
 
 def test_rates_name_their_groups_and_keep_what_mup_makes() -> None:
