@@ -16,7 +16,7 @@ from megalith.plan.experts import router_text
 from megalith.plan.frozen import trained_names, with_frozen
 from megalith.plan.grid import Grid, expert_grid
 from megalith.plan.memory import mixture_of
-from megalith.plan.parameters import held_parameters, tensor_part
+from megalith.plan.parameters import HeldParameter, held_parameters, tensor_part
 from megalith.plan.simulate import even_costs, simulate
 from megalith.plan.workload import Workload
 
@@ -193,11 +193,14 @@ def explain(workload: Workload) -> Explanation:
     p = workload.run.parallel
     # Experts would be divided over the ranks that share a stage; a model without any has one of each weight.
     expert = workload.grid.experts or expert_grid(world=workload.world, etp=p.tp, ep=1, pp=p.pp, order=p.order)
-    parameters, stages = num_parameters(workload.run.model), tuple(stage_rows(workload))
+    c = workload.run.model
+    parameters, stages = num_parameters(c), tuple(stage_rows(workload))
+    # Not the stages' sum: tables that several of them hold would count again.
+    whole = held_parameters(c, tp=1, tp_rank=0, layers=range(c.num_layers), embedding=True, loss=True)
     return Explanation(
         world=workload.world,
         parameters=parameters,
-        trained=parameters if trains_all(workload.run) else sum(row.trained for row in stages),
+        trained=parameters if trains_all(workload.run) else _num_trained(workload.run, whole),
         kind=kind_text(workload.run.model),
         dense=axis_rows(workload.grid, ("tp", "cp", "dp", "pp")),
         expert=axis_rows(expert, ("etp", "ep", "edp", "pp")),
@@ -410,12 +413,17 @@ def stage_rows(workload: Workload) -> Iterator[StageRow]:
             loss=stage.loss,
             further=stage.further,
             parameters=sum(one.numel for one in held if one.counts),
-            trained=sum(one.numel for one in trained(with_frozen(with_adapters(held, c, run.lora), run.optim))),
+            trained=_num_trained(run, held),
             flops_share=(
                 sum(each[layer] for layer in stage.layers) + stage.loss * head + (stage.further > 0) * (ends - head)
             )
             / whole,
         )
+
+
+def _num_trained(run: TrainRun, held: Sequence[HeldParameter]) -> int:
+    """How many of these numbers, or of those of adapters to them, are trained."""
+    return sum(one.numel for one in trained(with_frozen(with_adapters(held, run.model, run.lora), run.optim)))
 
 
 def _head_work(run: TrainRun, ends: int) -> int:

@@ -189,3 +189,16 @@ def test_what_is_trained_is_everything_or_the_adapters() -> None:
     assert adapted.trained == 2 * 2 * (24 + 20) and adapted.parameters == plain.parameters
     assert [row.trained for row in adapted.stages] == [2 * (24 + 20)] * 2
     assert sum(row.flops_share for row in adapted.stages) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_what_is_trained_beside_frozen_layers_does_not_depend_on_stages_that_share_a_table(tied: str) -> None:
+    chosen = {
+        "model.num_layers": "4", "model.mtp.depths": "1", "model.tied_embeddings": tied, "optim.frozen": "[layers.0.*]",
+        "train.global_batch_size": "8",
+    }  # fmt: skip
+    alone = explain(plan_workload(tiny_run(chosen), 1))
+    assert alone.trained == alone.stages[0].trained < alone.parameters
+    for layout in ("Ett|tt||mL", "E|t*4|m|L"):
+        apart = {"parallel.pp": "4", "parallel.pipeline.layout": layout}
+        assert explain(plan_workload(tiny_run(chosen | apart), 4)).trained == alone.trained
