@@ -290,7 +290,7 @@ def build_batch(
     if (places := _places(samples, lengths)) is not None:
         tokens = with_places(tokens, places)
     hidden = masks_of_rows(samples, padding=masks.padding)
-    tokens = with_row_masks(tokens, hidden, lengths)
+    tokens = _without_filler(with_row_masks(tokens, hidden, lengths), packed)
     (own_ids, own_labels), *others = [(_flat(ids, device), _flat(labels, device)) for ids, labels in shared]
     return Batch(
         own_ids, own_labels, tokens, int(counted.sum()), read, num_read=sum(read), further=tuple(others),
@@ -309,19 +309,27 @@ def build_pack(
     samples = [dataset.sample(k) for k in documents]
     row = joined([sample for sample in samples if isinstance(sample, PackedSample)], budget)
     batch = build_batch([row], Masks(), device=device, slicing=slicing, further=further)
-    batch = _with_numbers(batch, numbers_of(documents, row, budget.longest), seed=dropout_seed)
-    return replace(batch, part=row.num_valid / even if even else 1.0)
+    tokens = _with_numbers(batch.tokens, numbers_of(documents, row, budget.longest), seed=dropout_seed)
+    return replace(batch, tokens=tokens, part=row.num_valid / even if even else 1.0)
 
 
-def _with_numbers(batch: Batch, numbers: Ids, *, seed: int | None) -> Batch:
-    """The batch with padding where `numbers` [t], of all that was read, are below 0; with dropout if it has a seed."""
-    context = batch.tokens.context
+def _without_filler(tokens: Tokens, rows: Sequence[PackedSample]) -> Tokens:
+    """The tokens of rows whose filler is padding, to which experts pay no heed."""
+    if all(row.num_valid == len(row.ids) for row in rows):
+        return tokens
+    text = [np.arange(len(row.ids)) < row.num_valid for row in rows]
+    return _with_numbers(tokens, np.where(np.concatenate(text), 0, -1), seed=None)
+
+
+def _with_numbers(tokens: Tokens, numbers: Ids, *, seed: int | None) -> Tokens:
+    """The tokens with padding where `numbers` [t], of all that was read, are below 0; with dropout if it has a seed."""
+    context = tokens.context
     source = None if context is None else context.slices.source
     every = numbers if source is None else np.where(source >= 0, numbers[source], -1)
     mine = every if context is None else every[context.slices.numbers[context.rank]]
     if context is not None:
         context = replace(context, whole=_marked(context.whole, every, seed))
-    return replace(batch, tokens=replace(_marked(batch.tokens, mine, seed), context=context))
+    return replace(_marked(tokens, mine, seed), context=context)
 
 
 def _marked(tokens: Tokens, numbers: Ids, seed: int | None) -> Tokens:

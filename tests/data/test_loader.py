@@ -215,6 +215,17 @@ def test_ranks_share_every_label_once_whatever_is_sliced() -> None:
         assert len({len(part.ids) for part in parts}) == 1
 
 
+@pytest.mark.parametrize("by", ["row", "document"])
+def test_filler_at_the_end_of_rows_is_marked_on_the_ranks_that_share_them(by: Literal["row", "document"]) -> None:
+    ids = np.arange(1, 13)
+    rows = [PackedSample(np.where(ids <= 7, ids, 0), np.full(12, 1), (3, 4, 5), 7), PackedSample(ids, ids, (12,), 12)]
+    for size in (1, 2):
+        slicings = [Slicing(ranks=size, rank=rank, by=by) for rank in range(size)]
+        found = [build_batch(rows, PLAIN, device=CPU, slicing=slicing) for slicing in slicings]
+        assert sum(int(batch.tokens.valid.sum()) for batch in found) == 7 + 12
+        assert all((batch.ids[batch.tokens.valid] > 0).all() for batch in found)
+
+
 def test_padding_of_documents_has_no_label_and_is_marked() -> None:
     parts = shares("document", Masks(eod=0, documents=True))
     padded = [int((~part.tokens.valid).sum()) for part in parts]
