@@ -475,10 +475,14 @@ class _Loop:
             )
         anew = self.origin is not None and rules.take == "progress"
         entries = self._weights() if anew else checkpoint_entries(self.trainer)
-        report = saved.load_into(entries, self.mesh.world, rules=rules, purpose="start" if anew else "resume")
         theirs = open_pretrained(saved.path, base=None if self.base is None else rules.load)
+        padded = self.origin is not None and theirs.model.vocab_size == run.model.vocab_size  # perhaps in another way
+        report = saved.load_into(
+            entries, self.mesh.world, rules=rules, purpose="start" if anew else "resume",
+            vocab_size=run.model.vocab_size if padded else None,
+        )  # fmt: skip
         # in a folder without settings no one has compared these
-        for line in compare_models(theirs, run.model, allow=rules.allow_model_changes):
+        for line in compare_models(theirs, run.model, allow=rules.allow_model_changes, padded=padded):
             self.progress.say(f"{saved.path}: {line}")
         # Moments that begin at zero now are corrected for that, as at the beginning of a run.
         fresh = anew or report.fresh_state

@@ -190,6 +190,32 @@ def test_a_checkpoint_without_optimizer_says_how_to_go_on_and_does(tmp_path: Pat
         assert torch.equal(tensor, stored(tmp_path / "a", 6)[key]), key
 
 
+@pytest.mark.parametrize(
+    ("take", "multiple", "zero"),
+    [
+        ("everything", "100", "0"), pytest.param("progress", "7", "0", marks=pytest.mark.slow),
+        pytest.param("everything", "7", "1", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_vocabulary_may_be_padded_in_another_way(take: str, multiple: str, zero: str, tmp_path: Path) -> None:
+    fixed = LATER | WIDE | {"checkpoint.load": str(tmp_path / "a"), "checkpoint.take": take}
+    train(tmp_path / "a", LATER | WIDE | SHORT)
+    train(tmp_path / "same", fixed)
+    other = fixed | {"model.vocab_multiple": multiple}
+    if zero == "0":
+        train(tmp_path / "other", other)
+    else:
+        run_ranks(train_as_rank, 2, tiny_run(other | {"parallel.zero": zero}), tmp_path / "other")
+    before, after, vocab = stored(tmp_path / "same", 6), stored(tmp_path / "other", 6), 257
+    assert before["model.embed.weight"].shape != after["model.embed.weight"].shape
+    tables = {key for key in before if key.endswith(("embed.weight", "head.weight"))}
+    assert len(tables) == 6 and all(not after[key][vocab:].any() for key in tables)
+    assert_close(
+        {key: one[:vocab] if key in tables else one for key, one in after.items()},
+        {key: one[:vocab] if key in tables else one for key, one in before.items()}, FP64,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("fresh", [True, False])
 def test_where_a_run_goes_on_is_told_and_where_its_schedule_will_end(fresh: bool, tmp_path: Path) -> None:
     train(tmp_path / "a", SHORT | {"train.steps": "2"})
