@@ -173,8 +173,8 @@ def forced_problems(run: TrainRun, device: str | None = None, missing: Mapping[s
 
 def _refused(op: Op, form: Form, run: TrainRun, device: str | None, missing: Mapping[str, str]) -> str | None:
     backend, shared = backend_of(op, form), run.parallel.cp
-    if op == "experts" and run.model.moe is None:
-        return "model.moe=null: there are none"
+    if absent := _absent(op, run):
+        return absent
     if op == "attention" and shared > 1 and form != "spans":
         return f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals of keys"
     if op != "cross_entropy" and run.train.compile:
@@ -193,11 +193,23 @@ def _meets_padding(run: TrainRun) -> str | None:
     )
 
 
+def _absent(op: Op, run: TrainRun) -> str | None:
+    """Why a run has nothing to compute so; None: it has."""
+    model = run.model
+    if op == "experts" and model.moe is None:
+        return "model.moe=null: there are none"
+    if op == "rope" and model.positions != "rope":
+        return f"model.positions={model.positions}: nothing is rotated"
+    if op == "dropout" and not model.dropout.drops() and (run.lora is None or run.lora.dropout == 0):
+        return f"model.dropout.residual={model.dropout.residual}, and all else is 0: nothing is dropped"
+    return None
+
+
 def _works(op: Op, run: TrainRun) -> str:
     """What to set instead."""
     if op == "attention" and run.parallel.cp > 1 and not run.train.compile:
         return "spans, or to auto"
-    return "auto" if run.train.compile or op == "experts" else "torch, or to auto"
+    return "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
 
 
 def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str]) -> list[str]:

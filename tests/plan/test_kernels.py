@@ -99,6 +99,20 @@ def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() ->
     assert "norm compiled" in compiled and "cross_entropy loops" in compiled
 
 
+@pytest.mark.parametrize(
+    ("settings", "part"),
+    [
+        ({"kernels.experts": "loop"}, "kernels.experts=loop: model.moe=null"),
+        ({"kernels.dropout": "loops"}, "kernels.dropout=loops: model.dropout.residual=0.0"),
+        ({"kernels.rope": "loops", "model.positions": "none"}, "kernels.rope=loops: model.positions=none"),
+    ],
+)
+def test_a_way_of_an_operation_that_a_run_lacks_is_refused(settings: dict[str, str], part: str) -> None:
+    (told,) = forced_problems(tiny_run(settings))
+    assert part in told and told.endswith(" to auto."), told
+    assert forced_problems(tiny_run({"kernels.dropout": "loops", "model.dropout.residual": "0.1"})) == []
+
+
 def test_only_operations_that_a_model_has_are_told_of() -> None:
     assert used_ops(tiny_run().model) == ("norm", "rope", "activation", "attention", "cross_entropy")
     assert "rope" not in used_ops(replace(tiny_run().model, positions="none"))
