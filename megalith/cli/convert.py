@@ -86,7 +86,7 @@ class ConvertOptions:
 
     take_over: bool = False
     """Go on also with what a conversion has left of which it is not known whether it still works: another machine's, or
-    this one's before it was started anew."""
+    this one's before it was started anew. What a process of this machine works on is never taken."""
 
     keep: bool = False
     """If the disk is full, or after Ctrl-C, leave what is whole for the next attempt; left out: remove it. A conversion

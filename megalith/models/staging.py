@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from megalith import storage
 from megalith.checkpoint.format import MANIFEST
@@ -22,6 +23,9 @@ INSIDES = (MANIFEST, "model.safetensors", "model.safetensors.index.json", "adapt
 
 OWN_FIELD = re.compile(rb'"world_size"\s*:')
 """What a manifest of ours has in its first lines."""
+
+Owner = Literal["gone", "here", "elsewhere"]
+"""Who began a folder: a process of this machine that is no more, or that works; or one that cannot be asked."""
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +100,10 @@ def _left_for(path: Path, attempt: Attempt) -> tuple[Path, Journal] | None:
     with _refusals_told(path):
         found = [
             (folder, read)
-            for folder, over in leftovers(path)
-            if (over or attempt.take_over) and (read := read_journal(folder)) is not None and len(read[1])
+            for folder, owner in leftovers(path)
+            if (owner == "gone" or (owner == "elsewhere" and attempt.take_over))
+            and (read := read_journal(folder)) is not None
+            and len(read[1])
         ]
     same = [(folder, journal) for folder, (recipe, journal) in found if not changed(recipe, attempt.recipe)]
     if found and not same:
@@ -121,12 +127,15 @@ def staging_of(path: Path, keep: Path | None = None) -> Path:
     """
     check_target(path)
     with _refusals_told(path):
-        for folder, over in leftovers(path):
+        for folder, owner in leftovers(path):
             if folder == keep:
                 continue
-            if over:
+            if owner == "gone":
                 storage.remove_tree(folder)
                 log.warning("%s: removed, left by a conversion that was killed", folder)
+            elif owner == "here":
+                text = "%s: another conversion to %s works there, or a process with its number. Remove it if"
+                log.warning(f"{text} that one does something else", folder, path)
             else:
                 text = "%s: another conversion to %s works there, or was killed. Remove it if none does"
                 log.warning(f"{text}, or pass --take-over to go on with it", folder, path)
@@ -183,16 +192,21 @@ def _is_of_weights(file: Path) -> bool:
         return False
 
 
-def leftovers(path: Path) -> list[tuple[Path, bool]]:
-    """Folders that conversions to `path` began and did not end, and whether it is known that nobody goes on."""
+def leftovers(path: Path) -> list[tuple[Path, Owner]]:
+    """Folders that conversions to `path` began and did not end, and what is known of who did."""
     pattern = re.compile(rf"\.{re.escape(path.name)}\.tmp-(?:(?P<machine>.+)-(?P<process>\d+)-)?[0-9a-f]{{8}}")
     found = []
     for name in storage.list_names(path.parent):
         match = pattern.fullmatch(name)
         if match is not None:
-            mine = match["machine"] == _machine()
-            found.append((path.with_name(name), mine and not _at_work(int(match["process"]))))
+            found.append((path.with_name(name), _owner(match["machine"], match["process"])))
     return found
+
+
+def _owner(machine: str | None, process: str) -> Owner:
+    if machine != _machine():
+        return "elsewhere"
+    return "here" if _at_work(int(process)) else "gone"
 
 
 def _machine() -> str:

@@ -87,8 +87,8 @@ def left_by(path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], piece
 
         patch.setattr(storage, "append_line", dies)
         assert main(["convert", *words, "--keep"]) == 2
-    ((folder, over),) = leftovers(path)
-    assert over
+    ((folder, owner),) = leftovers(path)
+    assert owner == "gone"
     gone = folder.with_name(folder.name.replace(f"-{os.getpid()}-", f"-{GONE}-"))
     folder.rename(gone)
     return gone
@@ -203,6 +203,17 @@ def test_what_may_be_anothers_work_is_gone_on_with_only_when_told_so(
     assert main(["convert", *words, "--take-over"]) == 0
     assert "going on where a conversion was ended: 3 pieces are there" in caplog.text
     assert contents(tmp_path / "first") == contents(tmp_path / "x") and not left.exists()
+
+
+def test_what_a_process_of_this_machine_works_on_is_never_gone_on_with(
+    theirs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = words_of("huggingface", theirs, tmp_path / "x")
+    left = left_by(tmp_path / "x", monkeypatch, words, 3)
+    left = left.rename(left.with_name(left.name.replace(f"-{GONE}-", f"-{os.getppid()}-")))
+    assert main(["convert", *words, "--take-over"]) == 0
+    assert f"{left}: another conversion to {tmp_path / 'x'} works there, or a process with its number" in caplog.text
+    assert "going on" not in caplog.text and left.exists() and (tmp_path / "x").exists()
 
 
 def test_a_full_disk_leaves_what_is_whole_when_asked_to(

@@ -41,7 +41,7 @@ def test_the_name_says_whose_it_is(tmp_path: Path, here: str) -> None:
     assert first.parent == tmp_path and first != second and not first.exists()
     assert first.name.startswith(f".x.tmp-{here}-{os.getpid()}-")
     first.mkdir()
-    assert leftovers(tmp_path / "x") == [(first, True)]
+    assert leftovers(tmp_path / "x") == [(first, "gone")]
 
 
 def test_what_was_left_by_a_process_that_is_gone_is_removed_and_told(
@@ -62,14 +62,15 @@ def test_what_somebody_may_be_at_work_in_is_told_and_stays(
     with caplog.at_level(logging.WARNING):
         staging_of(tmp_path / "x")
     assert (folder / "model.safetensors").read_bytes() == b"half"
-    assert f"{folder}: another conversion to {tmp_path / 'x'} works there, or was killed. Remove it" in caplog.text
+    known = ", or was killed. Remove it" if process == GONE else ", or a process with its number. Remove it"
+    assert f"{folder}: another conversion to {tmp_path / 'x'} works there{known}" in caplog.text
 
 
 def test_names_without_a_process_may_be_anybodys(tmp_path: Path, here: str) -> None:
     folder = tmp_path / ".x.tmp-0123abcd"
     folder.mkdir()
     (tmp_path / ".x.tmp-notes").mkdir()
-    assert leftovers(tmp_path / "x") == [(folder, False)]
+    assert leftovers(tmp_path / "x") == [(folder, "elsewhere")]
 
 
 @pytest.mark.parametrize("linux", [True, False])
@@ -83,10 +84,10 @@ def test_of_two_machines_with_one_name_none_removes_what_is_the_others(
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[1]") if linux else gone)
     one = staging._machine()
     left(tmp_path / "x", one, GONE)
-    assert leftovers(tmp_path / "x")[0][1] and staging._machine() == one and len(one) == 33
+    assert leftovers(tmp_path / "x")[0][1] == "gone" and staging._machine() == one and len(one) == 33
     monkeypatch.setattr("os.readlink", (lambda path: "pid:[2]") if linux else gone)
     monkeypatch.setattr("uuid.getnode", lambda: 7)
-    assert staging._machine() != one and not leftovers(tmp_path / "x")[0][1]
+    assert staging._machine() != one and leftovers(tmp_path / "x")[0][1] == "elsewhere"
 
 
 def test_what_exists_is_left_as_it_is(tmp_path: Path) -> None:
