@@ -346,6 +346,11 @@ class _Loop:
                 _log.warning("this rank's routing trace ends at step %d, the run goes on: %s", done, error)
             return None
         if done >= steps:
+            if steps and self.mesh.world.rank == 0 and not any(self.folder.routing.glob("rank_*.jsonl")):
+                _log.warning(
+                    "observe.routing_trace=%d: nothing is traced, since this run goes on after step %d. Set it to %d "
+                    "or more", steps, done, done + 1,
+                )  # fmt: skip
             return None
         layers, captures = len([*routers_of(self.trainer.staged.modules)]), self.run_config.observe.routing_captures
         return RoutingTrace(self.folder.routing, self.mesh, steps=steps, captures=captures, layers=layers)

@@ -208,6 +208,15 @@ def test_a_run_that_goes_on_with_fewer_traced_steps_leaves_none_of_a_killed_one(
     assert file.read_text() == first
 
 
+def test_a_run_that_goes_on_after_all_traced_steps_is_told_that_it_has_no_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(0, 1, mixture(train__steps="2", observe__routing_trace="0"), tmp_path)
+    train(0, 1, mixture(observe__routing_trace="1"), tmp_path)
+    said = "observe.routing_trace=1: nothing is traced, since this run goes on after step 2. Set it to 3 or more"
+    assert said in caplog.text and not any((tmp_path / "routing").glob("rank_*"))
+
+
 def test_a_damaged_trace_ends_and_is_left_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(0, 1, mixture(train__steps="1"), tmp_path)
     file = tmp_path / "routing" / "rank_00000.jsonl"
