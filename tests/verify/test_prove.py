@@ -85,7 +85,7 @@ def test_the_parts_of_a_run_come_in_order_and_a_fault_fails_only_the_last(monkey
     rows = prove_run(run, 4, fault="sp_norm_not_summed")
     assert list(dict.fromkeys(row.part for row in rows)) == ["a", "b", "c", "d"]
     assert all(row.holds for row in rows if row.part != "d")
-    assert any(not row.holds and "_norm.weight" in row.answer for row in rows)
+    assert any(not row.holds and "_norm.weight" in row.answer for row in rows), [row.answer for row in rows]
     monkeypatch.setattr(prove, "proved", lambda case: "rank 1 raised")
     failed = prove_run(run, 2)
     assert not failed[-1].holds and failed[-1].answer.endswith("rank 1 raised")
