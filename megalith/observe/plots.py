@@ -2,9 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalith.observe.metrics import read_metrics
 from megalith.observe.routing import Foresight, Use
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def plot_run(folder: Path) -> Path | None:
@@ -13,7 +17,6 @@ def plot_run(folder: Path) -> Path | None:
     curves = {name: _curve(rows, name) for name in ("loss", "eval_loss", "grad_norm", "lr")}
     if not curves["loss"][0]:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 8), layout="constrained")
@@ -30,12 +33,7 @@ def plot_run(folder: Path) -> Path | None:
     rate.set_xlabel("step")
     for axes in (loss, norm, rate):
         axes.grid(alpha=0.3)
-    figure.suptitle(folder.name)
-    target = folder / "plots" / "loss.png"
-    target.parent.mkdir(exist_ok=True)
-    FigureCanvasAgg(figure)  # draws without a screen
-    figure.savefig(target)
-    return target
+    return _saved(figure, folder, "loss")
 
 
 def plot_experts(folder: Path) -> Path | None:
@@ -46,7 +44,6 @@ def plot_experts(folder: Path) -> Path | None:
     loads = sorted((name for name in names if name.endswith("_load") and name != "moe_max_load"), key=_number)
     if not loads:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     whole = (name for name in names if not name.startswith(("moe_layers_", "moe_mtp_")))
@@ -67,12 +64,7 @@ def plot_experts(folder: Path) -> Path | None:
         loss.legend(fontsize="small")
     for axes in (load, loss):
         axes.grid(alpha=0.3)
-    figure.suptitle(folder.name)
-    target = folder / "plots" / "experts.png"
-    target.parent.mkdir(exist_ok=True)
-    FigureCanvasAgg(figure)
-    figure.savefig(target)
-    return target
+    return _saved(figure, folder, "experts")
 
 
 def plot_routing(
@@ -82,7 +74,6 @@ def plot_routing(
 
     `found`: of layers' choices, what a router finds in the hidden states of a layer, itself or the one before.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 8), layout="constrained")
@@ -106,8 +97,15 @@ def plot_routing(
     told.set_ylabel("told by the layer before")
     told.legend(fontsize="small")
     told.grid(alpha=0.3)
+    return _saved(figure, folder, "routing")
+
+
+def _saved(figure: "Figure", folder: Path, name: str) -> Path:
+    """Write a figure among the plots of a run, without a screen."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     figure.suptitle(folder.name)
-    target = folder / "plots" / "routing.png"
+    target = folder / "plots" / f"{name}.png"
     target.parent.mkdir(exist_ok=True)
     FigureCanvasAgg(figure)
     figure.savefig(target)
