@@ -5,6 +5,7 @@ exits with 2. Anything else is a fault of ours and keeps its traceback.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -21,6 +22,17 @@ class DataError(UserError):
 
 class CheckpointError(UserError):
     """A checkpoint that is missing, damaged, in use, or belongs to another model."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint whose tensors cannot be read as they were saved; the same error on every rank that loads it."""
+
+    def __init__(self, reason: str, path: Path | None = None, advice: str = "") -> None:
+        super().__init__(f"{reason}{advice}")
+        self.reason = reason
+        """Which file is damaged, and how, without advice."""
+        self.path = path
+        """The checkpoint's folder."""
 
 
 class PlanError(UserError):

@@ -7,7 +7,7 @@
         state.json            everything that is not a tensor
         config.yaml           the run's settings
         .metadata             the same boxes for torch.distributed.checkpoint; a pickle, so never read by us
-        manifest.json         every box and every file with its length and SHA-256; written last
+        manifest.json         every box and file with its length and SHA-256, and a SHA-256 of all this; written last
       step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted
 
 A folder without a manifest is not a checkpoint.
@@ -17,7 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ STATE = "state.json"
 CONFIG = "config.yaml"
 METADATA = ".metadata"
 LATEST = "latest"
+
+MANIFEST_SHA256 = "manifest_sha256"
+"""Last field of the manifest: `manifest_digest` of the other fields. Manifests saved before 2026-11-24 lack it."""
 
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, name)
@@ -86,6 +89,9 @@ class Manifest:
 
     tensors: dict[str, StoredTensor]
     files: dict[str, StoredFile]
+
+    sha256: str | None = field(default=None, compare=False)
+    """`manifest_digest` of the file that it was read from, compared; None: the file has none, or there is no file."""
 
 
 def folder_name(step: int) -> str:
@@ -180,20 +186,35 @@ def dump_manifest(manifest: Manifest, versions: Mapping[str, str]) -> bytes:
     }
     lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     entries = ",\n".join(f"  {json.dumps(key)}: {json.dumps(tensor)}" for key, tensor in tensors.items())
-    return ("{\n" + ",\n".join([*lines, '"tensors": {\n' + entries + "\n}"]) + "\n}\n").encode()
+    digest = manifest_digest(head | {"tensors": tensors})
+    lines += ['"tensors": {\n' + entries + "\n}", f"{json.dumps(MANIFEST_SHA256)}: {json.dumps(digest)}"]
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def manifest_digest(raw: Mapping[str, Any]) -> str:  # JSON
+    """Return the SHA-256 of a manifest's fields, without the digest itself, as JSON with sorted keys and no spaces."""
+    fields = {name: value for name, value in raw.items() if name != MANIFEST_SHA256}
+    return sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode())
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
     """The manifest in `data`, which may come from anyone: nothing in it is believed that was not checked.
 
     Raises:
-        CheckpointError: `path` names the file; the text is not ours, from a newer format, or contradicts itself.
+        CheckpointError: `path` names the file; the text is not ours, from a newer format, contradicts itself, or was
+            changed after it was saved.
     """
     try:
         raw = json.loads(data)
         version = _natural(raw["format"])
         if version <= FORMAT:
-            return _manifest(raw)
+            manifest, computed = _manifest(raw), manifest_digest(raw)
+            if manifest.sha256 in (None, computed):
+                return manifest
+            raise CheckpointError(
+                f"{path}: this file was changed after it was saved. {MANIFEST_SHA256} says {manifest.sha256}, and its "
+                f"other fields have {computed}. Copy the folder again, or use another checkpoint."
+            )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path}: this is not the manifest of a checkpoint ({type(error).__name__}: {error}). "
@@ -221,7 +242,8 @@ def _manifest(raw: Any) -> Manifest:  # JSON from a stranger; so are the functio
     for name in (STATE, CONFIG):
         if name not in files or files[name].sha256 is None:
             raise ValueError(f"no hash of {name}, expected one")
-    return Manifest(_natural(raw["step"]), _natural(raw["world_size"]), tensors, files)
+    digest = _digest(raw[MANIFEST_SHA256]) if MANIFEST_SHA256 in raw else None
+    return Manifest(_natural(raw["step"]), _natural(raw["world_size"]), tensors, files, digest)
 
 
 def _stored_file(raw: Any) -> StoredFile:

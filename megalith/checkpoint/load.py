@@ -38,7 +38,7 @@ from megalith.checkpoint.strictness import (
     refused,
 )
 from megalith.config.checkpoint import CheckpointConfig
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group
 from megalith.plan.shards import Box, intersect
 
@@ -84,6 +84,22 @@ class Checkpoint:
                 f"and set checkpoint.load to where it is then."
             )
         return self.state
+
+    def warnings(self) -> list[str]:
+        """Return a sentence for everything that is unusual about its files and does not keep it from being loaded."""
+        warnings = []
+        if self.manifest.sha256 is None:
+            warnings.append(
+                f"{self.path / layout.MANIFEST} has no {layout.MANIFEST_SHA256}, as it was saved by an older version: "
+                f"changes to the file would not be noticed. Checkpoints that are saved from now on have it."
+            )
+        problem = _wrong_lengths(self.path, self.manifest).get(layout.METADATA)
+        if problem is not None:
+            warnings.append(
+                f"{problem} Megalith does not read this file, torch.distributed.checkpoint does. If you need it, copy "
+                f"the checkpoint with a tool that copies files whose names begin with a dot, such as cp -r."
+            )
+        return warnings
 
     def keys(self) -> list[str]:
         """Names of the tensors, sorted: `model.NAME` and `optimizer.ROLE.NAME`."""
@@ -137,9 +153,10 @@ class Checkpoint:
         Where `vocab_size` is given, tables of the vocabulary may have other numbers of rows behind it, which are zero.
 
         Raises:
-            CheckpointError: on every rank with the same text: shapes differ; tensors are missing or surplus that
-                `rules` do not let pass (all are named, before anything is changed); or a file is damaged (the complete
-                checkpoints beside it are named).
+            CheckpointError: on every rank with the same text: shapes differ, or tensors are missing or surplus that
+                `rules` do not let pass (all are named, before anything is changed).
+            DamagedCheckpointError: on every rank with the same text: a rank could not read a file or found it damaged;
+                some tensors may be filled already. The complete checkpoints beside it are named.
         """
         sources = {entry.key: self._source(entry) for entry in entries}
         asked = together(lambda: [(entry.key, sources[entry.key], entry.shard.shape) for entry in entries], world)
@@ -157,7 +174,7 @@ class Checkpoint:
             found = together(lambda: self._reconcile(filled, sources, prefer_weights=rules.prefer_weights), world)
         except CheckpointError as error:
             advice = together(lambda: _instead_of(self.path) if world.rank == 0 else "", world)[0]
-            raise CheckpointError(f"{error}{advice}") from error
+            raise DamagedCheckpointError(str(error), self.path, advice) from error
         if world.rank == 0:
             announce(report, rules, self.path)
             if line := worst_line(found, prefer_weights=rules.prefer_weights):
@@ -291,6 +308,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """
     manifest = _read_manifest(path)
     wrong = _wrong_lengths(path, manifest)
+    wrong.pop(layout.METADATA, None)  # which is for other tools: `Checkpoint.warnings`
     if wrong:
         lines = "\n".join(wrong.values())
         raise CheckpointError(f"{lines}\n{_AGAIN}, or use an older one.")
@@ -346,11 +364,16 @@ def find_latest(folder: Path) -> Path | None:
 
 
 def verify_checkpoint(path: Path) -> list[str]:
-    """Everything that is wrong with a checkpoint: lengths, hashes, and bytes that are not tensors. Empty: sound."""
+    """Return everything that is wrong with a checkpoint: lengths, hashes, bytes that are not tensors. Empty: sound.
+
+    A `.metadata` that was not copied is no problem but one of `Checkpoint.warnings`.
+    """
     try:
         manifest = _read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
+    if not (path / layout.METADATA).exists():
+        manifest.files.pop(layout.METADATA, None)
     wrong = _wrong_lengths(path, manifest)
     problems = list(wrong.values())
     for name, file in sorted(manifest.files.items()):
@@ -396,13 +419,18 @@ def _looks_like(path: Path) -> str:
     return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or use an older one."
 
 
-def _instead_of(path: Path) -> str:
-    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty otherwise.
+def list_other_checkpoints(path: Path) -> list[Path]:
+    """Return the complete checkpoints in the same folder as the one in `path`, newest first, without that one.
 
     Their tensors are not read: that would take as long as loading each of them.
     """
-    beside = [found for found in layout.step_folders(path.parent).values() if found.name != path.name]
-    complete = [found.name for found in reversed(beside) if is_complete(found)]
+    others = [folder for folder in layout.step_folders(path.parent).values() if folder.name != path.name]
+    return [folder for folder in reversed(others) if is_complete(folder)]
+
+
+def _instead_of(path: Path) -> str:
+    """How to go on without the checkpoint in `path`, when there are complete ones beside it; empty otherwise."""
+    complete = [folder.name for folder in list_other_checkpoints(path)]
     if not complete:
         return ""
     more = f" and {len(complete) - 3} more" if len(complete) > 3 else ""
@@ -421,8 +449,8 @@ def _wrong_lengths(path: Path, manifest: Manifest) -> dict[str, str]:
         except OSError as error:
             tensors = sum(any(box.file == name for box in tensor.boxes) for tensor in manifest.tensors.values())
             wrong[name] = (
-                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes, "
-                f"parts of {tensors} tensors."
+                f"{path / name}: cannot be read ({error.strerror}); expected {file.nbytes:,} bytes"
+                f"{f', parts of {tensors} tensors' if tensors else ''}."
             )
             continue
         if found != file.nbytes:

@@ -36,6 +36,25 @@ def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Pat
     return removed
 
 
+def set_aside_damaged(path: Path) -> Path:
+    """Rename a damaged checkpoint to step_NNNNNNN.damaged and point `latest` to the newest complete one.
+
+    The folder is kept for inspection, and no longer counts as a checkpoint: otherwise `apply` would count it as one of
+    the newest and delete a good one instead. Only for the holder of the run's lock. Returns the new path.
+
+    Raises:
+        OSError: the folder cannot be renamed.
+    """
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    storage.rename(path, aside)
+    storage.sync_folder(path.parent)
+    _correct_pointer(path.parent)
+    return aside
+
+
 def sweep(folder: Path) -> list[Path]:
     """Remove what killed saves left behind, and put back a checkpoint that an interrupted overwrite had moved aside.
 

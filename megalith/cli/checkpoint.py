@@ -141,6 +141,8 @@ def verify(argv: list[str]) -> int:
         print(f"{path}: {'sound' if not problems else f'{len(problems)} problems'}")
         for problem in problems:
             print(f"  {problem}")
+        for warning in [] if problems else open_checkpoint(Path(path)).warnings():
+            print(f"  warning: {warning}")
     return int(any(found.values()))
 
 

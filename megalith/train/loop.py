@@ -6,15 +6,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry
-from megalith.checkpoint.load import Checkpoint, find_latest, open_checkpoint
+from megalith.checkpoint.load import Checkpoint, find_latest, list_other_checkpoints, open_checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.retention import sweep
+from megalith.checkpoint.retention import set_aside_damaged, sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
@@ -23,7 +24,7 @@ from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megalith.kernels.engine import missing_here
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
@@ -128,13 +129,10 @@ class _Loop:
     ) -> None:  # fmt: skip
         self.run_config, self.folder, self.mesh, self.progress, self.lock = run, folder, mesh, progress, lock
         self.writer = mesh.world.rank == 0
-        found = together(lambda: find_latest(folder.checkpoints) if self.writer else None, mesh.world)[0]
-        saved = None if found is None else open_checkpoint(found)
-        if saved is not None:
-            saved.require_state(*PROGRESS)
+        saved = self._open_newest()
         self.origin = open_origin(run.checkpoint, mesh.world) if saved is None else None
         begun = saved or self.origin
-        self.state = TrainState() if begun is None else TrainState.from_json(begun.state["train"])
+        self.state = _read_train_state(begun)
         if self.origin is not None:
             check_steps_left(run, self.origin, self.state)
         self.tokenizer = matching_tokenizer(run)
@@ -142,7 +140,13 @@ class _Loop:
         self.trainer = build_trainer(
             run, mesh, device, fill=saved is None and needs_first_weights(run), fill_frozen=keeps_first_weights(run)
         )
-        self._load(saved)
+        while (damage := self._load_or_find_damage(saved)) is not None:
+            saved = self._fall_back(damage)
+            self.state = _read_train_state(saved)
+            self.data = self._open_data(saved)
+        if saved is not None and self.writer:
+            for warning in saved.warnings():
+                _log.warning(warning)
         _compare_replicas(self.trainer)
         _compare_stages(self.trainer)
         if self.writer:
@@ -430,6 +434,60 @@ class _Loop:
             "order_longer": list(self.data.orders[1:]), "tokenizer": self.tokenizer.fingerprint,
         }  # fmt: skip
 
+    def _open_newest(self) -> Checkpoint | None:
+        """Open the newest complete checkpoint of the run; None if it has none. Collective.
+
+        Raises:
+            CheckpointError: the run has checkpoints, and none is complete or holds the state of a run.
+        """
+        folder = self.folder.checkpoints
+        path = together(lambda: find_latest(folder) if self.writer else None, self.mesh.world)[0]
+        if path is None:
+            return None
+        checkpoint = open_checkpoint(path)
+        checkpoint.require_state(*PROGRESS)
+        return checkpoint
+
+    def _load_or_find_damage(self, saved: Checkpoint | None) -> DamagedCheckpointError | None:
+        """Load what the run begins with; return the error if the run's own checkpoint, `saved`, is damaged."""
+        try:
+            self._load(saved)
+        except DamagedCheckpointError as error:
+            if saved is None or error.path != saved.path:  # a checkpoint that the user has named: no other will do
+                raise
+            return error
+        return None
+
+    def _fall_back(self, damage: DamagedCheckpointError) -> Checkpoint:
+        """Set the run's damaged checkpoint aside and open the newest other one. Collective: `damage` is on every rank.
+
+        Raises:
+            DamagedCheckpointError: there is no other complete checkpoint; the damaged one stays where it is.
+        """
+        path = damage.path
+        assert path is not None, "raised by Checkpoint.load_into"
+
+        def set_aside() -> Path | None:
+            if not (self.writer and list_other_checkpoints(path)):
+                return None
+            return set_aside_damaged(path)
+
+        aside = together(set_aside, self.mesh.world)[0]
+        if aside is None:
+            raise damage
+        older = self._open_newest()
+        assert older is not None, "list_other_checkpoints named one"
+        if self.writer:
+            _log.warning(
+                "passing over checkpoint %s: %s It was renamed to %s. Resuming from %s.",
+                path.name, damage.reason, aside, older.path.name,
+            )  # fmt: skip
+        # The damaged one may have filled some of these; where the older one has none, they begin at zero.
+        for slot in self.trainer.optimizer.slots:
+            for tensor in slot.state.values():
+                tensor.zero_()
+        return older
+
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or what is asked for from the one it starts from."""
         run, rules = self.run_config, self.run_config.checkpoint
@@ -596,6 +654,11 @@ class _RunData:
     splits: Splits
     orders: tuple[int, ...]
     """The count of training samples that the order was built for, and those that the run was made longer to."""
+
+
+def _read_train_state(checkpoint: Checkpoint | None) -> TrainState:
+    """Return the counters of a checkpoint; those of a run that begins if there is none."""
+    return TrainState() if checkpoint is None else TrainState.from_json(checkpoint.state["train"])
 
 
 def needs_first_weights(run: TrainRun) -> bool:

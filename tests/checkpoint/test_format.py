@@ -16,6 +16,7 @@ from megalith.checkpoint.format import (
     StoredTensor,
     dump_manifest,
     folder_name,
+    manifest_digest,
     merge_tensors,
     parse_manifest,
     show_bytes,
@@ -55,7 +56,11 @@ def test_the_text_has_one_line_per_tensor_and_says_who_wrote_it() -> None:
     lines = dump_manifest(MANIFEST, {"torch": "2.13.0"}).decode().splitlines()
     assert sum('"model.' in line for line in lines) == 3
     assert '"versions": {"torch": "2.13.0"},' in lines
-    assert json.loads("".join(lines))["format"] == FORMAT
+    raw = json.loads("".join(lines))
+    assert raw["format"] == FORMAT
+    assert lines[-2] == f'"manifest_sha256": "{manifest_digest(raw)}"', (
+        "old versions ignore fields that they do not know"
+    )
 
 
 @pytest.mark.parametrize("change,reason", [
@@ -77,6 +82,7 @@ def test_the_text_has_one_line_per_tensor_and_says_who_wrote_it() -> None:
     (lambda m: m["tensors"]["model.w"]["boxes"][0].update(file="other"), "KeyError: 'other'"),
     (lambda m: m["tensors"]["model.w"]["boxes"][1].update(offset=6), "ends behind the end of __1_0.distcp"),
     (lambda m: m["tensors"]["model.w"]["boxes"][1].update(nbytes=1e3), "1000.0 where a count"),
+    (lambda m: m.update(manifest_sha256=None), "None where a SHA-256 was expected"),
 ])  # fmt: skip
 def test_a_manifest_that_lies_is_refused(change: Callable[[Any], object], reason: str) -> None:
     with pytest.raises(CheckpointError, match=rf"c/manifest.json: this is not the manifest .*{reason}.*use another"):

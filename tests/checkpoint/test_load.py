@@ -19,9 +19,10 @@ from torch import Tensor
 
 from megalith import storage
 from megalith.checkpoint.boxes import Entry
-from megalith.checkpoint.load import find_latest, open_checkpoint, verify_checkpoint
+from megalith.checkpoint.format import MANIFEST_SHA256, manifest_digest
+from megalith.checkpoint.load import find_latest, list_other_checkpoints, open_checkpoint, verify_checkpoint
 from megalith.config.checkpoint import Answer, CheckpointConfig
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, alone
 from megalith.plan.shards import Shard, whole
 
@@ -49,8 +50,10 @@ def saved(tmp_path: Path, tiny: SimpleNamespace, entries: Sequence[Entry]) -> Pa
 
 
 def edit_manifest(path: Path, change: Callable[[Any], object]) -> None:
+    """Change the manifest and its SHA-256, so that only what it says is wrong."""
     raw = json.loads((path / "manifest.json").read_text())
     change(raw)
+    raw[MANIFEST_SHA256] = manifest_digest(raw)
     (path / "manifest.json").write_text(json.dumps(raw))
 
 
@@ -375,7 +378,7 @@ def test_damage_that_one_rank_meets_ends_the_load_on_all(
 
     errors = run_threads(2, work)
     assert str(errors[0]) == str(errors[1]) and "__0_0.distcp" in str(errors[0])
-    assert {type(error) for error in errors} == {CheckpointError}
+    assert {type(error) for error in errors} == {DamagedCheckpointError} and {error.path for error in errors} == {path}
 
 
 def test_a_flipped_bit_is_found_placed_and_said(tmp_path: Path, tiny: SimpleNamespace) -> None:
@@ -415,7 +418,9 @@ def test_a_damaged_newest_one_names_the_complete_ones_beside_it_and_the_way_to_t
         return open_checkpoint(paths[-1]).load_into(entries_of({"a": torch.zeros(64)}), world)
 
     errors = run_threads(2, load)
-    assert {type(error) for error in errors} == {CheckpointError} and str(errors[0]) == str(errors[1])
+    assert {type(error) for error in errors} == {DamagedCheckpointError} and str(errors[0]) == str(errors[1])
+    assert {error.path for error in errors} == {paths[-1]} and "To resume" not in errors[0].reason
+    assert list_other_checkpoints(paths[-1]) == [paths[4], paths[3], paths[2], paths[0]]
     assert "(model.a [0:64]): damaged. SHA-256 expected" in str(errors[0])
     assert str(errors[0]).endswith(
         "\nComplete in the same folder: step_0000010, step_0000008, step_0000006 and 1 more. To resume from "
@@ -441,6 +446,62 @@ def test_a_changed_text_is_found(tmp_path: Path, tiny: SimpleNamespace, name: st
     if name != ".metadata":  # which we never read
         with pytest.raises(CheckpointError, match=f"{name}: damaged"):
             open_checkpoint(path)
+
+
+def swap_boxes(raw: Any) -> None:
+    """Let each of two tensors of one shape have the bytes of the other."""
+    a, b = raw["tensors"]["model.a"], raw["tensors"]["model.b"]
+    a["boxes"], b["boxes"] = b["boxes"], a["boxes"]
+
+
+@pytest.mark.parametrize("change", [swap_boxes, lambda raw: raw.update(step=99)], ids=["swapped boxes", "step"])
+def test_edited_manifest_is_rejected_and_an_older_checkpoint_is_used(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture, change: Callable[[Any], object]
+) -> None:
+    entries = entries_of({"a": torch.ones(2), "b": torch.zeros(2)})
+    older, path = (tiny.save(tmp_path, step, [entries]) for step in (50, 100))
+    raw = json.loads((path / "manifest.json").read_text())
+    saved_digest = raw[MANIFEST_SHA256]
+    change(raw)
+    (path / "manifest.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(path)
+    assert str(raised.value) == (
+        f"{path}/manifest.json: this file was changed after it was saved. manifest_sha256 says {saved_digest}, and its "
+        f"other fields have {manifest_digest(raw)}. Copy the folder again, or use another checkpoint."
+    )
+    assert verify_checkpoint(path) == [str(raised.value)]
+    assert find_latest(tmp_path) == older
+    assert f"passing over checkpoint step_0000100: {path}/manifest.json: this file was changed" in caplog.text
+
+
+def test_manifest_without_a_checksum_is_loaded_with_a_warning(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    """As versions before 2026-11-24 saved it."""
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    assert open_checkpoint(path).warnings() == []
+    raw = json.loads((path / "manifest.json").read_text())
+    del raw[MANIFEST_SHA256]
+    (path / "manifest.json").write_text(json.dumps(raw))
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.read("model.a").tolist() == [1, 1] and verify_checkpoint(path) == []
+    (warning,) = checkpoint.warnings()
+    assert warning.startswith(f"{path}/manifest.json has no manifest_sha256, as it was saved by an older version: ")
+
+
+def test_checkpoint_copied_without_dot_files_is_loaded_with_a_warning(
+    tmp_path: Path, tiny: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = saved(tmp_path, tiny, entries_of({"a": torch.ones(2)}))
+    nbytes = (path / ".metadata").stat().st_size
+    (path / ".metadata").unlink()
+    assert find_latest(tmp_path) == path and caplog.text == ""
+    checkpoint = open_checkpoint(path)
+    assert checkpoint.read("model.a").tolist() == [1, 1] and verify_checkpoint(path) == []
+    assert checkpoint.warnings() == [
+        f"{path}/.metadata: cannot be read (No such file or directory); expected {nbytes:,} bytes. Megalith does not "
+        f"read this file, torch.distributed.checkpoint does. If you need it, copy the checkpoint with a tool that "
+        f"copies files whose names begin with a dot, such as cp -r."
+    ]
 
 
 def test_a_truncated_file_is_named_with_both_lengths(tmp_path: Path, tiny: SimpleNamespace) -> None:

@@ -47,6 +47,19 @@ def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(tmp_path: Path, 
     assert latest == tmp_path / "step_0000002" and verify_checkpoint(latest) == []
 
 
+def test_damaged_checkpoint_that_was_set_aside_does_not_count_for_retention(
+    tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    save_steps(tmp_path, tiny, 1, 2, 3)
+    damaged = tmp_path / "step_0000003"
+    assert retention.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged"
+    assert (tmp_path / "latest").read_text() == "step_0000002\n"
+    save_steps(tmp_path, tiny, 3)
+    assert retention.set_aside_damaged(damaged) == tmp_path / "step_0000003.damaged-2"
+    retention.apply(tmp_path, keep=1, keep_every=None)
+    assert storage.list_names(tmp_path) == ["latest", "step_0000002", "step_0000003.damaged", "step_0000003.damaged-2"]
+
+
 def test_pinned_and_linked_checkpoints_stay(tmp_path: Path, tiny: SimpleNamespace) -> None:
     save_steps(tmp_path / "elsewhere", tiny, 1)
     save_steps(tmp_path / "here", tiny, 2, 3, 4)

@@ -93,6 +93,15 @@ def test_verify_reads_one_or_all(run: Path, where: str, capsys: pytest.CaptureFi
     assert told.count(": sound\n") == (1 if where.endswith("2") else 2)
 
 
+def test_verify_warns_of_a_missing_dot_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run / "checkpoints" / "step_0000001" / ".metadata"
+    file.unlink()
+    assert call("verify", run) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(": sound\n") == 2
+    assert f"step_0000001: sound\n  warning: {file}: cannot be read" in printed and printed.count("warning") == 1
+
+
 def test_damage_is_named_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(run / "checkpoints" / "step_0000001")
     assert call("verify", run) == 1

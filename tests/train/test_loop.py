@@ -221,6 +221,80 @@ def test_weights_that_are_taken_over_in_slices_reach_every_rank(tmp_path: Path, 
     assert divided == whole
 
 
+def flip_bit(file: Path) -> None:
+    """Damage one byte in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def test_resume_falls_back_to_the_older_checkpoint_when_a_bit_of_the_newest_is_flipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    train(whole, CONSTANT | {"train.steps": "6"})
+    train(run, CONSTANT | {"train.steps": "4"})
+    newest = run / "checkpoints" / "step_0000004"
+    flip_bit(newest / "__0_0.distcp")
+    assert train(run, CONSTANT | {"train.steps": "6", "checkpoint.keep": "1"}) == Outcome("done", 6)
+    (record,) = [record.getMessage() for record in caplog.records if "passing over" in record.getMessage()]
+    assert record.startswith(f"passing over checkpoint step_0000004: {newest}/__0_0.distcp: the ")
+    assert ": damaged. SHA-256 expected " in record
+    assert record.endswith(f"It was renamed to {newest}.damaged. Resuming from step_0000002.")
+    assert [path.name for path in (run / "checkpoints").glob("step_*.damaged")] == ["step_0000004.damaged"]
+    assert hashes(run, 6) == hashes(whole, 6)
+
+
+def test_resume_from_a_damaged_checkpoint_without_an_older_one_is_rejected(tmp_path: Path) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    newest = tmp_path / "checkpoints" / "step_0000002"
+    flip_bit(newest / "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=f"{newest}/__0_0.distcp: .*damaged. SHA-256 .*Copy the checkpoint again"):
+        train(tmp_path)
+    assert checkpoints(tmp_path) == [2], "it is not renamed"
+
+
+def test_fallback_resets_optimizer_state_that_the_older_checkpoint_does_not_have(tmp_path: Path) -> None:
+    """The damaged checkpoint has moments, and some are filled before the damage is read."""
+    fixed = CONSTANT | {"checkpoint.missing": "warn"}
+    for name in ("plain", "damaged"):
+        train(tmp_path / name, fixed | {"train.steps": "2", "checkpoint.save_optimizer": "false"})
+    train(tmp_path / "damaged", fixed | {"train.steps": "4"})
+    manifest = open_checkpoint(tmp_path / "damaged" / "checkpoints" / "step_0000004").manifest
+    last = max((box for tensor in manifest.tensors.values() for box in tensor.boxes), key=lambda box: box.offset)
+    with (tmp_path / "damaged" / "checkpoints" / "step_0000004" / last.file).open("r+b") as file:
+        file.seek(last.offset + last.nbytes - 1)
+        file.write(b"x")
+    for name in ("plain", "damaged"):
+        train(tmp_path / name, fixed)
+    assert hashes(tmp_path / "damaged", 8) == hashes(tmp_path / "plain", 8)
+
+
+@pytest.mark.slow
+def test_two_ranks_fall_back_together_when_one_reads_damage(tmp_path: Path) -> None:
+    layout = CONSTANT | {"parallel.tp": "2"}
+    for name, steps in (("whole", "6"), ("run", "4")):
+        run_ranks(train_as_rank, 2, tiny_run(layout | {"train.steps": steps}), tmp_path / name)
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_0000004"
+    box = open_checkpoint(checkpoint).manifest.tensors["model.layers.0.mlp.down"].boxes[-1]
+    assert box.file == "__1_0.distcp", "which only the second rank reads under this layout"
+    with (checkpoint / box.file).open("r+b") as file:
+        file.seek(box.offset + box.nbytes - 1)
+        file.write(b"x")
+    outcomes = run_ranks(train_as_rank, 2, tiny_run(layout | {"train.steps": "6"}), tmp_path / "run")
+    assert outcomes == [Outcome("done", 6)] * 2
+    assert hashes(tmp_path / "run", 6) == hashes(tmp_path / "whole", 6)
+    assert (tmp_path / "run" / "checkpoints" / "step_0000004.damaged").is_dir()
+
+
+def test_resume_warns_of_a_missing_dot_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, {"train.steps": "2"})
+    (tmp_path / "checkpoints" / "step_0000002" / ".metadata").unlink()
+    assert train(tmp_path, {"train.steps": "3"}) == Outcome("done", 3)
+    text = f"{tmp_path}/checkpoints/step_0000002/.metadata: cannot be read (No such file or directory)"
+    assert sum(text in record.getMessage() for record in caplog.records) == 1
+
+
 def test_a_second_run_in_the_same_folder_is_refused_by_name(tmp_path: Path) -> None:
     with lock_run(tmp_path), pytest.raises(CheckpointError) as caught:
         train(tmp_path)
