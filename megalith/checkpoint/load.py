@@ -419,13 +419,18 @@ def _looks_like(path: Path) -> str:
     return f"not a complete checkpoint: it has no {layout.MANIFEST} (found: {shown}). {_AGAIN}, or use an older one."
 
 
-def list_other_checkpoints(path: Path) -> list[Path]:
-    """Return the complete checkpoints in the same folder as the one in `path`, newest first, without that one.
+def list_complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in `folder` by step, oldest first.
 
     Their tensors are not read: that would take as long as loading each of them.
     """
-    others = [folder for folder in layout.step_folders(path.parent).values() if folder.name != path.name]
-    return [folder for folder in reversed(others) if is_complete(folder)]
+    return {step: path for step, path in layout.step_folders(folder).items() if is_complete(path)}
+
+
+def list_other_checkpoints(path: Path) -> list[Path]:
+    """Return the complete checkpoints in the same folder as the one in `path`, newest first, without that one."""
+    complete = reversed(list_complete_checkpoints(path.parent).values())
+    return [other for other in complete if other.name != path.name]
 
 
 def _instead_of(path: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalith import storage
 from megalith.checkpoint import format as layout
-from megalith.checkpoint.load import is_complete
+from megalith.checkpoint.load import is_complete, list_complete_checkpoints
 
 PIN = ".keep"
 """A checkpoint with a file of this name in it is never deleted."""
@@ -18,8 +18,11 @@ _LEFTOVER = re.compile(r"(step_\d{7,})\.(tmp|old|trash)-[0-9a-f]{8}")
 _log = logging.getLogger(__name__)
 
 
-def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Path]:
+def apply(folder: Path, *, keep: int | None, keep_every: int | None, last_update: int | None = None) -> list[Path]:
     """Delete all complete checkpoints but the newest `keep` (None: all) and the multiples of `keep_every`.
+
+    `last_update`: the last step that updated the weights, if steps since were skipped. The newest checkpoint up to that
+    step stays too: those after it may be of a run that has diverged.
 
     Pinned checkpoints, links and folders that are not complete stay. Decided from what is there, so what one call
     could not delete the next one does. Returns what was deleted; a failure to delete is a warning.
@@ -27,9 +30,12 @@ def apply(folder: Path, *, keep: int | None, keep_every: int | None) -> list[Pat
     assert keep is None or keep >= 1, keep
     if keep is None:
         return []
-    complete = {step: path for step, path in layout.step_folders(folder).items() if is_complete(path)}
+    complete = list_complete_checkpoints(folder)
+    last_good = max((step for step in complete if last_update is None or step <= last_update), default=None)
     removed = []
     for step in _to_delete(complete, keep, keep_every):
+        if step == last_good:
+            continue
         path = complete[step]
         if not path.is_symlink() and not (path / PIN).exists() and _delete(path):
             removed.append(path)

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeVar, cast
@@ -79,8 +80,9 @@ def save_checkpoint(
     config_text: str,
     keep: int | None,
     keep_every: int | None = None,
+    last_update: int | None = None,
 ) -> SaveReport:
-    """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones.
+    """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones, as `retention.apply` does.
 
     `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for keys. Killed at any
     point, this leaves the earlier checkpoints and either all or nothing of the new one.
@@ -89,13 +91,14 @@ def save_checkpoint(
         CheckpointError: on every rank with the same text; earlier checkpoints are untouched and nothing is left behind.
     """
     start = time.monotonic()
+    thin = partial(retention.apply, folder, keep=keep, keep_every=keep_every, last_update=last_update)
     staging = folder / f"{layout.folder_name(step)}.tmp-{secrets.token_hex(4)}"  # rank 0's is the one that is used
     try:
         plans = together(lambda: _plan(entries, state), world)
         staging = together(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0] or staging
         parts = together(lambda: write_boxes(staging, world.rank, entries), world)
         done = together(
-            _on_rank_0(lambda: _commit_and_thin(staging, step, parts, state, config_text, (keep, keep_every)), world),
+            _on_rank_0(lambda: _commit_and_thin(staging, step, parts, state, config_text, thin), world),
             world,
         )[0]
     except CheckpointError as error:
@@ -300,11 +303,10 @@ def _commit_and_thin(
     parts: Sequence[Written],
     state: Mapping[str, Any],
     config_text: str,
-    keep: tuple[int | None, int | None],
+    thin: Callable[[], list[Path]],
 ) -> tuple[Path, int, tuple[Path, ...]]:
     path, manifest = commit(staging, step, parts, state, config_text)
-    removed = retention.apply(staging.parent, keep=keep[0], keep_every=keep[1])
-    return path, sum(file.nbytes for file in manifest.files.values()), tuple(removed)
+    return path, sum(file.nbytes for file in manifest.files.values()), tuple(thin())
 
 
 def _publish(staging: Path, step: int) -> Path:

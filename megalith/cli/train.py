@@ -106,6 +106,11 @@ def _train(run: TrainRun, name: str | None) -> int:
 
 
 def _closing_words(outcome: "Outcome", folder: str, run: TrainRun) -> str:
+    if outcome.kind == "stopped" and not outcome.saved:
+        return (
+            f"stopped at step {outcome.step} ({outcome.reason}) without a save, because its loss or gradient norm is "
+            f"not finite; run the same command again to go on from the newest checkpoint"
+        )
     if outcome.kind == "stopped":
         return f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same command again to go on"
     found = "metrics.jsonl, plots/ and checkpoints/" if run.observe.plots else "metrics.jsonl and checkpoints/"

@@ -6,16 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.boxes import Entry
-from megalith.checkpoint.load import Checkpoint, find_latest, list_other_checkpoints, open_checkpoint
+from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.lock import RunLock, lock_run
-from megalith.checkpoint.retention import set_aside_damaged, sweep
+from megalith.checkpoint.retention import sweep
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
@@ -65,6 +64,7 @@ from megalith.train.build import (
     publish_loaded,
     weight_entries,
 )
+from megalith.train.divergence import describe_last_good_checkpoint, find_nonfinite_parameters, is_divergent
 from megalith.train.evaluate import evaluate
 from megalith.train.experts import routers_of, row_of_use, use_of_experts, with_routing
 from megalith.train.folder import (
@@ -75,7 +75,8 @@ from megalith.train.folder import (
     write_config,
     write_parameters,
 )
-from megalith.train.origin import PROGRESS, check_steps_left, open_origin, told_origin
+from megalith.train.origin import check_steps_left, open_origin, told_origin
+from megalith.train.resume import fall_back, open_newest_checkpoint
 from megalith.train.state import TrainState
 from megalith.train.step import StepResult, train_step, where_not_finite
 from megalith.train.stop import Stopper
@@ -94,6 +95,8 @@ class Outcome:
     kind: Literal["done", "stopped"]
     step: int
     reason: str = ""
+    saved: bool = True
+    """Whether `step` is saved; a run that is stopped after a step with a non-finite loss or gradient is not."""
 
 
 def run_training(run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.device, *, show: bool = True) -> Outcome:
@@ -104,7 +107,7 @@ def run_training(run: TrainRun, folder: RunFolder, mesh: Mesh, device: torch.dev
     Raises:
         ConfigError: the folder holds a run with other fixed settings.
         CheckpointError: the folder is in use, its checkpoint is of another model, or saving failed too often in a row.
-        DataError: the data is missing, damaged, or not what the run was started with.
+        DataError: the data is missing, damaged, or not what the run was started with; or the run has diverged.
     """
     first = mesh.world.rank == 0
     with (
@@ -129,7 +132,7 @@ class _Loop:
     ) -> None:  # fmt: skip
         self.run_config, self.folder, self.mesh, self.progress, self.lock = run, folder, mesh, progress, lock
         self.writer = mesh.world.rank == 0
-        saved = self._open_newest()
+        saved = open_newest_checkpoint(folder.checkpoints, mesh.world)
         self.origin = open_origin(run.checkpoint, mesh.world) if saved is None else None
         begun = saved or self.origin
         self.state = _read_train_state(begun)
@@ -141,9 +144,12 @@ class _Loop:
             run, mesh, device, fill=saved is None and needs_first_weights(run), fill_frozen=keeps_first_weights(run)
         )
         while (damage := self._load_or_find_damage(saved)) is not None:
-            saved = self._fall_back(damage)
+            saved = fall_back(damage, mesh.world)
             self.state = _read_train_state(saved)
             self.data = self._open_data(saved)
+            for slot in self.trainer.optimizer.slots:
+                for tensor in slot.state.values():
+                    tensor.zero_()  # the damaged checkpoint may have filled it, and the older one may not have it
         if saved is not None and self.writer:
             for warning in saved.warnings():
                 _log.warning(warning)
@@ -175,6 +181,8 @@ class _Loop:
         self.groups: Mapping[str, GroupRates] = NO_GROUPS
         self.peak = run.observe.peak_tflops or device_peak_tflops(device, DTYPES[run.precision.params])
         self.save_failures = 0
+        self.diverged = False  # whether the last step that had labels was divergent
+        self.save_postponed = False
         self.saved_step = self.state.step if saved is not None else -1
 
     def run(self) -> Outcome:
@@ -204,10 +212,17 @@ class _Loop:
                     if result.stop and state.step < run.train.steps:
                         outcome = Outcome("stopped", state.step, stopper.reason or "another rank was asked to stop")
                         break
-                    if run.checkpoint.every and state.step % run.checkpoint.every == 0:
+                    due = run.checkpoint.every > 0 and state.step % run.checkpoint.every == 0
+                    if due or self.save_postponed:
                         self._save()
                 self.trainer.data.settle()  # before this rank leaves, others still expect its slices
+                if self.diverged and outcome.kind == "done":
+                    raise self._divergence(
+                        f"the last step, {state.step}, has loss {result.loss} and gradient norm {result.grad_norm} and "
+                        f"is not saved."
+                    )
                 self._save(final=True)
+                outcome = replace(outcome, saved=self.saved_step == state.step)
         finally:
             self._close_metrics()
             self._close_trace()
@@ -245,6 +260,8 @@ class _Loop:
         state.tokens += batches.num_read
         if routing is not None:
             self._write_trace(routing, batches)
+        if not result.empty:
+            self.diverged = is_divergent(result, self.trainer.loss_scale)
         if result.updated:
             state.scheduled_samples += rows
             state.skipped_in_a_row = 0
@@ -272,10 +289,10 @@ class _Loop:
             )
         if scale is not None and scale.dynamic:
             if scale.exhausted:
-                raise DataError(
+                raise self._divergence(
                     f"loss scale at its minimum {scale.scale:g} for {scale.stuck} steps in a row: gradients are not "
-                    f"finite whatever the scale (in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
-                    f"data and the settings of the model, or set precision.params=bf16."
+                    f"finite whatever the scale (in {where_not_finite(self.trainer)}).",
+                    more=", or set precision.params=bf16",
                 )
         elif self.state.skipped_in_a_row >= MOST_SKIPPED:
             if result.empty:
@@ -283,11 +300,27 @@ class _Loop:
                     f"{MOST_SKIPPED} steps in a row changed nothing, the last because no label counts in its rows. Use "
                     f"data whose masks leave something to learn (data.sft.loss_on, data.eod_mask_loss)."
                 )
-            raise DataError(
+            raise self._divergence(
                 f"{MOST_SKIPPED} steps in a row changed nothing, the last with loss {result.loss} and gradient norm "
-                f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)}). Reduce schedule.lr, check the "
-                f"data and the settings of the model, and run it again: it goes on from the newest checkpoint."
+                f"{result.grad_norm} (not finite in {where_not_finite(self.trainer)})."
             )
+
+    def _last_update(self) -> int:
+        """Return the last step before the steps that were skipped since."""
+        return self.state.step - self.state.skipped_in_a_row
+
+    def _divergence(self, problem: str, *, more: str = "") -> DataError:
+        """Return the error of a run that has diverged, which says how to continue. Collective.
+
+        `more`: what else may help, after a comma.
+        """
+        folder, lr = self.folder.checkpoints, self.run_config.schedule.lr
+
+        def describe() -> str:
+            return describe_last_good_checkpoint(folder, self._last_update(), lr) if self.writer else ""
+
+        advice = together(describe, self.mesh.world)[0]
+        return DataError(f"{problem} Reduce schedule.lr, check the data and the settings of the model{more}. {advice}")
 
     def _log_step(self, result: StepResult) -> None:
         run, state = self.run_config, self.state
@@ -398,16 +431,37 @@ class _Loop:
         self.progress.say(f"step {step}: held-out loss {found.loss:.4f}{bits}{found.depths_text()}")
 
     def _save(self, *, final: bool = False) -> None:
-        """Save this step, unless it is saved already; a failure is announced, and only several in a row end the run."""
+        """Save this step, unless it is saved already; a failure is announced, and only several in a row end the run.
+
+        A divergent step is not saved but the next one that is not, so that retention deletes no good checkpoint.
+
+        Raises:
+            DataError: parameters are not finite, which no further step would change.
+        """
         if self.saved_step == self.state.step:
             return
-        # A run that was suspended may find that another has taken its folder over.
-        together(lambda: None if self.lock is None else self.lock.check(), self.mesh.world)
+        if self.diverged:
+            if not self.save_postponed:
+                self.progress.say(
+                    f"step {self.state.step}: not saved, because its loss or gradient norm is not finite; the next "
+                    f"step without such values is saved"
+                )
+            self.save_postponed = True
+            return
+        self.save_postponed = False
+        entries = self._saved_entries()
+        nonfinite = together(lambda: self._check_before_save(entries), self.mesh.world)
+        if names := sorted({name for part in nonfinite for name in part}):
+            raise self._divergence(
+                f"step {self.state.step} is not saved: NaN or infinite values in {', '.join(names[:5])}"
+                f"{f' and {len(names) - 5} more parameters' if names[5:] else ''}."
+            )
         keep = self.run_config.checkpoint
         try:
             report = save_checkpoint(
-                self.folder.checkpoints, self.state.step, self._saved_entries(), self._state_json(),
-                self.mesh.world, config_text=dump_yaml(self.run_config), keep=keep.keep, keep_every=keep.keep_every,
+                self.folder.checkpoints, self.state.step, entries, self._state_json(), self.mesh.world,
+                config_text=dump_yaml(self.run_config), keep=keep.keep, keep_every=keep.keep_every,
+                last_update=self._last_update(),
             )  # fmt: skip
         except CheckpointError as error:
             self.save_failures += 1
@@ -417,6 +471,16 @@ class _Loop:
             return
         self.save_failures, self.saved_step = 0, self.state.step
         _log.info("saved %s", report)
+
+    def _check_before_save(self, entries: Sequence[Entry]) -> list[str]:
+        """Return the non-finite parameters of this rank.
+
+        Raises:
+            CheckpointError: another run has taken the folder over, while this one was suspended.
+        """
+        if self.lock is not None:
+            self.lock.check()
+        return find_nonfinite_parameters(entries)
 
     def _saved_entries(self) -> list[Entry]:
         entries = checkpoint_entries(self.trainer)
@@ -434,20 +498,6 @@ class _Loop:
             "order_longer": list(self.data.orders[1:]), "tokenizer": self.tokenizer.fingerprint,
         }  # fmt: skip
 
-    def _open_newest(self) -> Checkpoint | None:
-        """Open the newest complete checkpoint of the run; None if it has none. Collective.
-
-        Raises:
-            CheckpointError: the run has checkpoints, and none is complete or holds the state of a run.
-        """
-        folder = self.folder.checkpoints
-        path = together(lambda: find_latest(folder) if self.writer else None, self.mesh.world)[0]
-        if path is None:
-            return None
-        checkpoint = open_checkpoint(path)
-        checkpoint.require_state(*PROGRESS)
-        return checkpoint
-
     def _load_or_find_damage(self, saved: Checkpoint | None) -> DamagedCheckpointError | None:
         """Load what the run begins with; return the error if the run's own checkpoint, `saved`, is damaged."""
         try:
@@ -457,36 +507,6 @@ class _Loop:
                 raise
             return error
         return None
-
-    def _fall_back(self, damage: DamagedCheckpointError) -> Checkpoint:
-        """Set the run's damaged checkpoint aside and open the newest other one. Collective: `damage` is on every rank.
-
-        Raises:
-            DamagedCheckpointError: there is no other complete checkpoint; the damaged one stays where it is.
-        """
-        path = damage.path
-        assert path is not None, "raised by Checkpoint.load_into"
-
-        def set_aside() -> Path | None:
-            if not (self.writer and list_other_checkpoints(path)):
-                return None
-            return set_aside_damaged(path)
-
-        aside = together(set_aside, self.mesh.world)[0]
-        if aside is None:
-            raise damage
-        older = self._open_newest()
-        assert older is not None, "list_other_checkpoints named one"
-        if self.writer:
-            _log.warning(
-                "passing over checkpoint %s: %s It was renamed to %s. Resuming from %s.",
-                path.name, damage.reason, aside, older.path.name,
-            )  # fmt: skip
-        # The damaged one may have filled some of these; where the older one has none, they begin at zero.
-        for slot in self.trainer.optimizer.slots:
-            for tensor in slot.state.values():
-                tensor.zero_()
-        return older
 
     def _load(self, saved: Checkpoint | None) -> None:
         """Fill weights and moments from the run's own checkpoint, or what is asked for from the one it starts from."""

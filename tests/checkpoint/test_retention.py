@@ -38,6 +38,14 @@ def test_the_newest_and_the_multiples_stay(
     assert retention.apply(tmp_path, keep=keep, keep_every=keep_every) == [], "once is enough"
 
 
+def test_last_checkpoint_before_skipped_steps_is_not_deleted(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    for step, last_update in ((1, 1), (2, 2), (3, 2), (4, 2), (5, 2)):
+        tiny.save_alone(tmp_path, step, roles=("param",), keep=2, last_update=last_update)
+    assert steps(tmp_path) == [2, 4, 5]
+    tiny.save_alone(tmp_path, 6, roles=("param",), keep=2, last_update=6)
+    assert steps(tmp_path) == [5, 6], "after an update it is like any other"
+
+
 def test_a_damaged_one_counts_for_nothing_and_is_left_to_people(tmp_path: Path, tiny: SimpleNamespace) -> None:
     save_steps(tmp_path, tiny, 1, 2, 3)
     os.truncate(tmp_path / "step_0000003" / "__0_0.distcp", 3)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from megalith.config.recompute import RecomputeConfig
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
+from megalith.train import loop
+from megalith.train.step import StepResult, train_step
 
 PATIENCE_SECONDS = 120.0
 
@@ -102,6 +106,22 @@ def test_a_time_limit_ends_it_with_75(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "stopped at step 1 (time limit) and saved; run the same command again to go on" in capsys.readouterr().out
     assert main(words) == 0
     assert steps(tmp_path / "run") == list(range(1, 9))
+
+
+def test_nan_loss_at_the_end_is_an_error_and_not_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverged(*arguments: Any, **options: Any) -> StepResult:
+        return replace(train_step(*arguments, **options), loss=float("nan"), updated=False)
+
+    monkeypatch.setattr(loop, "train_step", diverged)
+    words = ["train", str(tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"})), "--run", str(tmp_path / "run")]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert "done" not in printed.out and "megalith train: the last step, 2, has loss nan" in printed.err
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert main([*words, "--train.max_minutes", "0"]) == 75
+    assert "stopped at step 1 (time limit) without a save, because its loss or gradient norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -571,7 +571,7 @@ def test_a_run_that_never_updates_ends_with_a_message(tmp_path: Path, monkeypatc
 
 def test_steps_without_update_are_counted_on_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        loop, "train_step", lambda *given, **options: replace(train_step(*given, **options), updated=False)
+        loop, "train_step", lambda *given, **options: replace(train_step(*given, **options), updated=False, empty=True)
     )
     monkeypatch.setattr(loop, "MOST_SKIPPED", 3)
     assert train(tmp_path, {**CONSTANT, "train.steps": "2"}).step == 2
@@ -598,6 +598,13 @@ def test_an_fp16_run_goes_on_with_its_loss_scale_to_the_bit(tmp_path: Path) -> N
     state = open_checkpoint(parts / "checkpoints" / "step_0000008").state
     assert set(state["loss_scale"]) == {"scale", "growth_tracker", "hysteresis_tracker", "stuck"}
     assert state["loss_scale"]["scale"] == scales[-1]
+
+
+def test_overflow_that_lowers_the_loss_scale_is_saved(tmp_path: Path) -> None:
+    """The first step of this fp16 run overflows."""
+    assert train(tmp_path, CONSTANT | FP16 | {"checkpoint.every": "1", "train.steps": "1"}) == Outcome("done", 1)
+    state = open_checkpoint(tmp_path / "checkpoints" / "step_0000001").state
+    assert state["loss_scale"]["scale"] == 2.0**23 and state["train"]["skipped"] == 1
 
 
 def test_overflows_at_the_lowest_loss_scale_end_the_run_with_a_message(tmp_path: Path) -> None:
