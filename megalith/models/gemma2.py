@@ -14,6 +14,7 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    SIZE_REMEDY,
     read_usual,
     read_windows,
     said,
@@ -48,7 +49,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(fields, max_position=usual["max_seq_len"])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
     fields.only("sliding_window_size", window)  # the first releases say it twice
-    windows = windowed(window, read_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)]))
+    default = [layer % 2 == 0 for layer in range(layers)]
+    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     cap = fields.number_or_none("attn_logit_softcapping", 50.0)
     logit_cap = fields.number_or_none("final_logit_softcapping", 30.0)

@@ -18,6 +18,7 @@ from megalith.models.usual import (
     FULL,
     HEAD,
     ROTARY_BUFFERS,
+    SIZE_REMEDY,
     SLIDING,
     read_usual,
     read_windows,
@@ -43,9 +44,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     fields.ignore("hidden_act")  # transformers looks at the other word alone
     layers = usual["num_layers"]
     every = fields.whole("sliding_window_pattern", 6)
-    flags = read_windows(fields, layers, [(layer + 1) % every != 0 for layer in range(layers)])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 4096
-    windows = windowed(window, flags)
+    default = [(layer + 1) % every != 0 for layer in range(layers)]
+    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY))
     rope = _read_rope(fields, usual["max_seq_len"], windows=bool(windows))
     scale = fields.number("query_pre_attn_scalar", 256.0) ** -0.5
     if fields.value("attn_logit_softcapping") is not None:

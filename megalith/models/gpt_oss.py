@@ -19,6 +19,7 @@ from megalith.models.usual import (
     HEAD,
     NORMS,
     ROTARY_BUFFERS,
+    SIZE_REMEDY,
     attention_rules,
     read_usual,
     read_windows,
@@ -40,7 +41,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     layers = usual["num_layers"]
     fields.only("hidden_act", "silu")  # which is not what the experts compute, whatever the config says
     fields.only("swiglu_alpha", 1.702)
-    windows = read_windows(fields, layers, [layer % 2 == 0 for layer in range(layers)])
+    window = fields.whole_or_none("sliding_window") if "sliding_window" in raw else 128
+    default = [layer % 2 == 0 for layer in range(layers)]
+    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SIZE_REMEDY))
     biases = fields.flag("attention_bias", True)
     several = [fields.whole(name, 4) for name in ("num_experts_per_tok", "experts_per_token") if name in raw]
     if len(set(several)) > 1:
@@ -57,7 +60,7 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     found = ModelConfig(
         **usual | {"activation": "quick_gelu"},
         rope=_read_rope(fields, usual["max_seq_len"]),
-        attention=AttentionConfig(sinks=True, **windowed(fields.whole("sliding_window", 128), windows)),
+        attention=AttentionConfig(sinks=True, **windows),
         activation_clamp=fields.number("swiglu_limit", 7.0),
         up_offset=1.0,
         qkv_bias=biases,

@@ -11,7 +11,15 @@ from megalith.models.experts import Words, experts_of, read_mixture, write_mixtu
 from megalith.models.fields import Fields
 from megalith.models.names import Family
 from megalith.models.rope import read_rope
-from megalith.models.usual import HEAD, ROTARY_BUFFERS, read_usual, rules_with_experts, said, write_usual
+from megalith.models.usual import (
+    HEAD,
+    ROTARY_BUFFERS,
+    read_usual,
+    read_windows,
+    rules_with_experts,
+    said,
+    write_usual,
+)
 
 
 def read_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -29,7 +37,8 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
         fields, usual["num_layers"], experts=60, top_k=4, width=fields.whole("moe_intermediate_size", 1408),
         shared_ffn_hidden_size=fields.whole("shared_expert_intermediate_size", 5632), shared_gate=True,
     )  # fmt: skip
-    fields.ignore("max_window_layers", "sliding_window", "layer_types")
+    read_windows(fields, usual["num_layers"], (False,), window=None)
+    fields.ignore("max_window_layers", "sliding_window")
     fields.finish()
     return ModelConfig(**usual, rope=rope, qkv_bias=biases, moe=moe)
 

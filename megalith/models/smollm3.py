@@ -15,6 +15,7 @@ from megalith.models.rope import read_rope
 from megalith.models.usual import (
     HEAD,
     ROTARY_BUFFERS,
+    SWITCH_REMEDY,
     read_usual,
     read_windows,
     said,
@@ -41,7 +42,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     rope = read_rope(fields, max_position=usual["max_seq_len"], theta=2_000_000.0)
     rope = replace(rope, skip=shortest(skip) if any(skip) else ())
     window, switched = fields.whole_or_none("sliding_window"), fields.flag("use_sliding_window")
-    windows = windowed(window if switched else None, read_windows(fields, layers, skip))
+    window = window if switched else None
+    default = skip if window is not None else (False,)
+    windows = windowed(window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY))
     fields.ignore("max_window_layers")
     mlp_bias = fields.flag("mlp_bias")
     fields.finish()

@@ -99,12 +99,30 @@ def whole_heads(config: ModelConfig) -> None:
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+SWITCH_REMEDY = ", or use_sliding_window to true and sliding_window to a number of tokens"
+SIZE_REMEDY = ", or sliding_window to a number of tokens"
 
 
-def read_windows(fields: Fields, layers: int, default: Sequence[bool]) -> tuple[bool, ...]:
-    """Which layers have a sliding window, from layer_types; `default` where the config has none."""
-    found = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
-    return shortest(tuple(default) if found is None else found)
+def read_windows(
+    fields: Fields, layers: int, default: Sequence[bool], *, window: int | None, remedy: str = ""
+) -> tuple[bool, ...]:
+    """Return which layers have a sliding window: from layer_types, or `default` where the config has none.
+
+    Sliding layers without a `window` are a problem: transformers then fails, or applies the window in some of its
+    attention backends and not in others. `remedy`: what else the message suggests.
+    """
+    layer_types = fields.flags_of_layers("layer_types", layers, {SLIDING: True, FULL: False})
+    sliding_layers = tuple(default) if layer_types is None else layer_types
+    if window is None and any(sliding_layers):
+        names = ("use_sliding_window", "sliding_window")
+        values = " and ".join(f"{name}={fields.raw[name]!r}" for name in names if name in fields.raw)
+        fields.problems.append(
+            f"layer_types has {SLIDING!r} for {sum(sliding_layers)} of {layers} layers"
+            f"{' by default' if layer_types is None else ''}, and "
+            f"{values or f'{names[0]} and {names[1]} are missing'}: these layers have no window. Set layer_types to "
+            f"{FULL!r} for every layer{remedy}."
+        )
+    return shortest(sliding_layers)
 
 
 def write_windows(config: ModelConfig) -> list[str]:
@@ -119,9 +137,10 @@ def read_switched_windows(fields: Fields, layers: int) -> dict[str, Any]:
     """
     first = 0 if fields.value("max_window_layers") == 0 else fields.whole_or_none("max_window_layers")
     first = 28 if first is None else first
-    flags = read_windows(fields, layers, [layer >= first for layer in range(layers)])
     window = fields.whole_or_none("sliding_window") if "sliding_window" in fields.raw else 4096
-    return windowed(window if fields.flag("use_sliding_window") else None, flags)
+    window = window if fields.flag("use_sliding_window") else None
+    default = [window is not None and layer >= first for layer in range(layers)]
+    return windowed(window, read_windows(fields, layers, default, window=window, remedy=SWITCH_REMEDY))
 
 
 def write_switched_windows(config: ModelConfig) -> dict[str, Any]:

@@ -47,3 +47,14 @@ def test_a_list_that_does_not_say_it_for_every_layer_is_refused(layers: Any) -> 
 
 def test_the_rules_cover_every_parameter() -> None:
     check_rules(SMOLLM3, read_config(RAW | {"num_hidden_layers": 2}))
+
+
+@pytest.mark.parametrize("switch", [{"use_sliding_window": False}, {"use_sliding_window": None}, {}])
+def test_sliding_layer_types_without_a_window_are_rejected_by_name(switch: dict[str, Any]) -> None:
+    raw = {name: value for name, value in RAW.items() if name != "use_sliding_window"} | switch
+    layer_types = ["full_attention", "sliding_attention"] * 18
+    with pytest.raises(ConfigError, match="layer_types has 'sliding_attention' for 18 of 36 layers") as error:
+        read_config(raw | {"sliding_window": 128, "layer_types": layer_types})
+    assert "sliding_window=128" in str(error.value) and "use_sliding_window to true" in str(error.value)
+    config = read_config(raw | {"sliding_window": 128, "use_sliding_window": True, "layer_types": layer_types})
+    assert [config.has_window(layer) for layer in range(4)] == [False, True, False, True]

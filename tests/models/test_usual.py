@@ -15,8 +15,16 @@ from megalith.config.mtp import MTPConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import ConfigError
 from megalith.models.fields import Fields
+from megalith.models.gemma2 import GEMMA2
+from megalith.models.gemma3 import GEMMA3
+from megalith.models.gpt_oss import GPT_OSS
 from megalith.models.llama import LLAMA, read_config, write_config
-from megalith.models.usual import Unsaid, canonical, read_usual, said, shortest, usual_rules, windowed
+from megalith.models.names import Family
+from megalith.models.qwen2 import QWEN2
+from megalith.models.qwen2_moe import QWEN2_MOE
+from megalith.models.qwen3 import QWEN3
+from megalith.models.smollm3 import SMOLLM3
+from megalith.models.usual import FULL, SLIDING, Unsaid, canonical, read_usual, said, shortest, usual_rules, windowed
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "head size": ({"head_dim": 2}, {"head_dim": None}),
@@ -131,3 +139,27 @@ def test_how_a_model_started_and_in_what_digits_it_trained_is_no_part_of_what_it
     assert canonical(changed) == canonical(plain)
     same, other = (replace(plain, attention=AttentionConfig(qk_norm="head", qk_norm_eps=eps)) for eps in (1e-5, 1e-6))
     assert canonical(same) == canonical(replace(plain, attention=AttentionConfig(qk_norm="head"))) != canonical(other)
+
+
+WINDOWS: dict[str, Any] = {
+    "vocab_size": 32, "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [QWEN2, QWEN3, QWEN2_MOE, SMOLLM3], ids=lambda family: family.model_type)
+@pytest.mark.parametrize("size", [128, None])
+def test_layer_types_that_contradict_the_sliding_window_are_rejected(family: Family, size: int | None) -> None:
+    raw = WINDOWS | {"use_sliding_window": size is None and family is not QWEN2_MOE, "sliding_window": size}
+    with pytest.raises(ConfigError, match="layer_types has 'sliding_attention' for 1 of 2 layers, and use_sliding_win"):
+        family.read_config(raw | {"layer_types": [SLIDING, FULL]})
+    assert family.read_config(raw | {"layer_types": [FULL, FULL]}).attention.window is None
+
+
+@pytest.mark.parametrize("family", [GEMMA2, GEMMA3, GPT_OSS], ids=lambda family: family.model_type)
+@pytest.mark.parametrize("fields", [{}, {"layer_types": [SLIDING, FULL]}], ids=["default", "layer_types"])
+def test_sliding_layers_without_a_window_are_rejected(family: Family, fields: dict[str, Any]) -> None:
+    raw = WINDOWS | {"sliding_window": None} | fields
+    with pytest.raises(ConfigError, match=r"sliding_window=None: these .*or sliding_window to a number of tokens"):
+        family.read_config(raw)
+    assert family.read_config(raw | {"layer_types": [FULL, FULL]}).attention.window is None
