@@ -50,6 +50,10 @@ class ConvertOptions:
     base: str | None = None
     """For a source that holds adapters: the model they belong to; left out: where they say it is."""
 
+    family: str | None = None
+    """Architecture of the Hugging Face folder to write, as a model_type such as llama or qwen2; left out: the one that
+    the model was converted from, else the first that can hold it."""
+
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = None
     """Store all weights so; left out: as they are."""
 
@@ -105,8 +109,9 @@ def main(argv: list[str]) -> int:
     raise_all(option_problems(options))
     import torch  # help should not have to wait for it
 
-    from megalith.models.convert import convert, family_of, merged_into, plan_moves, recipe_of, written_names
+    from megalith.models.convert import convert, merged_into, plan_moves, recipe_of, written_names
     from megalith.models.journal import Attempt
+    from megalith.models.pretrained import find_family_of
     from megalith.models.staging import check_target
     from megalith.posttrain.export import peft_moves, plan_peft, write_peft
     from megalith.posttrain.upcycle import read_from, told_origins
@@ -139,7 +144,7 @@ def main(argv: list[str]) -> int:
     # Only a tokenizer read from files can go into a Hugging Face folder; a checkpoint's config.yaml names any kind.
     report["tokenizer"] = source.tokenizer.kind if to == "megalith" or source.tokenizer.kind in FILES else None
     verb = "chat" if source.tuning() and report["tokenizer"] else "generate"
-    family = family_of(source) if to == "huggingface" else None
+    family = find_family_of(source) if to == "huggingface" else None
     unknown = family.architecture if family is not None and not family.in_transformers else None
     show({**report, "tensors": [asdict(move) for move in moves]}, json=options.json, verb=verb, unknown=unknown)
     return 0
@@ -171,7 +176,29 @@ def open_source(options: ConvertOptions) -> tuple["Pretrained", Target]:
     if options.upcycle is not None:
         moe, seed = load_yaml(options.upcycle, MoEConfig), options.upcycle_seed
         source = upcycle(source, moe, scale=options.upcycle_scale, seed=seed)
+    if options.family is not None:
+        source = _with_family(source, options.family, to)
     return source, to
+
+
+def _with_family(source: "Pretrained", name: str, to: Target) -> "Pretrained":
+    """Return the model to be written as another architecture.
+
+    Raises:
+        ConfigError: there is no such family, or no Hugging Face folder is written from a checkpoint.
+    """
+    from megalith.models.convert import kind_of
+    from megalith.models.hf import HFSource, find_family_by_name
+
+    if to == "megalith" or kind_of(source) == "huggingface":
+        raise ConfigError(
+            f"--family={name} selects the architecture of a Hugging Face folder that is written from a checkpoint or "
+            f"run. Remove it, or convert {source.path} to a checkpoint first."
+        )
+    family = find_family_by_name(name, setting="--family")
+    if source.hf_source is not None and source.hf_source.family is family:
+        return source
+    return replace(source, hf_source=HFSource(family, {}))
 
 
 def with_vocabulary(source: "Pretrained", options: ConvertOptions, to: Target) -> "Pretrained":

@@ -16,10 +16,10 @@ from megalith.config.tree import dump_yaml, to_dict
 from megalith.data.tokenizer import build_tokenizer, moved_to
 from megalith.models.adapters import ADAPTER_CONFIG, AdaptedWeights, fingerprint
 from megalith.models.companions import carried
-from megalith.models.hf import CONFIG, HuggingFaceFolder, Weights, family_for, write_folder
+from megalith.models.hf import CONFIG, HuggingFaceFolder, Weights, write_folder
 from megalith.models.journal import Attempt, Recipe
-from megalith.models.names import Family, TensorRule, dtype_to_write
-from megalith.models.pretrained import FORCED, Pretrained
+from megalith.models.names import TensorRule, dtype_to_write
+from megalith.models.pretrained import FORCED, HF_SOURCE, Pretrained, find_family_of
 from megalith.models.release import parameters, release_run, write_release
 from megalith.plan.shards import Shard
 
@@ -50,15 +50,6 @@ def kind_of(source: Pretrained) -> Kind:
     return "huggingface" if isinstance(source.weights, HuggingFaceFolder) else "megalith"
 
 
-def family_of(source: Pretrained) -> Family:
-    """The architecture it is, or will be, in a Hugging Face folder.
-
-    Raises:
-        ConfigError: no family has words for the model.
-    """
-    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else family_for(source.model)
-
-
 def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[Move]:
     """Every tensor in the order of the forward pass, and what becomes of it; reads no values.
 
@@ -68,7 +59,7 @@ def plan_moves(source: Pretrained, to: Kind, dtype: torch.dtype | None) -> list[
     weights = source.weights
     if to == "megalith" and not isinstance(weights, HuggingFaceFolder):
         return [_parameter_move(shard, source, dtype) for shard in parameters(source.model)]
-    family = family_of(source)
+    family = find_family_of(source)
     unread = [_unread(name, weights) for name in weights.others] if isinstance(weights, HuggingFaceFolder) else []
     # Of a folder's own tensors, whatever rows are added to them.
     stored = weights.model_config if to == "megalith" and isinstance(weights, HuggingFaceFolder) else source.model
@@ -161,14 +152,16 @@ def convert(
     companions = carried(source, dict(ids), theirs=to == "huggingface")
     if to == "huggingface":
         return write_folder(
-            target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=family_of(source),
-            extra=ids, companions=companions, wrote=wrote, workers=workers,
-            attempt=attempt,
+            target, source.model, source.weights, dtype=dtype, shard_nbytes=shard_nbytes, family=find_family_of(source),
+            activation_names=None if source.hf_source is None else source.hf_source.activation_names,
+            extra=ids, companions=companions, wrote=wrote, workers=workers, attempt=attempt,
         )  # fmt: skip
-    forced = {FORCED: list(source.forced)} if source.forced else {}
+    state: dict[str, Any] = {"token_ids": ids}  # Any: JSON
+    state |= {FORCED: list(source.forced)} if source.forced else {}
+    state |= {} if source.hf_source is None else {HF_SOURCE: source.hf_source.as_json()}
     return write_release(
         target, source.model, source.weights, config_text=_release_config(source, target), dtype=dtype,
-        state={"token_ids": ids} | forced, companions=companions, wrote=wrote, workers=workers,
+        state=state, companions=companions, wrote=wrote, workers=workers,
         attempt=attempt,
     )  # fmt: skip
 
@@ -187,6 +180,7 @@ def recipe_of(
         "its values": fingerprint(source.weights, source.model), "its model": shape, "to": to,
         "dtype": "as they are" if dtype is None else show_dtype(dtype),
         "new rows": new_rows,
+        "architecture": find_family_of(source).architecture if to == "huggingface" else "none",
         "largest file": f"{shard_nbytes:,} bytes" if to == "huggingface" else "fixed",
         "software": f"megalith {__version__}, torch {torch.__version__}",
     }  # fmt: skip

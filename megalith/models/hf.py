@@ -31,10 +31,11 @@ from megalith.checkpoint.safetensors import (
 from megalith.checkpoint.strictness import name_experts
 from megalith.config.checkpoint import NewRows
 from megalith.config.model import ModelConfig
+from megalith.config.suggest import did_you_mean
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.decilm import DECILM
 from megalith.models.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.models.fields import in_their_words
+from megalith.models.fields import ACTIVATIONS, in_their_words
 from megalith.models.gemma import GEMMA
 from megalith.models.gemma2 import GEMMA2
 from megalith.models.gemma3 import GEMMA3
@@ -106,11 +107,61 @@ COMPANIONS = (*TOKENIZER_FILES, GENERATION, *LICENCES)
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of config.json that are about text; unset they would default to ids of the first Llama's tokenizer."""
 
+ACTIVATION_FIELDS = ("hidden_act", "hidden_activation", "activation_function")
+"""Fields of config.json that name the activation; some functions have several names."""
+
 PIECE_NBYTES = 64 * 2**20
 """Read at once (guess: large enough for a disk, small beside any model)."""
 
 BATCH_NBYTES = 128 * 2**20
 """Written by one worker before it waits for the disk, at least (guess)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HFSource:
+    """Which Hugging Face model a checkpoint was converted from, as far as its ModelConfig does not say it."""
+
+    family: Family
+    activation_names: Mapping[str, str]
+    """Fields of config.json that name the activation, as they were."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the record for the state of a checkpoint."""
+        return {"architecture": self.family.architecture, "activation_names": dict(self.activation_names)}
+
+
+def parse_hf_source(record: Any, checkpoint_path: Path) -> HFSource:  # Any: JSON
+    """Return what `HFSource.as_json` wrote into a checkpoint.
+
+    Raises:
+        CheckpointError: the record is damaged, or names an architecture that is not supported.
+    """
+    fields = record if isinstance(record, dict) else {}
+    by_architecture = {family.architecture: family for family in FAMILIES}
+    architecture, names = fields.get("architecture"), fields.get("activation_names")
+    known = isinstance(architecture, str) and architecture in by_architecture
+    if not known or not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        raise CheckpointError(
+            f"{checkpoint_path}: the state records the Hugging Face model {record!r:.120}, expected an architecture "
+            f"out of {', '.join(by_architecture)} and activation_names. Convert the model's folder again."
+        )
+    return HFSource(by_architecture[str(architecture)], names)
+
+
+def find_family_by_name(name: str, *, setting: str) -> Family:
+    """Return the family with this model_type or architecture, such as `qwen2` or `Qwen2ForCausalLM`.
+
+    Raises:
+        ConfigError: there is none; `setting` is where the name was given.
+    """
+    for family in FAMILIES:
+        if name in (family.model_type, family.architecture):
+            return family
+    model_types = [family.model_type for family in FAMILIES]
+    raise ConfigError(
+        f"{setting}={name}: there is no such family.{did_you_mean(name, model_types)} Use one of "
+        f"{', '.join(model_types)}."
+    )
 
 
 class Weights(Protocol):
@@ -155,6 +206,7 @@ class HuggingFaceFolder:
         if problems := network_problems(self.model_config, trains=False):
             told = " ".join(in_their_words(text, self.raw) for text in problems)
             raise CheckpointError(f"{path / CONFIG} describes a model that cannot be: {told}")
+        self.source = HFSource(self.family, _activation_names(self.raw, self.model_config))
         names = self._tensors.keys()
         self.rules = as_stored(rules_of(self.family, self.model_config, names), self.family.prefix, names)
         self._rules = by_parameter(self.rules)
@@ -335,6 +387,17 @@ class HuggingFaceFolder:
         )
 
 
+def _activation_names(raw: Mapping[str, Any], model: ModelConfig) -> dict[str, str]:  # Any: JSON
+    """Return the fields of config.json that name the activation of `model`."""
+    named = {field: raw.get(field) for field in ACTIVATION_FIELDS}
+    return {field: name for field, name in named.items() if isinstance(name, str) and _names(name, model)}
+
+
+def _names(name: str, model: ModelConfig) -> bool:
+    """Return whether `name` is a Hugging Face name of the model's activation."""
+    return ACTIVATIONS.get(name) == model.activation
+
+
 def find_family(raw: Mapping[str, Any], path: Path) -> tuple[Family, Outer | None]:
     """The family of a config.json, and what it is inside of, if anything.
 
@@ -500,6 +563,7 @@ def write_folder(
     dtype: torch.dtype | None = None,
     shard_nbytes: int = 5 * 10**9,
     family: Family | None = None,
+    activation_names: Mapping[str, str] | None = None,
     extra: Mapping[str, Any] | None = None,  # JSON
     companions: Mapping[str, bytes] | None = None,
     wrote: Callable[[int], None] = lambda nbytes: None,
@@ -509,17 +573,20 @@ def write_folder(
     """Write a folder that `from_pretrained` reads, if transformers has the family; returns its bytes of weights. It
     appears whole or not at all.
 
-    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model. `extra` goes
-    into config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor,
-    by any of the `workers`, threads that have a few of the source's bytes in memory each. With an `attempt`, what an
-    earlier one of the same kind left is gone on with.
+    `dtype` unset keeps that of each parameter; `family` unset: the first that has words for the model.
+    `activation_names` replace other names of the same function in config.json (`gelu_new`). `extra` goes into
+    config.json (token ids), `companions` are files beside it, by name; `wrote` is told the bytes of each tensor, by any
+    of the `workers`, threads that have a few of the source's bytes in memory each. With an `attempt`, what an earlier
+    one of the same kind left is gone on with.
 
     Raises:
         CheckpointError: the path exists, or the disk refused something.
         ConfigError: the family has no words for the model.
     """
     family = family or family_for(config)
-    raw = family.write_config(config) | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
+    raw = family.write_config(config)
+    names = {field: name for field, name in (activation_names or {}).items() if field in raw and _names(name, config)}
+    raw |= names | dict.fromkeys(TOKEN_IDS) | dict(extra or {})
     rules = [*family.rules(config), *family.copies(config)]
 
     def dtype_of(parts: Parts) -> torch.dtype:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -49,10 +49,12 @@ from megalith.models.hf import (
     LICENCES,
     TOKEN_IDS,
     TOKENIZER_FILES,
+    HFSource,
     HuggingFaceFolder,
     Weights,
     companion_files,
     family_for,
+    parse_hf_source,
     read_json,
 )
 from megalith.models.names import Family
@@ -66,6 +68,9 @@ RUNS = Path("runs")
 
 FORCED = "forced_choices"
 """In the state of a checkpoint: settings under which chance chose experts, in any step that led to its weights."""
+
+HF_SOURCE = "huggingface"
+"""In the state of a checkpoint: the Hugging Face model that its weights were converted from (`HFSource`)."""
 
 FREE = ("init_std",)
 """Settings that decide how a model learns, not what it computes, beside those that have no canonical form at all; they
@@ -111,6 +116,9 @@ class Pretrained:
 
     forced: tuple[str, ...] = ()
     """Settings under which chance chose experts while it was trained."""
+
+    hf_source: HFSource | None = None
+    """The Hugging Face model that it is or was converted from; None: unknown, or trained from a recipe."""
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -232,8 +240,9 @@ def open_pretrained(path: Path, *, base: str | None = None) -> Pretrained:
     ids = checkpoint.state.get("token_ids")
     known = ids if isinstance(ids, dict) else {}
     return Pretrained(
-        path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path), forced_in(checkpoint, model)
-    )
+        path, model, tokenizer, CheckpointWeights(checkpoint), known, _raw_settings(path), forced_in(checkpoint, model),
+        read_hf_source(checkpoint),
+    )  # fmt: skip
 
 
 def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, ...]:
@@ -241,6 +250,29 @@ def forced_in(checkpoint: Checkpoint | None, model: ModelConfig) -> tuple[str, .
     before = [] if checkpoint is None else checkpoint.state.get(FORCED, [])
     now = () if model.moe is None else model.moe.router.forced()
     return tuple(dict.fromkeys((*(map(str, before) if isinstance(before, list) else ()), *now)))
+
+
+def read_hf_source(checkpoint: Checkpoint | None) -> HFSource | None:
+    """Return the Hugging Face model that a checkpoint was converted from, or was trained from.
+
+    Raises:
+        CheckpointError: its record is damaged.
+    """
+    if checkpoint is None or HF_SOURCE not in checkpoint.state:
+        return None
+    return parse_hf_source(checkpoint.state[HF_SOURCE], checkpoint.path)
+
+
+class LoadedWeights(NamedTuple):
+    """What is known of weights that were loaded from another model."""
+
+    notes: list[str]
+    """What to know of the model, and how the two differ where that is allowed, one line each."""
+
+    forced: tuple[str, ...]
+    """Settings under which chance chose experts while the weights were trained."""
+
+    hf_source: HFSource | None
 
 
 def load_pretrained(
@@ -254,15 +286,15 @@ def load_pretrained(
     Raises:
         CheckpointError: on every rank: there is nothing to load, or it is another model than `model`.
     """
-    return take_weights(entries, source, world, model=model, rules=rules, padded=False)[0]
+    return take_weights(entries, source, world, model=model, rules=rules, padded=False).notes
 
 
 def take_weights(
     entries: Sequence[Entry], source: str, world: Group, *, model: ModelConfig, rules: CheckpointConfig = STRICT,
     padded: bool = True,
-) -> tuple[list[str], tuple[str, ...]]:  # fmt: skip
-    """The same, which also gives the settings under which chance chose experts while the weights were trained; with
-    `padded` the vocabulary may be padded to another multiple than there."""
+) -> LoadedWeights:  # fmt: skip
+    """The same, which also returns where the weights come from; with `padded` the vocabulary may be padded to another
+    multiple than there."""
     path = together(lambda: locate(source) if world.rank == 0 else None, world)[0]
     assert path is not None
     opened = open_pretrained(path)
@@ -271,7 +303,7 @@ def take_weights(
     if rules.new_rows != "zero":
         add_rows(opened, model, rules.new_rows, setting=f"checkpoint.new_rows={rules.new_rows}")
     fill_from(opened, entries, world, rules=rules, vocab_size=model.vocab_size if same else None)
-    return [*opened.warnings(), *notes], opened.forced
+    return LoadedWeights([*opened.warnings(), *notes], opened.forced, opened.hf_source)
 
 
 def add_rows(opened: Pretrained, model: ModelConfig, rows: NewRows, *, setting: str) -> None:
@@ -393,7 +425,7 @@ def _open_folder(path: Path) -> Pretrained:
     else:
         tokenizer = TokenizerConfig(kind="null", vocab_size=folder.model_config.vocab_size)
     ids = {name: folder.raw.get(name) for name in TOKEN_IDS}
-    return Pretrained(path, folder.model_config, tokenizer, folder, ids)
+    return Pretrained(path, folder.model_config, tokenizer, folder, ids, hf_source=folder.source)
 
 
 def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
@@ -410,7 +442,7 @@ def adapters_in(path: Path, *, base: str | None = None) -> Adapters:
             return checkpoint_adapters(checkpoint)
     elif (path / ADAPTER_CONFIG).exists():
         opened = _peft_base(path, base)
-        return peft_adapters(path, _family(opened), opened.model)
+        return peft_adapters(path, find_family_of(opened), opened.model)
     raise CheckpointError(
         f"{path} holds a model and no adapters. Use a run that trained some (lora.rank), or a PEFT folder with "
         f"{ADAPTER_CONFIG}; to start from a model, set checkpoint.load to it."
@@ -474,17 +506,20 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
     forced = tuple(dict.fromkeys((*base.forced, *forced_in(checkpoint, model))))
     return Pretrained(
-        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text), forced
-    )
+        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text), forced,
+        base.hf_source,
+    )  # fmt: skip
 
 
 def _open_peft(path: Path, where: str | None) -> Pretrained:
     """A PEFT folder, as the model that its adapters make with their base, which must be a folder here."""
     base = _peft_base(path, where)
-    adapters = peft_adapters(path, _family(base), base.model)
+    adapters = peft_adapters(path, find_family_of(base), base.model)
     weights = AdaptedWeights(path, base.model, base.weights, base.path, adapters)
     tokenizer = brought_along(base.tokenizer, path)  # whoever trains adapters often saves it with them
-    return Pretrained(path, base.model, tokenizer, weights, base.token_ids, forced=base.forced)
+    return Pretrained(
+        path, base.model, tokenizer, weights, base.token_ids, forced=base.forced, hf_source=base.hf_source
+    )
 
 
 def _peft_base(path: Path, where: str | None) -> Pretrained:
@@ -502,9 +537,31 @@ def _peft_base(path: Path, where: str | None) -> Pretrained:
     return open_pretrained(locate(named))
 
 
-def _family(source: Pretrained) -> Family:
-    """Whose names a model's tensors have in transformers."""
-    return source.weights.family if isinstance(source.weights, HuggingFaceFolder) else family_for(source.model)
+def find_family_of(source: Pretrained) -> Family:
+    """Return the architecture that a model has, or will have, in a Hugging Face folder.
+
+    That is the one it was converted from; a model trained from a recipe gets the first that has words for it.
+
+    Raises:
+        ConfigError: no family has words for the model, or the one that it was converted from has none.
+    """
+    if isinstance(source.weights, HuggingFaceFolder):
+        return source.weights.family
+    if source.hf_source is None:
+        return family_for(source.model)
+    family = source.hf_source.family
+    try:
+        family.write_config(source.model)
+    except ConfigError as error:
+        try:
+            other = family_for(source.model)
+        except ConfigError:
+            raise error from None
+        raise ConfigError(
+            f"{source.path} cannot be written as {family.architecture}: {error} Or set --family={other.model_type} to "
+            f"write it as {other.architecture}."
+        ) from error
+    return family
 
 
 def _located(source: str) -> Path | None:

@@ -16,8 +16,8 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, AdaptedWeights, Adapters, PeftPart, peft_parts
 from megalith.models.companions import carried
 from megalith.models.convert import Move
-from megalith.models.hf import TOKENIZER_FILES, HuggingFaceFolder, family_for
-from megalith.models.pretrained import Pretrained
+from megalith.models.hf import TOKENIZER_FILES
+from megalith.models.pretrained import Pretrained, find_family_of
 from megalith.models.staging import staging_of
 
 TAKEN_FOR_EXPERTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM")
@@ -37,8 +37,7 @@ def plan_peft(source: Pretrained) -> list[PeftPart]:
             f"--to=peft: {source.path} holds a model and no adapters. Use --to huggingface, or the folder of a run "
             f"that trained adapters (lora.rank)."
         )
-    base = weights.base
-    family = base.family if isinstance(base, HuggingFaceFolder) else family_for(source.model)
+    family = find_family_of(source)
     lora = weights.adapters.lora
     targets = lora_targets(lora, source.model)
     parts = peft_parts(family, source.model, targets, lora_layers(lora, source.model))

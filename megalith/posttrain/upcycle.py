@@ -266,7 +266,7 @@ def upcycle(source: Pretrained, moe: MoEConfig, *, scale: Scale = "spread", seed
     weights = UpcycledWeights(
         source.weights, moe.ffn_hidden_size, parts, factors_of(model, moe, parts, scale), fresh, seed
     )
-    return replace(source, model=model, weights=weights)
+    return replace(source, model=model, weights=weights, hf_source=None)  # the dense model's family has no experts
 
 
 def told_origins(source: Pretrained, moves: Sequence[Move]) -> list[Move]:

@@ -27,7 +27,15 @@ from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megalith.kernels.engine import missing_here
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
-from megalith.models.pretrained import FORCED, compare_models, forced_in, open_pretrained, take_weights
+from megalith.models.pretrained import (
+    FORCED,
+    HF_SOURCE,
+    compare_models,
+    forced_in,
+    open_pretrained,
+    read_hf_source,
+    take_weights,
+)
 from megalith.nn.moe.balance import LOSSES
 from megalith.observe.logs import log_to
 from megalith.observe.machine import device_peak_tflops, peak_memory_gib
@@ -491,7 +499,9 @@ class _Loop:
         scale = self.trainer.loss_scale
         extra = ({} if scale is None else {"loss_scale": scale.as_json()}) | (
             {} if self.base is None else {RECORD: self.base}
-        ) | ({FORCED: list(self.forced)} if self.forced else {})  # fmt: skip
+        ) | ({FORCED: list(self.forced)} if self.forced else {}) | (
+            {} if self.hf_source is None else {HF_SOURCE: self.hf_source.as_json()}
+        )  # fmt: skip
         return extra | {
             "train": self.state.as_json(), "optimizer_updates": self.trainer.optimizer.updates,
             "data": self.data.splits.train.fingerprint, "order_samples": self.data.orders[0],
@@ -513,6 +523,7 @@ class _Loop:
         run, rules = self.run_config, self.run_config.checkpoint
         self.base = self._load_base(saved)
         self.forced = forced_in(saved, run.model)
+        self.hf_source = read_hf_source(saved)
         if saved is not None:
             self._take_over(saved)
             self.progress.say(f"resuming {self.folder.path} at step {self.state.step}")
@@ -527,12 +538,14 @@ class _Loop:
         elif self.origin is not None:
             fresh = self._take_over(self.origin)
             self.forced = forced_in(self.origin, run.model)
+            self.hf_source = read_hf_source(self.origin)
             self.progress.say(told_origin(run, self.origin, self.state, fresh=fresh))
         elif rules.load is not None:
-            notes, forced = take_weights(self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules)
-            for line in notes:
+            loaded = take_weights(self._weights(), rules.load, self.mesh.world, model=run.model, rules=rules)
+            for line in loaded.notes:
                 self.progress.say(f"{rules.load}: {line}")
-            self._published(forced)
+            self._published(loaded.forced)
+            self.hf_source = loaded.hf_source
             self.progress.say(f"starting from {rules.load}")
 
     def _weights(self) -> list[Entry]:

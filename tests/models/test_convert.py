@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +20,13 @@ from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError
 from megalith.models.convert import Kind, convert, kind_of, plan_moves, token_ids, written_names
 from megalith.models.hf import HuggingFaceFolder
+from megalith.models.mistral import MISTRAL
+from megalith.models.names import Family
 from megalith.models.phi3 import PHI3
 from megalith.models.pretrained import load_pretrained, open_pretrained
+from megalith.models.qwen2 import QWEN2
 from megalith.models.release import parameters, release_run
+from megalith.models.smollm3 import SMOLLM3
 from megalith.parallel.group import alone
 
 
@@ -228,3 +233,93 @@ def test_rows_that_are_not_new_are_refused_in_words(
         )  # fmt: skip
     (text,) = checkpoint_problems(CheckpointConfig(new_rows="mean"))
     assert "checkpoint.new_rows=mean says what is added to the tables of checkpoint.load, which is unset" in text
+
+
+# --- the family that a model was converted from
+
+
+def round_trip(tmp_path: Path) -> None:
+    """Convert the folder `theirs` to a checkpoint, and that to the folder `back`."""
+    convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
+    convert(open_pretrained(tmp_path / "ours"), tmp_path / "back", "huggingface")
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """Return the contents of config.json."""
+    raw = json.loads((folder / "config.json").read_text())
+    assert isinstance(raw, dict)
+    return raw
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [(QWEN2, {"qkv_bias": True}), (PHI3, {}), (MISTRAL, {}), (SMOLLM3, {"tied_embeddings": True})],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_round_trip_through_a_checkpoint_keeps_the_architecture_and_its_tensors(
+    family: Family, changes: dict[str, Any], tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "theirs", tiny.config(**changes), family=family)
+    round_trip(tmp_path)
+    assert read_hf_config(tmp_path / "back") == read_hf_config(tmp_path / "theirs")
+    assert read_hf_config(tmp_path / "back")["architectures"] == [family.architecture]
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    copied = open_pretrained(tmp_path / "ours")
+    convert(copied, tmp_path / "copy", "megalith")
+    assert open_pretrained(tmp_path / "copy").hf_source == copied.hf_source
+
+
+@pytest.mark.parametrize("name", ["gelu_new", "gelu_pytorch_tanh", "swish"])
+def test_a_round_trip_keeps_the_name_of_the_activation(name: str, tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = tiny.config(activation="silu" if name == "swish" else "gelu_tanh")
+    tiny.folder(tmp_path / "theirs", config, activation_names={"hidden_act": name})
+    assert read_hf_config(tmp_path / "theirs")["hidden_act"] == name
+    round_trip(tmp_path)
+    convert(open_pretrained(tmp_path / "theirs"), tmp_path / "copy", "huggingface")
+    for folder in ("back", "copy"):
+        assert read_hf_config(tmp_path / folder)["hidden_act"] == name
+
+
+def test_an_activation_that_was_changed_gets_its_own_name(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "theirs", tiny.config(activation="gelu_tanh"), activation_names={"hidden_act": "gelu_new"})
+    source = open_pretrained(tmp_path / "theirs")
+    convert(source, tmp_path / "ours", "megalith")
+    ours = open_pretrained(tmp_path / "ours")
+    convert(replace(ours, model=replace(ours.model, activation="relu")), tmp_path / "back", "huggingface")
+    assert read_hf_config(tmp_path / "back")["hidden_act"] == "relu"
+
+
+def test_family_selects_another_architecture(
+    tmp_path: Path, tiny: SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.folder(tmp_path / "theirs", tiny.config(qkv_bias=True), family=QWEN2)
+    convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
+    command = ["convert", str(tmp_path / "ours"), str(tmp_path / "back")]
+    assert main([*command, "--family", "llama"]) == 0
+    assert read_hf_config(tmp_path / "back")["architectures"] == ["LlamaForCausalLM"]
+    command[2] = str(tmp_path / "other")
+    rejected = {
+        "phi3": r"cannot be written as Phi3ForCausalLM: model.qkv_bias=True: Phi3ForCausalLM has no word for it; .*"
+        r"Or set --family=llama to write it as LlamaForCausalLM",
+        "quen2": "--family=quen2: there is no such family. Did you mean qwen2",
+    }
+    capsys.readouterr()
+    for name, message in rejected.items():
+        assert main([*command, "--family", name]) == 2
+        assert re.search(message, capsys.readouterr().err.replace("\n", " ")), name
+    for source, target in (("theirs", "huggingface"), ("ours", "megalith")):
+        command[1] = str(tmp_path / source)
+        assert main([*command, "--family", "llama", "--to", target]) == 2
+        assert "--family=llama selects the architecture of a Hugging Face folder" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_damaged_record_of_the_family_is_rejected(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    text = dump_yaml(release_run("run", tiny.config(), TokenizerConfig(), tmp_path))
+    entries = tiny.entries(tiny.model(tiny.config()))
+    for step, record in enumerate(["Qwen2ForCausalLM", {"architecture": "Other", "activation_names": {}}, {}]):
+        state = {"huggingface": record}
+        path = save_checkpoint(tmp_path, step, entries, state, alone("world"), config_text=text, keep=None).path
+        with pytest.raises(CheckpointError, match=r"the state records the Hugging Face model .*Convert the model's"):
+            open_pretrained(path)

@@ -26,7 +26,7 @@ from megalith.models.pretrained import open_pretrained
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
 from megalith.verify.ranks import layout_case, prove_layout
-from tests.models.families import CASES, FIRST, batch, our_gradients, our_model, saved
+from tests.models.families import CASES, FIRST, LONGROPE, Case, batch, our_gradients, our_model, saved
 
 transformers = pytest.importorskip("transformers")
 
@@ -172,7 +172,9 @@ def test_export_is_read_by_from_pretrained_and_every_bit_comes_back(
     assert_close(dict(our_model(again).named_parameters()), dict(our_model(folder).named_parameters()), EXACT)
 
 
-@pytest.mark.parametrize("name", [*some("qwen3", "gpt2", "deepseek_v3"), pytest.param(MIXED, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [*some("qwen2", "qwen3", "phi3", "gpt2", "deepseek_v3"), pytest.param(MIXED, marks=pytest.mark.slow)]
+)
 def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_path: Path) -> None:
     saved(CASES[name], tmp_path / "theirs")
     convert(open_pretrained(tmp_path / "theirs"), tmp_path / "ours", "megalith")
@@ -182,11 +184,20 @@ def test_no_bit_changes_on_the_way_through_a_checkpoint_of_ours(name: str, tmp_p
         for path in ("theirs", "back")
     )
     ids, _ = batch(first.config.vocab_size)
-    if type(first) is type(last):
-        assert_close(dict(last.named_parameters()), dict(first.named_parameters()), EXACT)
-        assert_equals("scores", last(ids).logits, first(ids).logits, EXACT)
-    else:  # as a family that has other words for it
-        assert relative_error(last(ids).logits, first(ids).logits) <= SCORES
+    assert type(first) is type(last)
+    assert_close(dict(last.named_parameters()), dict(first.named_parameters()), EXACT)
+    assert_equals("scores", last(ids).logits, first(ids).logits, EXACT)
+
+
+def check_greedy_text(theirs: Any, prompt: list[int], text: list[int], *, use_cache: bool = True) -> None:
+    """Assert that transformers continues a prompt with `text`, up to a token whose logit is tied with the best."""
+    settings = {"max_new_tokens": len(text), "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    wanted = theirs.generate(torch.tensor([prompt]), **settings, use_cache=use_cache)[0, len(prompt) :].tolist()
+    assert len(wanted) == len(text)
+    same = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=True)) if a != b), len(text))
+    if same < len(text):
+        best = theirs(torch.tensor([prompt + wanted[:same]])).logits[0, -1].topk(2)
+        assert float(best.values[0] - best.values[1]) < TIE and text[same] in best.indices, (same, text, wanted)
 
 
 @pytest.mark.parametrize(("name", "length"), TEXTS)
@@ -198,15 +209,18 @@ def test_greedy_text_is_that_of_transformers(name: str, length: int, tmp_path: P
     for written in generate(ours, prompts, SampleConfig(temperature=0.0, max_new_tokens=length)):
         found[written.sequence].append(written.token)
     for text, prompt in zip(found, prompts, strict=True):
-        wanted = theirs.generate(
-            torch.tensor([prompt]), max_new_tokens=length, do_sample=False, eos_token_id=None, pad_token_id=0
-        )[0, len(prompt) :].tolist()
-        assert len(wanted) == len(text) == length
-        same = next((i for i, (a, b) in enumerate(zip(text, wanted, strict=True)) if a != b), length)
-        if same < length:
-            best = theirs(torch.tensor([prompt + wanted[:same]])).logits[0, -1].topk(2)
-            assert float(best.values[0] - best.values[1]) < TIE and text[same] in best.indices, (same, text, wanted)
+        assert len(text) == length
+        check_greedy_text(theirs, prompt, text)
     assert len({token for text in found for token in text}) > 3, "a text that only repeats itself shows little"
+
+
+def test_longrope_text_beyond_the_original_length_is_that_of_transformers_without_a_cache(tmp_path: Path) -> None:
+    longrope = {**LONGROPE, "original_max_position_embeddings": 12}
+    theirs, folder = saved(Case("LlamaConfig", {"rope_parameters": longrope}), tmp_path, std=0.5)
+    prompt = [5, 17, 3, 44, 1, 2, 3, 4]
+    sample = SampleConfig(temperature=0.0, max_new_tokens=12)
+    ours = [written.token for written in generate(our_model(folder), [prompt], sample)]
+    check_greedy_text(theirs, prompt, ours, use_cache=False)
 
 
 @pytest.mark.parametrize(("name", "layout"), UNDER_LAYOUTS)

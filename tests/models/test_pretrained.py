@@ -24,7 +24,15 @@ from megalith.data.huggingface import train_bpe
 from megalith.errors import CheckpointError, DataError
 from megalith.models import pretrained
 from megalith.models.convert import convert
-from megalith.models.pretrained import CheckpointWeights, load_pretrained, locate, open_pretrained, take_weights
+from megalith.models.pretrained import (
+    CheckpointWeights,
+    find_family_of,
+    load_pretrained,
+    locate,
+    open_pretrained,
+    take_weights,
+)
+from megalith.models.qwen2 import QWEN2
 from megalith.models.release import release_run
 from megalith.parallel.group import alone
 from megalith.parallel.mesh import mesh_of_one, mesh_on_paper, model_grid
@@ -209,7 +217,7 @@ def test_a_vocabulary_may_be_padded_to_another_multiple_than_in_a_checkpoint(
     before, after = (tiny.config(vocab_multiple=multiple) for multiple in (there, here))
     model, back = tiny.model(before), tiny.blank(after)
     save(tmp_path, 1, tiny.entries(model), before)
-    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == ([], ())
+    assert take_weights(tiny.entries(back), str(tmp_path), alone("world"), model=after) == ([], (), None)
     theirs, ours = tiny.tensors(model), tiny.tensors(back)
     for name in ours:
         known = 37 if name in ("embed.weight", "head.weight") else len(ours[name])
@@ -348,6 +356,27 @@ def test_a_run_is_found_by_rank_0_alone(tmp_path: Path, tiny: SimpleNamespace, m
     monkeypatch.setattr(pretrained, "locate", counted)
     load_pretrained(tiny.entries(model), str(tmp_path / "x"), alone("world"), model=tiny.config())
     assert asked == [str(tmp_path / "x")]
+
+
+# --- the family
+
+
+def test_a_run_keeps_the_family_of_the_weights_it_started_from(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    config = replace(tiny_run().model, qkv_bias=True, vocab_multiple=1)
+    tiny.folder(tmp_path / "base", config, family=QWEN2)
+    load = {"train.steps": "1", "train.eval_steps": "0", "train.eval_every": "none", "model.qkv_bias": "true"}
+    for folder, settings in {
+        "run": {"checkpoint.load": str(tmp_path / "base")},
+        "later": {"checkpoint.load": str(tmp_path / "run"), "checkpoint.take": "progress", "train.steps": "2"},
+        "adapters": {"checkpoint.load": str(tmp_path / "run"), "lora.rank": "2"},
+    }.items():
+        opened = open_pretrained(locate(str(trained(tiny_run(load | settings), tmp_path / folder))))
+        assert find_family_of(opened) is QWEN2, folder
+    resumed = trained(
+        tiny_run(load | {"checkpoint.load": str(tmp_path / "base"), "train.steps": "2"}), tmp_path / "run"
+    )
+    assert find_family_of(open_pretrained(locate(str(resumed)))) is QWEN2
+    assert open_checkpoint(locate(str(resumed))).step == 2
 
 
 # --- chance chose experts
