@@ -2,8 +2,9 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
@@ -184,9 +185,10 @@ class HuggingFaceFolder:
         """Read the config and the headers.
 
         Raises:
-            CheckpointError: it is no such folder, of an unsupported architecture, or tensors are missing, surplus, of
-                the wrong shape or cut off; each is named.
+            CheckpointError: it is no such folder, of an unsupported architecture, has links that lead out of it, or
+                tensors are missing, surplus, of the wrong shape or cut off; each is named.
         """
+        check_links(path, storage.list_names(path))
         self.path = path
         self.new_rows: NewRows = "zero"
         self._means: dict[str, Tensor] = {}
@@ -733,5 +735,32 @@ def _generation(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def companion_files(folder: Path) -> dict[str, Path]:
-    """The files of a folder that go with its weights."""
+    """The files of a folder that go with its weights.
+
+    Raises:
+        CheckpointError: one of them is a link that leads out of the folder.
+    """
+    check_links(folder, COMPANIONS)
     return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
+def check_links(folder: Path, names: Iterable[str]) -> None:
+    """Reject symbolic links that lead out of a folder: behind them could be any file of this machine.
+
+    A snapshot in the cache of the Hugging Face hub consists of links into the `blobs` folder of its repository, which
+    stay allowed.
+
+    Raises:
+        CheckpointError: one of `names` is a link that leads elsewhere.
+    """
+    root = Path(os.path.realpath(folder))
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parent.parent / "blobs")
+    for name in names:
+        target = Path(os.path.realpath(folder / name))
+        if (folder / name).is_symlink() and not any(target.is_relative_to(place) for place in allowed):
+            raise CheckpointError(
+                f"{folder / name} is a link to {target}, outside of its folder, and such links are not followed. "
+                f"Replace it by a copy of the file, or remove it."
+            )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalith import storage
 from megalith.config.lora import LoraConfig
 from megalith.errors import CheckpointError
-from megalith.models.hf import read_json
+from megalith.models.hf import check_links, read_json
 
 UNDERSTOOD = frozenset(("r", "lora_alpha", "target_modules", "layers_to_transform", "base_model_name_or_path"))
 """Fields that may hold anything that makes sense."""
@@ -63,8 +64,10 @@ def read_peft_config(file: Path) -> PeftConfig:
     """An adapter_config.json.
 
     Raises:
-        CheckpointError: these are no plain LoRA adapters, or nobody knows whether they are; each field is named.
+        CheckpointError: these are no plain LoRA adapters, or nobody knows whether they are; each field is named. Or the
+            folder has links that lead out of it.
     """
+    check_links(file.parent, storage.list_names(file.parent))
     raw = read_json(file)
     wrong = [f"{name}={raw[name]!r:.80}" for name, plain in PLAIN.items() if name in raw and raw[name] not in plain]
     rank, alpha, modules, layers = (raw.get(n) for n in ("r", "lora_alpha", "target_modules", "layers_to_transform"))

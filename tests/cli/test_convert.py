@@ -324,3 +324,14 @@ def test_a_folder_whose_names_may_not_be_read_is_refused_in_words(
     assert main(["convert", str(run), str(run.parent / "drop" / "x"), "--to", to]) == 2
     said = capsys.readouterr().err
     assert "x: not written (" in said and "Permission denied" in said and "Choose another target" in said
+
+
+def test_a_license_that_links_to_another_file_is_not_copied(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, secret = run.parent / "folder", run.parent / "secret"
+    secret.write_text("secret")
+    assert main(["convert", str(run), str(folder)]) == 0
+    for source in (folder, run / "checkpoints" / "step_0000007"):
+        (source / "LICENSE").symlink_to(secret)
+        capsys.readouterr()
+        assert main(["convert", str(source), str(run.parent / "x"), "--to", "huggingface"]) == 2
+        assert "LICENSE is a link to" in capsys.readouterr().err and not (run.parent / "x").exists()

@@ -408,3 +408,57 @@ def test_a_tensor_that_repeats_another_is_of_weights(tmp_path: Path, tiny: Simpl
     edit_tensors(tmp_path / "x", lm_head__weight=torch.zeros(37, 12, dtype=torch.int64))
     with pytest.raises(CheckpointError, match="lm_head.weight differs from model.embed_tokens.weight"):
         HuggingFaceFolder(tmp_path / "x")
+
+
+# --- links
+
+
+def write_hub_cache(cache: Path, tiny: SimpleNamespace) -> Path:
+    """Write a model as the cache of the Hugging Face hub has it; returns the snapshot, which consists of links."""
+    snapshot, blobs = cache / "models--org--name" / "snapshots" / "0123", cache / "models--org--name" / "blobs"
+    tiny.folder(snapshot, tiny.config())
+    (snapshot / "LICENSE").write_text("terms")
+    blobs.mkdir()
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        file.rename(blobs / f"hash{number}")
+        file.symlink_to(Path("../../blobs") / f"hash{number}")
+    return snapshot
+
+
+def test_the_links_of_a_hub_cache_are_followed(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    snapshot = write_hub_cache(tmp_path, tiny)
+    (tmp_path / "link").symlink_to(snapshot)
+    for path in (snapshot, tmp_path / "link"):
+        assert HuggingFaceFolder(path).model_config.vocab_size == 37
+        assert companion_files(path)["LICENSE"].read_text() == "terms"
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "config.json", "model.safetensors", "other"])
+@pytest.mark.parametrize("place", ["folder", "cache", "blob"])
+def test_links_that_lead_out_of_the_folder_are_rejected(
+    name: str, place: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    if place == "folder":
+        tiny.folder(tmp_path / "x", tiny.config())
+    path = tmp_path / "x" if place == "folder" else write_hub_cache(tmp_path, tiny)
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    storage.remove_file(path / name)
+    target = secret
+    if place == "blob":  # a link to a link
+        target = path / "../../blobs/hash9"
+        target.symlink_to(secret)
+    (path / name).symlink_to(target)
+    with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret, outside of its folder.* copy of the f"):
+        HuggingFaceFolder(path)
+    if name == "LICENSE":
+        with pytest.raises(CheckpointError, match="LICENSE is a link to"):
+            companion_files(path)
+
+
+def test_a_blobs_folder_that_is_a_link_does_not_allow_other_files(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    snapshot = write_hub_cache(tmp_path, tiny)
+    (snapshot / "../../blobs").rename(tmp_path / "elsewhere")
+    (tmp_path / "models--org--name" / "blobs").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="is a link to .*elsewhere"):
+        HuggingFaceFolder(snapshot)

@@ -75,3 +75,11 @@ def test_a_null_of_a_field_that_nobody_knows_says_nothing(tmp_path: Path) -> Non
 def test_targets_are_found_as_the_library_finds_them(modules: Any, module: str, adapted: bool, tmp_path: Path) -> None:
     assert read(tmp_path, target_modules=modules).adapts(module, 1) == adapted
     assert not read(tmp_path, target_modules=modules, layers_to_transform=[0, 2]).adapts(module, 1)
+
+
+def test_a_link_that_leads_out_of_the_folder_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "adapters").mkdir()
+    (tmp_path / "weights").write_bytes(b"")
+    (tmp_path / "adapters" / "adapter_model.safetensors").symlink_to(tmp_path / "weights")
+    with pytest.raises(CheckpointError, match=r"adapter_model.safetensors is a link to .*weights, outside of its"):
+        read(tmp_path / "adapters")
