@@ -9,6 +9,7 @@ import math
 import re
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +73,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         (length,) = struct.unpack("<Q", storage.read_range(file, 0, 8))
         if length > min(MAX_HEADER, nbytes - 8):
             raise ValueError(f"a header of {length:,} bytes, expected less than the file's {nbytes:,}")
-        header = json.loads(storage.read_range(file, 8, length))
+        header = json.loads(storage.read_range(file, 8, length), object_pairs_hook=_unique_keys)
         header.pop("__metadata__", None)
         found = {str(name): _info(file, entry, 8 + length) for name, entry in header.items()}
         spans = {name: tuple(map(int, entry["data_offsets"])) for name, entry in header.items()}
@@ -95,6 +96,20 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         )
     _refuse_gaps(file, spans, data)
     return found
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:  # Any: JSON
+    """Return a JSON object of a header, whose keys must differ: readers would choose different ones of equal keys.
+
+    Raises:
+        ValueError: a key occurs twice.
+    """
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated = sorted(key for key, count in counts.items() if count > 1)
+        raise ValueError(f"its header has the key {show_names(repeated)} more than once")
+    return unique
 
 
 def _refuse_gaps(file: Path, spans: Mapping[str, tuple[int, ...]], data: int) -> None:

@@ -1,5 +1,6 @@
 """Where weights come from: a checkpoint of ours, the newest one of a run, or a Hugging Face folder."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -150,9 +151,18 @@ class Pretrained:
         return found
 
     def generation_file(self) -> Path | None:
-        """The generation_config.json of the nearest model that has one, if its ids are of the same tokenizer."""
+        """The generation_config.json of the nearest model that has one, if its ids are of the same tokenizer.
+
+        Raises:
+            CheckpointError: a field of it has an invalid value.
+        """
         found = [folder for folder in (self.path, *self.origins()) if (folder / GENERATION).is_file()]
-        return found[0] / GENERATION if found and self._reads_like(found[0]) else None
+        if not found or not self._reads_like(found[0]):
+            return None
+        file = found[0] / GENERATION
+        if problems := find_generation_problems(read_json(file), self.model.vocab_size):
+            raise CheckpointError(f"{file}: {' '.join(problems)} Correct the file, or remove it to go without it.")
+        return file
 
     def stop_ids(self) -> frozenset[int]:
         """Tokens that end a text, as the folder itself says: chat models have several."""
@@ -187,6 +197,36 @@ class Pretrained:
             return not ((folder / "tokenizer.json").is_file() or is_sentencepiece(folder) or is_gpt2(folder))
         theirs = folder / main.name
         return not theirs.is_file() or storage.read_bytes(theirs) == storage.read_bytes(main)
+
+
+GENERATION_RANGES: Mapping[str, tuple[type, float, float]] = {
+    "temperature": (float, 0.0, math.inf), "top_p": (float, 0.0, 1.0), "min_p": (float, 0.0, 1.0),
+    "typical_p": (float, 0.0, 1.0), "repetition_penalty": (float, 0.0, math.inf), "top_k": (int, 0, math.inf),
+    "max_length": (int, 1, math.inf), "max_new_tokens": (int, 1, math.inf), "num_beams": (int, 1, math.inf),
+}  # fmt: skip
+"""Numbers in generation_config.json -> their type, and the smallest and largest value."""
+
+
+def find_generation_problems(raw: Mapping[str, Any], vocab_size: int) -> list[str]:  # Any: JSON
+    """Return what is wrong with the fields of a generation_config.json, as messages; fields may be null.
+
+    >>> find_generation_problems({"top_p": 2, "eos_token_id": [5, "x"]}, 8)
+    ["eos_token_id=[5, 'x']: expected token ids from 0 to 7.", 'top_p=2: expected a number from 0.0 to 1.0.']
+    """
+    problems = []
+    eos = raw.get("eos_token_id")
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(type(token) is int and 0 <= token < vocab_size for token in ids):
+        problems.append(f"eos_token_id={eos!r:.60}: expected token ids from 0 to {vocab_size - 1}.")
+    for name, (kind, low, high) in GENERATION_RANGES.items():
+        value = raw.get(name)
+        right_type = type(value) in (int, float) if kind is float else type(value) is int
+        if value is not None and not (right_type and low <= value <= high and math.isfinite(value)):
+            limits = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            problems.append(f"{name}={value!r:.60}: expected a{'' if kind is float else ' whole'} number {limits}.")
+    if raw.get("do_sample") not in (None, True, False):
+        problems.append(f"do_sample={raw['do_sample']!r:.60}: expected true or false.")
+    return problems
 
 
 def locate(source: str) -> Path:

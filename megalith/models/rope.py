@@ -95,7 +95,8 @@ def _mappings(fields: Fields, layer: str | None, scaled: bool) -> tuple[Mapping[
     """rope_scaling and rope_parameters, the latter of one kind of layers."""
     found: list[Mapping[str, Any]] = []
     for name in ("rope_scaling", "rope_parameters"):
-        value = fields.value(name) or {}
+        value = fields.value(name)
+        value = {} if value is None else value
         if not isinstance(value, Mapping):
             fields.problems.append(f"{name}={value!r}: expected a mapping, or null.")
             value = {}

@@ -172,3 +172,19 @@ def test_an_existing_file_is_never_written_into(tmp_path: Path) -> None:
 def test_long_lists_of_names_are_cut() -> None:
     assert show_names(["a", "b"]) == "a, b"
     assert show_names(list("abcdefgh"), limit=3) == "a, b, c and 5 more"
+
+
+@pytest.mark.parametrize(
+    ("header", "key"),
+    [
+        ('{"a": ENTRY, "b": OTHER, "a": ENTRY}', "a"),
+        ('{"a": {"dtype": "F32", "dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}', "dtype"),
+    ],
+)
+def test_a_header_with_repeated_keys_is_rejected(header: str, key: str, tmp_path: Path) -> None:
+    for word, offsets in (("ENTRY", [0, 4]), ("OTHER", [4, 8])):
+        header = header.replace(word, json.dumps({"dtype": "F32", "shape": [1], "data_offsets": offsets}))
+    data = bytes(8 if "b" in json.loads(header) else 4)
+    (tmp_path / "x").write_bytes(struct.pack("<Q", len(header)) + header.encode() + data)
+    with pytest.raises(CheckpointError, match=f"its header has the key {key} more than once"):
+        read_header(tmp_path / "x")

@@ -218,7 +218,7 @@ def test_adapters_beside_a_release_name_it_and_are_read_with_it(tmp_path: Path, 
         ("tokenizer.json", b'{"model": {', "tokenizer.json: not JSON"),
         ("tokenizer.json", b'{"version": "1.0"}', 'tokenizer.json: expected a "model" in it, found'),
         ("tokenizer_config.json", b"\xff\xfe", "tokenizer_config.json: not JSON"),
-        ("generation_config.json", b"[]", "generation_config.json: expected an object, found"),
+        ("tokenizer_config.json", b"[]", "tokenizer_config.json: expected an object, found"),
     ],
 )
 def test_a_broken_file_is_not_passed_on(

@@ -358,6 +358,46 @@ def test_a_run_is_found_by_rank_0_alone(tmp_path: Path, tiny: SimpleNamespace, m
     assert asked == [str(tmp_path / "x")]
 
 
+# --- generation_config.json
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"eos_token_id": "x"}, "eos_token_id='x': expected token ids from 0 to 36"),
+        ({"eos_token_id": [3, 37]}, r"eos_token_id=\[3, 37\]: expected token ids"),
+        ({"eos_token_id": -1}, "eos_token_id=-1: expected token ids"),
+        ({"eos_token_id": True}, "eos_token_id=True: expected token ids"),
+        ({"temperature": -1}, "temperature=-1: expected a number of at least 0"),
+        ({"temperature": float("nan")}, "temperature=nan: expected a number"),
+        ({"temperature": "hot"}, "temperature='hot': expected a number"),
+        ({"top_p": 1.5}, "top_p=1.5: expected a number from 0.0 to 1.0"),
+        ({"top_k": 2.5}, "top_k=2.5: expected a whole number of at least 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number of at least 1"),
+        ({"do_sample": "yes"}, "do_sample='yes': expected true or false"),
+    ],
+)
+def test_invalid_generation_settings_are_rejected(
+    fields: dict[str, Any], message: str, tmp_path: Path, tiny: SimpleNamespace
+) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    file = tmp_path / "x" / "generation_config.json"
+    file.write_text(json.dumps(fields))
+    opened = open_pretrained(tmp_path / "x")
+    for use in (opened.stop_ids, opened.companions):
+        with pytest.raises(
+            CheckpointError, match=rf"generation_config.json: {message}.*Correct the file, or remove it"
+        ):
+            use()
+    file.write_text(
+        json.dumps({"eos_token_id": [3, 36], "temperature": 0.6, "top_p": None, "do_sample": False, "x": 1})
+    )
+    assert opened.stop_ids() == {3, 36}
+    file.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"generation_config.json holds list; expected an object"):
+        opened.companions()
+
+
 # --- the family
 
 

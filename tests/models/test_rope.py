@@ -1,6 +1,7 @@
 """Rotary positions in config.json."""
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -110,3 +111,10 @@ def test_what_cannot_be_kept_is_refused_by_name(raw: dict[str, Any], message: st
     with pytest.raises(ConfigError) as refused:
         read(raw)
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("value", [0, False, "", []])
+def test_an_empty_value_that_is_no_mapping_is_rejected(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={re.escape(repr(value))}: expected a mapping, or null"):
+        read({name: value})
