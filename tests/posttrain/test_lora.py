@@ -23,6 +23,7 @@ from megalith.parallel.tensor import Init
 from megalith.plan.shards import Box, Shard
 from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
+from megalith.testing.tolerance import CURVE64, FP32, FP64, assert_close
 from megalith.train import build
 from megalith.train.evaluate import run_evaluation
 from megalith.train.folder import RunFolder
@@ -242,7 +243,7 @@ SFT: dict[str, Override] = {
 
 
 def _tune(rank: int, world: int, path: Path, load: Path, settings: Mapping[str, Override]) -> Outcome:
-    run = tiny_run({"checkpoint.load": str(load), **LORA, **SFT, **settings})
+    run = tiny_run({"checkpoint.load": str(load), "precision.params": "fp64", **LORA, **SFT, **settings})
     mesh = mesh_of_one() if world == 1 else build_mesh(model_grid(run.parallel, run.model, world), rank=rank)
     return run_training(run, RunFolder(path), mesh, CPU, show=False)
 
@@ -251,21 +252,27 @@ def _tune(rank: int, world: int, path: Path, load: Path, settings: Mapping[str, 
 def test_tuning_on_two_processes_resumes_and_merges_into_what_one_process_makes(
     axis: str, sp: str, tmp_path: Path
 ) -> None:
-    """Conversations, adapters and their dropout together: stopped after two steps of four, on ranks, then merged."""
+    """Conversations, adapters and their dropout together: stopped after two steps of four, on ranks, then merged.
+
+    In float64, because Adam divides each gradient by its own size: where a gradient is close to zero, the rounding of
+    fp32 sums, which differs from processor to processor, moves a weight by as much as the learning rate.
+    """
     load = base(tmp_path / "base")
     for steps in ("2", "4"):
         settings = {f"parallel.{axis}": "2", "parallel.sp": sp, "train.micro_batch_size": "2", "train.steps": steps}
         run_ranks(_tune, 2, tmp_path / "ranks", load, settings)
     _tune(0, 1, tmp_path / "alone", load, {"train.steps": "4"})
-    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    assert losses(tmp_path / "ranks") == pytest.approx(losses(tmp_path / "alone"), rel=FP64.relative)
+    trained = [tensors(tmp_path / name / "checkpoints" / "step_0000004") for name in ("ranks", "alone")]
+    assert {values.dtype for key, values in trained[0].items() if key.startswith("model.")} == {torch.float64}
+    assert_close(trained[0], trained[1], CURVE64)
     merged = []
     for name in ("ranks", "alone"):
         assert main(["convert", str(tmp_path / name), str(tmp_path / f"{name}-merged"), "--to", "megalith"]) == 0
         merged.append(tensors(locate(str(tmp_path / f"{name}-merged"))))
     assert merged[0].keys() == merged[1].keys() and not any(".lora_" in key for key in merged[0])
     first = tensors(locate(str(load)))
-    for key, values in merged[0].items():
-        torch.testing.assert_close(values, merged[1][key], rtol=1e-4, atol=1e-5)
+    assert_close(merged[0], merged[1], FP32)  # written in the dtype of the base
     changed = {key for key, values in merged[0].items() if not torch.equal(values, first[key])}
     assert changed == {key for key in first if key.rsplit(".", 1)[1] in ("q", "kv", "o", "gate_up", "down")}
 
