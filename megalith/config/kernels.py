@@ -9,11 +9,11 @@ definition, whose backward is autograd's."""
 
 Form = Literal[
     "auto", "torch", "reference", "loops", "triton", "tiles", "sdpa", "spans", "varlen", "flex", "loop", "grouped",
-    "batched",
+    "batched", "upcast",
 ]  # fmt: skip
 """Every way that some operation knows."""
 
-Op = Literal["norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy"]
+Op = Literal["norm", "rope", "activation", "dropout", "attention", "experts", "cross_entropy", "matmul"]
 OPS: tuple[Op, ...] = get_args(Op)
 
 InOnePass = Literal["auto", "torch", "reference", "loops", "triton"]
@@ -50,6 +50,10 @@ class KernelsConfig:
 
     cross_entropy: InOnePass = "auto"
     """Softmax and gradients of the loss: loops (CPUs), triton (NVIDIA GPUs)."""
+
+    matmul: Literal["auto", "torch", "reference", "upcast"] = "auto"
+    """Matmuls of bf16 on CPUs, those of attention and experts too: upcast (fp32 on upcast operands, rounded to bf16);
+    torch and reference: torch's bf16 kernels; auto: upcast on CPUs for which torch has no bf16 kernels."""
 
     def of(self, op: Op) -> Form:
         """How an operation is computed."""

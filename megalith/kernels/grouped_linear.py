@@ -25,6 +25,7 @@ from megalith.kernels.linear import (
     save,
     saved_input,
 )
+from megalith.kernels.matmul import bmm, grouped_mm, is_upcast, mm
 from megalith.kernels.rebuilt import Input, value_of
 
 HAS_GROUPED_MM = hasattr(torch.nn.functional, "grouped_mm")
@@ -145,6 +146,8 @@ def _busy(counts: Sequence[int], *of_experts: Iterable[Tensor]) -> Iterator[tupl
 
 
 def _worth_a_copy(part: Tensor, weight: Tensor) -> bool:
+    if is_upcast(part):
+        return True
     wanted = part.dtype == torch.float32 and part.device.type == "cpu" and HAS_ONEDNN
     return wanted and part.shape[0] * weight.numel() >= WORTH_A_COPY
 
@@ -154,7 +157,7 @@ def loop_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     counts = groups.on_host()
     dw = dy.new_empty(len(counts) * dy.shape[1], x.shape[1])
     for part, inputs, out in _each(dw, dy, x, counts):
-        torch.mm(part.t(), inputs, out=out)
+        mm(part.t(), inputs, out=out)
     return dw
 
 
@@ -171,14 +174,14 @@ def batched_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """All experts' matmuls in one."""
     e = groups.experts
     weights, y = by_expert(w, e), x.new_empty(x.shape[0], w.shape[0] // e)
-    torch.bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
+    bmm(by_expert(x, e), weights.transpose(1, 2), out=by_expert(y, e))
     return y
 
 
 def batched_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """All experts' matmuls in one."""
     e, dx = groups.experts, dy.new_empty(dy.shape[0], w.shape[1])
-    torch.bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
+    bmm(by_expert(dy, e), by_expert(w, e), out=by_expert(dx, e))
     return dx
 
 
@@ -186,7 +189,7 @@ def batched_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """All experts' matmuls in one."""
     e = groups.experts
     dw = dy.new_empty(e * dy.shape[1], x.shape[1])
-    torch.bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
+    bmm(by_expert(dy, e).transpose(1, 2), by_expert(x, e), out=by_expert(dw, e))
     return dw
 
 
@@ -197,19 +200,19 @@ BATCHED = GroupedProducts(batched_forward, batched_input_grad, batched_weight_gr
 def fused_forward(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """torch's grouped matmul."""
     ends = groups.on_device(x.device)
-    return torch.nn.functional.grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
+    return grouped_mm(x, by_expert(w, len(ends)).transpose(1, 2), offs=ends)
 
 
 def fused_input_grad(dy: Tensor, w: Tensor, groups: Groups) -> Tensor:
     """torch's grouped matmul."""
     ends = groups.on_device(dy.device)
-    return torch.nn.functional.grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
+    return grouped_mm(dy, by_expert(w, len(ends)), offs=ends)
 
 
 def fused_weight_grad(dy: Tensor, x: Tensor, groups: Groups) -> Tensor:
     """torch's grouped matmul; what has no rows becomes zeros here, where it need not write them itself."""
     ends = groups.on_device(dy.device)
-    dw = torch.nn.functional.grouped_mm(dy.t(), x, offs=ends)
+    dw = grouped_mm(dy.t(), x, offs=ends)
     return (dw if dy.device.type == "cpu" else without_rows_zero_(dw, groups, ends)).flatten(0, 1)
 
 
@@ -234,7 +237,7 @@ def best_products(x: Tensor, w: Tensor, groups: Groups) -> GroupedProducts:
         return BATCHED
     outputs, inputs = w.shape[0] // groups.experts, w.shape[1]
     aligned = all(features * x.element_size() % ALIGNED == 0 for features in (outputs, inputs))
-    if not (HAS_GROUPED_MM and aligned):
+    if not (HAS_GROUPED_MM and aligned) or is_upcast(x):  # the loop upcasts the matrices of busy experts alone
         return LOOP
     if x.device.type == "cpu":
         large = x.shape[0] * outputs * inputs >= WORTH_A_COPY * groups.experts and HAS_ONEDNN
@@ -276,9 +279,9 @@ def put_grouped_product_(
         if not fresh:
             add_product_(out, inputs, part)
         elif out.dtype == part.dtype:
-            torch.mm(part.t(), inputs, out=out)
+            mm(part.t(), inputs, out=out)
         else:
-            out.copy_(torch.mm(part.t(), inputs))
+            out.copy_(mm(part.t(), inputs))
     return total
 
 

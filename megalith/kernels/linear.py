@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from megalith.kernels.matmul import is_upcast, mm
 from megalith.kernels.rebuilt import Input, Rebuilt, rebuild, value_of
 
 Context = Any  # what autograd passes as `ctx`: it takes any attribute
@@ -30,7 +31,7 @@ def input_grad(dy: Tensor, w: Tensor) -> Tensor:
 
 def weight_grad(dy: Tensor, x: Tensor) -> Tensor:
     """What w gets: dy [t, o], x [t, i] -> dw [o, i]."""
-    return torch.mm(dy.t(), x)
+    return mm(dy.t(), x)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -38,8 +39,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
     For fp32, torch gives matmuls on x86 to MKL. oneDNN, which every such torch has too, takes 0.88 of MKL's time (AMD
     Zen 4 with AVX-512, torch 2.13, 2048 tokens, weights of 256 x 512 to 3072 x 512). For weight gradients, whose
-    operands are both transposed, it gains nothing, so these stay with `torch.mm`. bf16 goes to oneDNN anyway.
+    operands are both transposed, it gains nothing, so these stay with `torch.mm`. bf16 goes to oneDNN anyway, or is
+    upcast where that has no kernels for it; but for one row, which torch multiplies as fast as it reads `b`.
     """
+    if is_upcast(a) and not (a.shape[0] == 1 and b.is_contiguous()):
+        return _product(a.float(), b.float()).to(a.dtype)
     worth = a.dtype == torch.float32 and a.device.type == "cpu" and a.shape[0] * b.numel() >= WORTH_ONEDNN
     if worth and HAS_ONEDNN and not torch.compiler.is_compiling():
         product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
@@ -80,7 +84,7 @@ def add_product_(total: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     When the dtypes agree the matmul adds into `total` itself, which saves a pass over a matrix as large as the weight.
     """
     if total.dtype == dy.dtype == x.dtype:
-        return total.addmm_(dy.t(), x)
+        return total.add_(torch.mm(dy.float().t(), x.float())) if is_upcast(dy) else total.addmm_(dy.t(), x)
     return total.add_(weight_grad(dy, x))
 
 

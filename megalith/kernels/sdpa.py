@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from megalith.kernels.matmul import scaled_dot_product_attention
 from megalith.kernels.scores import causal_mask
 
 Lengths = tuple[tuple[int, int], ...]

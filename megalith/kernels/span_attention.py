@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from megalith.kernels import cpu
 from megalith.kernels.dropout import DroppedWeights
 from megalith.kernels.linear import Context
+from megalith.kernels.matmul import bmm
 from megalith.kernels.relative_bias import Distances, PairBiases
 from megalith.kernels.scores import PLAIN, Scores, masked_attention
 from megalith.kernels.tiled_attention import TILE_SCORES, by_head, by_token, wide
@@ -73,7 +74,7 @@ def attend(
         mask = None if seen is None else seen.of_tile(spans, tile, heads, q)
         p, largest, total = _exponentials(s, tile, v.dtype, mask)
         p = p if dropped is None else p * dropped.factors(spans, tile, heads, q).to(p.dtype)
-        found = torch.bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
+        found = bmm(p, v[heads, tile.first : tile.last]).to(result.out.dtype)
         place = heads, slice(None), slice(tile.start, tile.stop)
         shape = result.lse[place].shape
         _merge(result, place, found.view(*shape, -1), largest.view(shape), total.view(shape))
@@ -119,20 +120,20 @@ def attend_backward(
         p, narrow = _probabilities(s, tile, lse[queries].flatten(1, 2), q.dtype, mask)
         factors = None if dropped is None else dropped.factors(spans, tile, heads, q)
         kept = narrow if factors is None else narrow * factors.to(narrow.dtype)
-        into.dv[keys] += torch.bmm(kept.transpose(1, 2), drows)
+        into.dv[keys] += bmm(kept.transpose(1, 2), drows)
         minus = -delta[queries].flatten(1, 2).unsqueeze(-1)
         if factors is not None:
-            dp = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype)
+            dp = bmm(drows, v[keys].transpose(1, 2)).to(p.dtype)
             ds = dp.mul_(factors).add_(minus).mul_(p)
         elif q.dtype == p.dtype:
             ds = torch.baddbmm(minus, drows, v[keys].transpose(1, 2)).mul_(p)
         else:
-            ds = torch.bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p)
+            ds = bmm(drows, v[keys].transpose(1, 2)).to(p.dtype).add_(minus).mul_(p)
         if biases is not None and into.dvalues is not None:
             biases.add_gradient(into.dvalues, ds, tile, _kv_heads(heads, q, spans), q.shape[1])
         ds = (ds if slope is None else ds.mul_(slope)).to(q.dtype)
-        into.dq[queries] += torch.bmm(ds, k[keys]).mul_(scale).view(into.dq[queries].shape)
-        into.dk[keys] += torch.bmm(ds.transpose(1, 2), rows).mul_(scale)
+        into.dq[queries] += bmm(ds, k[keys]).mul_(scale).view(into.dq[queries].shape)
+        into.dk[keys] += bmm(ds.transpose(1, 2), rows).mul_(scale)
 
 
 def sink_gradient(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

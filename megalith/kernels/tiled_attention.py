@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from megalith.kernels import cpu
 from megalith.kernels.linear import Context
+from megalith.kernels.matmul import bmm
 from megalith.kernels.sdpa import sdpa_attention
 
 TILED_LENGTHS = range(
@@ -168,7 +169,7 @@ class TiledAttention(Function):
         kept = []
         for tile in _tiles(q.shape[0], q.shape[1], lengths, causal):
             p = _probabilities(wide_q, wide_k, tile, scale, q.dtype)
-            out[tile.heads, :, tile.start : tile.stop] = torch.bmm(p, v[tile.keys]).unflatten(1, (q.shape[1], -1))
+            out[tile.heads, :, tile.start : tile.stop] = bmm(p, v[tile.keys]).unflatten(1, (q.shape[1], -1))
             if wanted and max(lengths) <= KEPT_LENGTH:
                 kept.append(p)
         ctx.save_for_backward(q, k, v, *kept)
@@ -187,11 +188,11 @@ class TiledAttention(Function):
         for number, tile in enumerate(_tiles(q.shape[0], q.shape[1], ctx.lengths, ctx.causal)):
             p = kept[number] if kept else _probabilities(wide_q, wide_k, tile, ctx.scale, q.dtype)
             rows, drows = _rows(q, tile), _rows(dout, tile)
-            dv[tile.keys] += torch.bmm(p.transpose(1, 2), drows)
-            dp = torch.bmm(drows, v[tile.keys].transpose(1, 2))
+            dv[tile.keys] += bmm(p.transpose(1, 2), drows)
+            dp = bmm(drows, v[tile.keys].transpose(1, 2))
             ds = torch.ops.aten._softmax_backward_data.out(dp, p, -1, p.dtype, grad_input=dp)
-            dq[tile.heads, :, tile.start : tile.stop] = torch.bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
-            dk[tile.keys] += torch.bmm(ds.transpose(1, 2), rows)
+            dq[tile.heads, :, tile.start : tile.stop] = bmm(ds, k[tile.keys]).unflatten(1, (q.shape[1], -1))
+            dk[tile.keys] += bmm(ds.transpose(1, 2), rows)
         dk, dv = dk.mul_(ctx.scale).to(k.dtype).unsqueeze(1), dv.to(v.dtype).unsqueeze(1)
         return *(by_token(x, ctx.kv_heads) for x in (dq.mul_(ctx.scale), dk, dv)), None, None, None, None
 

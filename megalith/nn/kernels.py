@@ -1,6 +1,7 @@
 """How a whole model computes: its layers hold the operations that they compute with, and each can be told how to.
 
-Matmuls, but for those of experts, looking up embeddings and moving rows to experts have one form, and stay as they are.
+Matmuls of bf16 on CPUs are selected for the whole process. Looking up embeddings and moving rows to experts have one
+form, and stay as they are.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from megalith.config.kernels import Form, KernelsConfig, KernelSetting, Op, kernels_of
+from megalith.kernels.matmul import select_bf16_matmul
 from megalith.kernels.span_attention import reference_span_attention
 from megalith.parallel.context import Gathered, HeadExchange, HeadsThenRing, Ring
 from megalith.parallel.mesh import Mesh
@@ -27,8 +29,9 @@ OPERATIONS: Mapping[str, Op] = {
 
 
 def use_kernels(models: Iterable[nn.Module], kernels: KernelSetting, mesh: Mesh) -> None:
-    """Let every layer compute by `kernels`; auto is how layers are built."""
+    """Let every layer compute by `kernels`; auto is how layers are built. `matmul` is selected for the process."""
     config = kernels_of(kernels)
+    select_bf16_matmul(config.of("matmul"))
     if config == KernelsConfig():
         return
     for model in models:

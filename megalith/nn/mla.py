@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megalith.config.mla import MLAConfig
 from megalith.config.model import ModelConfig
 from megalith.kernels.attention import attention
+from megalith.kernels.matmul import einsum
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.scores import Scores
 from megalith.kernels.tokens import Tokens
@@ -63,11 +64,11 @@ def absorbed(layer: "LatentAttention", parts: Parts, tokens: Tokens) -> Tensor:
     (weight,) = layer.kv_up.sunk()
     up = weight.unflatten(0, (layer.num_heads, -1))
     up_keys, up_values = up.split([layer.sizes.nope_dim, layer.sizes.value_dim], dim=1)
-    q = torch.cat([torch.einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
+    q = torch.cat([einsum("tnd,ndr->tnr", parts.q_plain, up_keys), parts.q_turned], dim=-1)
     both = torch.cat([parts.latent.unsqueeze(1), parts.k_turned], dim=-1)
     # The few turned features go along as values, unused: torch's fused kernel wants values as wide as keys.
     found = layer.core(q, both, both, tokens, scores=layer.scores)[..., : layer.sizes.kv_rank]
-    return torch.einsum("tnr,nvr->tnv", found, up_values)
+    return einsum("tnr,nvr->tnv", found, up_values)
 
 
 def cheaper_form(sizes: MLAConfig, lengths: Sequence[tuple[int, int]]) -> Form:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.kernels import cpu, gpu
+from megalith.kernels.matmul import HAS_BF16_KERNELS
 from megalith.kernels.varlen_attention import has_varlen
 
 
@@ -82,6 +83,11 @@ def _of_torch() -> dict[str, Capability]:
         "bf16 instructions": Capability(
             present=torch.cuda.is_available() or any(bool(on) for key, on in cpu_features().items() if "bf16" in key),
             purpose="bf16 faster than fp32",
+            fix="use precision.params=fp32 on this machine",
+        ),
+        "bf16 CPU kernels": Capability(
+            present=HAS_BF16_KERNELS,
+            purpose="bf16 matmuls on CPUs; without them they are computed in fp32 (kernels.matmul=upcast)",
             fix="use precision.params=fp32 on this machine",
         ),
     }

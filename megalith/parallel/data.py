@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megalith.kernels.embedding import add_rows_
 from megalith.kernels.grouped_linear import Groups, put_grouped_product_
 from megalith.kernels.linear import add_product_, weight_grad
+from megalith.kernels.matmul import mm
 from megalith.parallel.alike import require_alike
 from megalith.parallel.engine import (
     SHARD_AXES,
@@ -114,7 +115,7 @@ class FlatSink:
             if not self.engine.is_fresh(stack.numbers):
                 add_product_(total, x, part)
             elif total.dtype == dy.dtype:
-                torch.mm(part.t(), x, out=total)
+                mm(part.t(), x, out=total)
             else:
                 total.copy_(weight_grad(part, x))
             self.engine.contributed(stack.numbers)

@@ -133,6 +133,10 @@ BACKENDS: Mapping[Op, tuple[Backend, ...]] = {
         Backend("loop", None), Backend("torch", None), Backend("reference", None),
     ),
     "cross_entropy": _one_pass(Backend("loops", CPU, NARROW), Backend("triton", GPU, ALL)),
+    "matmul": (
+        Backend("upcast", CPU, ("bf16",), "fp32 on upcast operands"),
+        Backend("torch", None), Backend("reference", None),
+    ),
 }  # fmt: skip
 """Of every operation, what is fastest where it can be had first."""
 
@@ -142,10 +146,15 @@ def backend_of(op: Op, form: Form) -> Backend:
     return next(backend for backend in BACKENDS[op] if backend.name == form)
 
 
-def used_ops(model: ModelConfig) -> tuple[Op, ...]:
-    """Operations that a model has."""
+UNCOMPILED: tuple[Op, ...] = ("cross_entropy", "matmul")
+"""Operations that train.compile=true leaves as they are."""
+
+
+def used_ops(model: ModelConfig, *, bf16_on_cpu: bool = False) -> tuple[Op, ...]:
+    """Operations that a model has; of matmuls only those of bf16 on CPUs can be computed in several ways."""
     absent: dict[Op, bool] = {
         "rope": model.positions != "rope", "dropout": not model.dropout.drops(), "experts": model.moe is None,
+        "matmul": not bf16_on_cpu,
     }  # fmt: skip
     return tuple(op for op in OPS if not absent.get(op, False))
 
@@ -177,7 +186,7 @@ def _refused(op: Op, form: Form, run: TrainRun, device: str | None, missing: Map
         return absent
     if op == "attention" and shared > 1 and form != "spans":
         return f"ranks of parallel.cp={shared} share tokens, and compute attention by intervals of keys"
-    if op != "cross_entropy" and run.train.compile:
+    if op not in UNCOMPILED and run.train.compile:
         return "train.compile=true compiles layers from plain definitions"
     reason = backend.why_not(run.model) or (_meets_padding(run) if form in ("tiles", "varlen") else None)
     return reason or why_not(backend, run.precision.params, device, missing)
@@ -212,12 +221,22 @@ def _works(op: Op, run: TrainRun) -> str:
     return "auto" if run.train.compile or op == "experts" or _absent(op, run) else "torch, or to auto"
 
 
-def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str]) -> list[str]:
-    """Which way every operation takes, in one line; and one for every reason why it is not the fastest there is."""
+NO_BF16_KERNELS = "torch has no bf16 kernels for this CPU, so bf16 matmuls are computed in fp32"
+
+
+def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str], *, bf16_kernels: bool = True) -> list[str]:
+    """Which way every operation takes, in one line; and one for every reason why it is not the fastest there is.
+
+    `bf16_kernels`: whether torch has bf16 kernels for this CPU.
+    """
     config, words, reasons = kernels_of(run.kernels), [], dict[str, list[str]]()
-    for op in used_ops(run.model):
+    bf16_on_cpu = device == CPU and run.precision.params == "bf16"
+    for op in used_ops(run.model, bf16_on_cpu=bf16_on_cpu):
         form = config.of(op)
-        chosen, told = (form, {}) if form != "auto" else _automatic(op, run, device, missing)
+        if form == "auto" and op == "matmul":
+            chosen, told = ("torch", {}) if bf16_kernels else ("upcast", {"torch": NO_BF16_KERNELS})
+        else:
+            chosen, told = (form, {}) if form != "auto" else _automatic(op, run, device, missing)
         words.append(f"{op} {chosen}")
         for reason in told.values():
             reasons.setdefault(reason, []).append(op)
@@ -230,7 +249,7 @@ def lines_of_kernels(run: TrainRun, device: str, missing: Mapping[str, str]) -> 
 def _automatic(op: Op, run: TrainRun, device: str, missing: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """What auto takes, and why nothing faster for this kind of device. Of attention and experts, lengths and sizes of
     every call choose among several."""
-    if run.train.compile and op != "cross_entropy":
+    if run.train.compile and op not in UNCOMPILED:
         return "compiled", {}
     found, told = [], dict[str, str]()
     for backend in BACKENDS[op]:

@@ -72,6 +72,18 @@ def relative_error(a: Tensor, b: Tensor) -> float:
     return difference / largest
 
 
+def matmul_bound(a: Tensor, b: Tensor) -> Tensor:
+    """Largest error of each element of `a @ b` when products are summed in fp32 and the sum is rounded to a's dtype.
+
+    u |a @ b| + 1.01 n 2^-24 |a| @ |b|, where u is the rounding of the result and n the length of the sums, in any
+    order; 1.01 covers the terms of second order. Source: Higham 2002, Accuracy and Stability of Numerical Algorithms,
+    section 3.5.
+    """
+    unit, length = torch.finfo(a.dtype).eps / 2, a.shape[-1]
+    exact, magnitude = _double(a) @ _double(b), _double(a).abs() @ _double(b).abs()
+    return unit * exact.abs() + 1.01 * length * 2.0**-24 * magnitude
+
+
 def cosine(a: Tensor, b: Tensor) -> float:
     """Cosine of the angle between two tensors taken as vectors; 1 when both are zero."""
     ours, reference = _double(a).flatten(), _double(b).flatten()

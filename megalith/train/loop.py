@@ -25,6 +25,7 @@ from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
 from megalith.kernels.engine import missing_here
+from megalith.kernels.matmul import HAS_BF16_KERNELS
 from megalith.kernels.replay import Routing
 from megalith.models.adapters import RECORD
 from megalith.models.pretrained import (
@@ -207,7 +208,7 @@ class _Loop:
         notes += attention_notes(run.model.attention)
         notes += [] if run.lora is not None else balance_notes(run.model)  # whose routers are frozen
         notes += run_lines(run, self.mesh.world.size, pp_rank=place, tp_rank=self.mesh.tp.rank, accelerator=on_gpu)
-        notes += lines_of_kernels(run, self.trainer.device.type, missing_here())
+        notes += lines_of_kernels(run, self.trainer.device.type, missing_here(), bf16_kernels=HAS_BF16_KERNELS)
         for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
         try:

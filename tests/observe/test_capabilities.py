@@ -42,6 +42,15 @@ def test_bf16_instructions_are_read_off_the_cpu(monkeypatch: pytest.MonkeyPatch)
         assert capabilities()["bf16 instructions"].present is present
 
 
+@pytest.mark.parametrize("present", [True, False])
+def test_bf16_kernels_of_the_cpu_are_reported_with_what_replaces_them(
+    present: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "HAS_BF16_KERNELS", present)
+    capability = capabilities()["bf16 CPU kernels"]
+    assert capability.present is present and "kernels.matmul=upcast" in capability.purpose
+
+
 def test_symmetric_memory_needs_a_gpu_the_operators_and_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = importlib.import_module("torch.distributed._symmetric_memory")
     for gpu, backend, present in ((True, "CUDA", True), (False, "CUDA", False), (True, None, False)):

@@ -45,6 +45,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, str], str | None, str]] = [
     ({}, {"rope": "loops"}, "cuda", "kernels.rope=loops: it works on CPUs, and this run is on cuda"),
     ({"train.compile": "true"}, {"rope": "loops"}, None, "train.compile=true compiles layers from plain definitions"),
     ({"parallel.cp": "2"}, {"attention": "tiles"}, None, "share tokens, and compute attention by intervals of keys. S"),
+    ({}, {"matmul": "upcast"}, None, "kernels.matmul=upcast: it takes bf16, and precision.params=fp32. Set kernels.m"),
     ({}, {"experts": "loop"}, None, "kernels.experts=loop: model.moe=null: there are none. Set kernels.experts to"),
 ]  # fmt: skip
 
@@ -97,6 +98,20 @@ def test_a_run_says_which_way_each_operation_takes_and_why_not_a_faster_one() ->
     )
     compiled = lines_of_kernels(run_with({"train.compile": "true"}), "cpu", {})[0]
     assert "norm compiled" in compiled and "cross_entropy loops" in compiled
+
+
+def test_a_bf16_run_on_a_cpu_reports_how_its_matmuls_are_computed() -> None:
+    run = run_with({"precision.params": "bf16"})
+    assert lines_of_kernels(run, "cpu", {})[0].endswith(", matmul torch")
+    line, reason = lines_of_kernels(run, "cpu", {}, bf16_kernels=False)
+    assert line.endswith(", matmul upcast")
+    assert reason == (
+        "kernels: matmul fall back: torch has no bf16 kernels for this CPU, so bf16 matmuls are computed in fp32"
+    )
+    (forced,) = lines_of_kernels(run_with({"precision.params": "bf16"}, matmul="torch"), "cpu", {}, bf16_kernels=False)
+    assert forced.endswith(", matmul torch")
+    for other, device in ((run_with(), "cpu"), (run, "cuda")):
+        assert "matmul" not in lines_of_kernels(other, device, {}, bf16_kernels=False)[0]
 
 
 @pytest.mark.parametrize(

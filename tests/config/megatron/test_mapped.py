@@ -49,7 +49,7 @@ def test_what_no_flag_of_megatrons_can_say_is_known() -> None:
         "parallel.ring_products",
         "precision.loss_scale.max_overflows", "recompute.check", "recompute.device", "tokenizer.eod",
         "train.compile", "train.label_smoothing", "train.threads",
-        "kernels.all", "kernels.cross_entropy", "kernels.dropout", "kernels.experts", "kernels.norm",
+        "kernels.all", "kernels.cross_entropy", "kernels.dropout", "kernels.experts", "kernels.matmul", "kernels.norm",
         "observe.max_logit", "train.loss_backward", "train.loss_chunk", "train.z_loss",
     }  # fmt: skip
     assert set(setting_names(TrainRun)) - {field for row in MAPPED for field in row.fields} == ours
