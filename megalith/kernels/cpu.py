@@ -7,7 +7,9 @@ runs, and the operations use their torch versions; both give the same values to 
 
 import ctypes
 import struct
+import time
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -28,6 +30,48 @@ WORTH_THREADS = 1 << 15  # elements; below, waking a thread takes longer than th
 
 DTYPES = (torch.float32, torch.bfloat16)
 """What the loops read and write."""
+
+
+COMPILATION_LINE_SECONDS = 5.0  # between lines while loops are compiled: a few in the half minute that it takes
+
+
+class CompilationProgress:
+    """Reports the compilation of loops inside a `with` block: one line when it begins, then one every few seconds."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        """`say`: is given each line."""
+        self._say = say
+        self._num_compiled = 0
+        self._began = self._last_line = 0.0
+
+    def __enter__(self) -> "CompilationProgress":
+        self._token = _progress.set(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _progress.reset(self._token)
+
+    def start(self, *, cached: bool) -> None:
+        """Note that a loop is about to be compiled; `cached`: its machine code is kept for later runs."""
+        now = time.monotonic()
+        if self._num_compiled == 0:
+            self._began = self._last_line = now
+            when = "first run on this machine only" if cached else "in every run: numba has no folder to cache them in"
+            self._say(f"compiling CPU kernels ({when})...")
+        elif now - self._last_line >= COMPILATION_LINE_SECONDS:
+            self._last_line = now
+            self._say(f"compiling CPU kernels: {self._num_compiled} done in {now - self._began:.0f} s")
+        self._num_compiled += 1
+
+
+_progress: ContextVar[CompilationProgress | None] = ContextVar("compilation_progress", default=None)
+
+
+def report_compilation(*, cached: bool) -> None:
+    """Tell the innermost `CompilationProgress`, if any, that a loop is about to be compiled."""
+    progress = _progress.get()
+    if progress is not None:
+        progress.start(cached=cached)
 
 
 class OpenMP(NamedTuple):

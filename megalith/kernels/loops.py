@@ -15,9 +15,10 @@ import llvmlite.binding
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public, but not declared
+from numba.core.event import Listener, install_listener
 from numba.extending import intrinsic, overload
 
-from megalith.kernels.cpu import Loop, openmp
+from megalith.kernels.cpu import Loop, openmp, report_compilation
 
 # Sums may be reordered, so that they use the whole width of the vector unit; infinities and NaN keep their meaning.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
@@ -51,8 +52,25 @@ def address(loop: Loop, dtype: torch.dtype) -> int:
 
 def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     signature = types.void(types.CPointer(_ELEMENTS[dtype]))  # the type of a tensor's elements, told by the block's
-    compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(_twin(globals()[loop], dtype))
+    with install_listener("numba:run_pass", _FirstPass(cached=keep)):
+        compiled: Any = cfunc(signature, cache=keep, error_model="numpy", fastmath=FAST)(_twin(globals()[loop], dtype))
     return int(compiled.address)
+
+
+class _FirstPass(Listener):  # type: ignore[misc]  # numba has no types
+    """Reports the compilation of a loop when its first pass starts; code from the cache has none."""
+
+    def __init__(self, *, cached: bool) -> None:
+        self._cached = cached
+        self._reported = False
+
+    def on_start(self, event: Any) -> None:  # numba's own
+        if not self._reported:
+            self._reported = True
+            report_compilation(cached=self._cached)
+
+    def on_end(self, event: Any) -> None:
+        """Nothing to do."""
 
 
 def _twin(loop: FunctionType, dtype: torch.dtype) -> FunctionType:

@@ -24,6 +24,7 @@ from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DamagedCheckpointError, DataError
+from megalith.kernels.cpu import CompilationProgress
 from megalith.kernels.engine import missing_here
 from megalith.kernels.matmul import HAS_BF16_KERNELS
 from megalith.kernels.replay import Routing
@@ -212,7 +213,10 @@ class _Loop:
         for line in [*self.data.splits.notes, *notes]:
             self.progress.say(line)
         try:
-            with Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper:
+            with (
+                Stopper(max_minutes=run.train.max_minutes, say=self.progress.say) as stopper,
+                CompilationProgress(self.progress.say),
+            ):
                 loader = self._loader()
                 while state.step < run.train.steps:
                     result = self._step(loader, stop=stopper.reason is not None)

@@ -114,6 +114,34 @@ def test_a_read_only_installation_compiles_without_keeping_the_result(monkeypatc
     assert kept == [True, False]
 
 
+def test_compilation_is_reported_when_the_cache_is_cold_and_not_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("numba.config.CACHE_DIR", str(tmp_path))
+    lines: list[str] = []
+    with cpu.CompilationProgress(lines.append):
+        assert address.__wrapped__("swiglu", torch.float32) != 0
+        assert lines == ["compiling CPU kernels (first run on this machine only)..."]
+    with cpu.CompilationProgress(lines.append):
+        assert address.__wrapped__("swiglu", torch.float32) != 0
+    assert len(lines) == 1 and list(tmp_path.rglob("*.nbc"))
+
+
+def test_progress_of_compilation_is_reported_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    times = iter([100.0, 101.0, 106.0, 107.0, 112.5])
+    monkeypatch.setattr(cpu.time, "monotonic", lambda: next(times))
+    with cpu.CompilationProgress(lines.append):
+        for _ in range(5):
+            cpu.report_compilation(cached=False)
+    cpu.report_compilation(cached=True)  # outside the block: not reported
+    assert lines == [
+        "compiling CPU kernels (in every run: numba has no folder to cache them in)...",
+        "compiling CPU kernels: 2 done in 6 s",
+        "compiling CPU kernels: 4 done in 12 s",
+    ]
+
+
 TWO_AT_ONCE = """
 import sys, time
 from pathlib import Path
