@@ -142,7 +142,7 @@ def test_nothing_on_a_cpu_and_no_dropped_weights_are_taken(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: compiled flex_attention")
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("masks", [None, "beside", "alone"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from megalith.testing.triton import triton_device
 
 DEVICE = triton_device()
 if DEVICE is None:
-    pytest.skip("no GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
+    pytest.skip("needs an NVIDIA GPU; tests/kernels/test_gpu.py interprets these", allow_module_level=True)
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 

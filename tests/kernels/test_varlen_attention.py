@@ -99,7 +99,7 @@ def test_nothing_on_a_cpu_is_taken() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU: CPUs have no varlen_attn")
 @pytest.mark.parametrize("scores", [PLAIN, Scores(window=33, scale=0.2), Scores(causal=False)])
 def test_on_a_gpu_it_gives_what_the_definition_gives(scores: Scores) -> None:
     draw = torch.Generator().manual_seed(0)

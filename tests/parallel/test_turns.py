@@ -130,9 +130,10 @@ def two_layers(turns: Turns, log: list[str], x: Tensor, name: str) -> Tensor:
     return y
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
-)
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU, which runs on streams")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def test_forward_of_one_graph_and_backward_of_another_take_turns(device: str) -> None:
     turns, log = Turns(), list[str]()
     first, second = (torch.full((2,), value, device=device, requires_grad=True) for value in (0.5, 0.7))
