@@ -28,7 +28,7 @@ class TrainCommand:
     """A recipe's name (see `megalith recipes`), a YAML file, or the folder of an earlier run."""
 
     run: str | None = None
-    """Folder under runs/, or a path; default: the recipe's name."""
+    """Name of a folder under runs/, or a path with a slash or a leading dot; default: the recipe's name."""
 
     nproc: int = 1
     """Processes to start on this machine; under torchrun leave it out."""
@@ -45,15 +45,18 @@ def main(argv: list[str]) -> int:
         from megalith.parallel.launch import run_workers
 
         return run_workers(["train", *argv], command.nproc)
-    return _train(with_recompute_chosen(run), command.run or _own_folder(command.recipe))
+    return _train(with_recompute_chosen(run), _select_folder(run, command))
 
 
-def _own_folder(recipe: str) -> str | None:
-    """The folder of an earlier run goes on where it is; a recipe, a file or a released model starts a new one."""
-    folder = Path(recipe)
-    if (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists():
-        return str(folder) if "/" in recipe else f"./{recipe}"
-    return None
+def _select_folder(run: TrainRun, command: TrainCommand) -> Path:
+    """Return --run; else the folder of the run to resume, if the recipe is one; else runs/NAME for a new run."""
+    from megalith.train.folder import run_folder
+
+    folder = Path(command.recipe)
+    is_run = (folder / "config.yaml").is_file() and not (folder / "manifest.json").exists()
+    if command.run is None and is_run:
+        return folder
+    return run_folder(run, command.run).path
 
 
 def must_start_workers(run: TrainRun, nproc: int) -> bool:
@@ -89,19 +92,18 @@ def with_recompute_chosen(run: TrainRun) -> TrainRun:
     return chosen
 
 
-def _train(run: TrainRun, name: str | None) -> int:
-    """Train as one rank of the job that the environment describes."""
-    from megalith.train.folder import run_folder
+def _train(run: TrainRun, path: Path) -> int:
+    """Train in the folder `path` as one rank of the job that the environment describes."""
+    from megalith.train.folder import RunFolder
     from megalith.train.job import joined
     from megalith.train.loop import matching_tokenizer, run_training
 
     matching_tokenizer(run)  # before anything is made or anyone waits
-    folder = run_folder(run, name)
-    with joined(run, os.environ, folder.path) as job:
-        outcome = run_training(run, folder, job.mesh, job.device)
+    with joined(run, os.environ, path) as job:
+        outcome = run_training(run, RunFolder(path), job.mesh, job.device)
         first = job.first
     if first:
-        print(_closing_words(outcome, str(folder.path), run), flush=True)
+        print(_closing_words(outcome, str(path), run), flush=True)
     return 0 if outcome.kind == "done" else STOPPED
 
 

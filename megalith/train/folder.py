@@ -68,10 +68,11 @@ class RunFolder:
 
 
 def run_folder(run: TrainRun, name: str | None) -> RunFolder:
-    """runs/NAME, or the path that `name` is."""
-    if name is not None and ("/" in name or name.startswith(".")):
+    """Return runs/NAME, or the path that `name` is: one with a slash before its end, or with a leading dot."""
+    plain = (name or run.name).rstrip("/")  # shell completion appends a slash
+    if name and (not plain or "/" in plain or plain.startswith(".")):
         return RunFolder(Path(name))
-    return RunFolder(Path("runs") / (name or run.name))
+    return RunFolder(Path("runs") / plain)
 
 
 def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:

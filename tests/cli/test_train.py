@@ -92,6 +92,19 @@ def test_the_folder_of_a_run_is_a_recipe(tmp_path: Path, capsys: pytest.CaptureF
     assert steps(tmp_path / "run") == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("typed", ["first", "first/", "./first", "./first/"])
+def test_run_folder_is_resumed_however_its_path_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tiny_yaml(tmp_path / "tiny.yaml", {"train.steps": "2"})
+    assert main(["train", str(file), "--run", "./first"]) == 0
+    capsys.readouterr()
+    assert main(["train", typed, "--train.steps", "3"]) == 0
+    assert "resuming first at step 2" in capsys.readouterr().out
+    assert steps(Path("first")) == [1, 2, 3] and not Path("runs").exists()
+
+
 def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_yaml(Path("tiny.yaml"), {"train.steps": "2"})

@@ -62,6 +62,12 @@ def test_a_name_is_under_runs_and_a_path_is_a_path() -> None:
     assert run_folder(run, "/tmp/there").path == Path("/tmp/there")
 
 
+@pytest.mark.parametrize("name", ["again", "./again", "../again", "deep/again", "/tmp/again", ".", ".."])
+def test_trailing_slash_does_not_change_which_folder_a_run_has(name: str) -> None:
+    run = resolve("tiny_cpu")
+    assert run_folder(run, f"{name}/").path == run_folder(run, name).path
+
+
 def test_metrics_without_a_checkpoint_are_set_aside_not_wiped(tmp_path: Path) -> None:
     folder, _ = started(tmp_path)
     assert set_aside_metrics(folder) is None
