@@ -24,8 +24,9 @@ class ScheduleConfig:
     style: DecayStyle = "cosine"
     """Shape after the warm-up. wsd (warm-up, stable, decay) holds `lr` and falls over the last `wsd_decay_steps`."""
 
-    warmup_steps: int = 0
-    """Steps over which the rate climbs in a straight line from `warmup_init` to `lr`."""
+    warmup_steps: int | float = 0
+    """Warmup: steps over which the rate rises linearly from `warmup_init` to `lr`. A number below 1 is a share of
+    `decay_steps`, or of train.steps where that is unset: 0.1 of 40 steps are 4."""
 
     warmup_init: float = 0.0
     """Learning rate of the very first step when there is a warm-up."""

@@ -43,7 +43,7 @@ def release_run(name: str, model: ModelConfig, tokenizer: TokenizerConfig, path:
         data=DataConfig(),
         tokenizer=tokenizer,
         train=LoopConfig(steps=1000, global_batch_size=8, seq_len=min(2048, model.max_seq_len)),
-        schedule=ScheduleConfig(lr=1e-5, warmup_steps=50),  # a usual rate for models that have learnt already
+        schedule=ScheduleConfig(lr=1e-5, warmup_steps=0.05),  # a usual rate for pretrained models
         checkpoint=CheckpointConfig(load=str(path.absolute())),
     )
 

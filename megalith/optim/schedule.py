@@ -19,7 +19,7 @@ class ScheduleLengths:
     """The lengths of a schedule, in samples."""
 
     warmup: int
-    """Samples of the warm-up."""
+    """Samples of the warmup."""
 
     decay: int
     """Samples from the start of the run until `min_lr`."""
@@ -34,11 +34,24 @@ class ScheduleLengths:
 def schedule_lengths(schedule: ScheduleConfig, *, global_batch_size: int, total_steps: int) -> ScheduleLengths:
     """The lengths in samples of a schedule whose lengths are steps of `global_batch_size` samples."""
     return ScheduleLengths(
-        warmup=schedule.warmup_steps * global_batch_size,
+        warmup=count_warmup_steps(schedule, total_steps) * global_batch_size,
         decay=_decay_steps(schedule, total_steps) * global_batch_size,
         wsd_decay=(schedule.wsd_decay_steps or 0) * global_batch_size,
         total=total_steps * global_batch_size,
     )
+
+
+def count_warmup_steps(schedule: ScheduleConfig, total_steps: int) -> int:
+    """Return the steps of the warmup; a share of the decay is rounded, and leaves at least one step after it.
+
+    >>> schedule = ScheduleConfig(lr=1e-3, warmup_steps=0.125)
+    >>> [count_warmup_steps(schedule, total_steps) for total_steps in (40, 3)]
+    [5, 0]
+    """
+    if isinstance(schedule.warmup_steps, int):
+        return schedule.warmup_steps
+    decay = _decay_steps(schedule, total_steps)
+    return min(round(schedule.warmup_steps * decay), decay - 1)
 
 
 def learning_rate(schedule: ScheduleConfig, samples: int, lengths: ScheduleLengths) -> float:
@@ -169,7 +182,7 @@ def _rate_problems(schedule: ScheduleConfig) -> list[str]:
         )
     if schedule.warmup_steps == 0 and schedule.warmup_init > 0:
         problems.append(
-            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warm-up. "
+            f"schedule.warmup_init={schedule.warmup_init} has no effect without a warmup. "
             "Set schedule.warmup_steps above 0, or schedule.warmup_init to 0."
         )
     return problems
@@ -186,16 +199,28 @@ def _length_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
             f"schedule.decay_steps={schedule.decay_steps} has no effect with schedule.style=constant. "
             "Leave it unset, or choose another style."
         )
-    decay = _decay_steps(schedule, total_steps)
+    return problems + _warmup_problems(schedule, total_steps)
+
+
+def _warmup_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
+    warmup, decay = schedule.warmup_steps, _decay_steps(schedule, total_steps)
+    if not _is_warmup(warmup):
+        return [
+            f"schedule.warmup_steps={warmup} must be a whole number of steps, or a share from 0 to below 1. "
+            "Use 0 for no warmup, or 0.05 for a twentieth of the run."
+        ]
+    if decay < 1 or warmup < decay:
+        return []
     end = f"train.steps={total_steps}" if schedule.decay_steps is None else f"schedule.decay_steps={decay}"
-    if schedule.warmup_steps < 0:
-        problems.append(f"schedule.warmup_steps={schedule.warmup_steps} must be at least 0. Use 0 for no warm-up.")
-    elif decay >= 1 and schedule.warmup_steps >= decay:
-        problems.append(
-            f"schedule.warmup_steps={schedule.warmup_steps} leaves no step after the warm-up: it must be less than "
-            f"{end}. Set schedule.warmup_steps to {decay // 10} (a tenth), or at most {decay - 1}."
-        )
-    return problems
+    return [
+        f"schedule.warmup_steps={warmup} leaves no step after the warmup: it must be less than {end}. "
+        f"Set schedule.warmup_steps to {max(decay // 10, min(1, decay - 1))}, or to 0.1 for a tenth of any run."
+    ]
+
+
+def _is_warmup(warmup: int | float) -> bool:
+    """Return whether a warmup is a count of steps, or a share of them; nan is neither."""
+    return warmup >= 0 if isinstance(warmup, int) else 0 <= warmup < 1
 
 
 def _wsd_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
@@ -207,15 +232,17 @@ def _wsd_problems(schedule: ScheduleConfig, total_steps: int) -> list[str]:
             f"schedule.wsd_decay_steps={fall} has no effect with schedule.style={schedule.style}. "
             "Set schedule.style to wsd, or leave schedule.wsd_decay_steps unset."
         ]
-    room = _decay_steps(schedule, total_steps) - max(schedule.warmup_steps, 0)
+    if not _is_warmup(schedule.warmup_steps):
+        return []  # another rule rejects it
+    room = _decay_steps(schedule, total_steps) - count_warmup_steps(schedule, total_steps)
     if fall is None:
         return [
             "schedule.wsd_decay_steps is unset: schedule.style=wsd needs the length of its final fall. "
-            f"Set schedule.wsd_decay_steps, e.g. to {max(room // 5, 1)} (a fifth of the steps after the warm-up)."
+            f"Set schedule.wsd_decay_steps, e.g. to {max(room // 5, 1)} (a fifth of the steps after the warmup)."
         ]
     if fall < 0 or fall > max(room, 0):
         return [
-            f"schedule.wsd_decay_steps={fall} must be from 0 to {max(room, 0)}, the steps between the warm-up and the "
+            f"schedule.wsd_decay_steps={fall} must be from 0 to {max(room, 0)}, the steps between the warmup and the "
             f"end of the decay. Set schedule.wsd_decay_steps to {max(room // 5, 0)} (a fifth)."
         ]
     return []

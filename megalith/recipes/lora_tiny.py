@@ -23,6 +23,6 @@ def lora_tiny() -> TrainRun:
         lora=LoraConfig(rank=8, alpha=16.0, dropout=0.05),
         data=DataConfig(sft=SFTConfig(mock_conversations=1200, template="chatml")),
         train=replace(base.train, steps=40, eval_every=20),
-        schedule=ScheduleConfig(lr=5e-3, min_lr=5e-4, warmup_steps=5),
+        schedule=ScheduleConfig(lr=5e-3, min_lr=5e-4, warmup_steps=0.125),
         checkpoint=CheckpointConfig(every=20, load="runs/sft_tiny"),
     )

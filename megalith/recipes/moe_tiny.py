@@ -41,6 +41,6 @@ def moe_tiny() -> TrainRun:
         data=DataConfig(mock=True, mock_num_documents=2000),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
         train=LoopConfig(steps=400, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=200, eval_steps=8),
-        schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=40),
+        schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=0.1),
         checkpoint=CheckpointConfig(every=200),
     )

@@ -30,5 +30,5 @@ def quickstart() -> TrainRun:
         train=LoopConfig(
             steps=976, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=244, eval_steps=16
         ),
-        schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=60),
+        schedule=ScheduleConfig(lr=2.5e-3, min_lr=1e-4, warmup_steps=0.0615),
     )

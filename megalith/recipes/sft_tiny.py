@@ -27,6 +27,6 @@ def sft_tiny() -> TrainRun:
         ),
         data=DataConfig(sft=SFTConfig(mock_conversations=600, template="chatml")),
         train=LoopConfig(steps=60, global_batch_size=8, micro_batch_size=4, seq_len=320, eval_every=30, eval_steps=1),
-        schedule=ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=5),
+        schedule=ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=0.08),
         checkpoint=CheckpointConfig(every=30),
     )

@@ -25,7 +25,7 @@ def llama_6m() -> TrainRun:
         max_seq_len=512,
     )
     train = LoopConfig(steps=1000, global_batch_size=8, micro_batch_size=8, seq_len=256)
-    return _on_mock("llama_6m", model, train, ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=50))
+    return _on_mock("llama_6m", model, train, ScheduleConfig(lr=2e-3, min_lr=2e-4, warmup_steps=0.05))
 
 
 def llama_29m() -> TrainRun:
@@ -40,7 +40,7 @@ def llama_29m() -> TrainRun:
         max_seq_len=1024,
     )
     train = LoopConfig(steps=2000, global_batch_size=4, micro_batch_size=4, seq_len=512)
-    return _on_mock("llama_29m", model, train, ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=100))
+    return _on_mock("llama_29m", model, train, ScheduleConfig(lr=1e-3, min_lr=1e-4, warmup_steps=0.05))
 
 
 def llama_125m() -> TrainRun:
@@ -75,7 +75,7 @@ def _gpt2_sized(
         tied_embeddings=True,
     )
     train = LoopConfig(steps=20_000, global_batch_size=512, micro_batch_size=8, seq_len=1024, log_every=10)
-    schedule = ScheduleConfig(lr=lr, min_lr=min_lr, warmup_steps=700)
+    schedule = ScheduleConfig(lr=lr, min_lr=min_lr, warmup_steps=0.035)
     return _on_mock(name, model, train, schedule, params="bf16")
 
 

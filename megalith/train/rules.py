@@ -157,7 +157,8 @@ def model_problems(run: TrainRun, *, trains: bool = True) -> list[str]:
 def _steps_to_plan_with(run: TrainRun) -> int:
     """The run's steps; where they are refused anyway, enough for its schedule, which then has no say about them."""
     schedule = run.schedule
-    enough = max(schedule.warmup_steps, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
+    warmup = schedule.warmup_steps if isinstance(schedule.warmup_steps, int) else 0
+    enough = max(warmup, 0) + max(schedule.wsd_decay_steps or 0, 0) + 100
     return run.train.steps if run.train.steps >= 1 else enough
 
 

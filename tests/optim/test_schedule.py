@@ -1,5 +1,6 @@
 """Tests of megalith/optim/schedule.py."""
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -112,6 +113,18 @@ def test_lengths_are_steps_times_the_global_batch() -> None:
     assert (shorter.decay, shorter.total) == (160, 400)
 
 
+@pytest.mark.parametrize(
+    ("share", "total", "decay", "expected"),
+    [(0.125, 40, None, 5), (0.125, 3, None, 0), (0.1, 40, 20, 2), (0.99, 1, None, 0), (0.9, 3, None, 2)],
+)
+def test_warmup_share_is_rounded_and_leaves_a_step_after_the_warmup(
+    share: float, total: int, decay: int | None, expected: int
+) -> None:
+    schedule = ScheduleConfig(lr=1.0, warmup_steps=share, decay_steps=decay)
+    assert schedule_problems(schedule, total) == []
+    assert schedule_lengths(schedule, global_batch_size=8, total_steps=total).warmup == 8 * expected
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_a_run_cut_into_other_batches_reads_the_same_rates(style: str) -> None:
     schedule = ScheduleConfig(lr=1.0, style=style, warmup_steps=2, wsd_decay_steps=4)  # type: ignore[arg-type]
@@ -156,17 +169,19 @@ def test_a_schedule_that_works_has_no_problems(schedule: ScheduleConfig) -> None
         ({"lr": float("inf")}, "schedule.lr=inf must be a number"),
         ({"min_lr": 0.1}, "schedule.min_lr=0.1 must be between 0 and schedule.lr=0.001"),
         ({"warmup_init": 0.1, "warmup_steps": 1}, "schedule.warmup_init=0.1 must be between 0 and schedule.lr=0.001"),
-        ({"warmup_init": 1e-4}, "schedule.warmup_init=0.0001 has no effect without a warm-up"),
+        ({"warmup_init": 1e-4}, "schedule.warmup_init=0.0001 has no effect without a warmup"),
         ({"style": "cubic"}, "schedule.style=cubic must be one of constant, linear, cosine, inverse_square_root, wsd"),
         (
             {"weight_decay_style": "wsd", "end_weight_decay": 0.5},
             "schedule.weight_decay_style=wsd must be one of constant, linear, cosine",
         ),
-        ({"warmup_steps": -1}, "schedule.warmup_steps=-1 must be at least 0"),
+        ({"warmup_steps": -1}, "schedule.warmup_steps=-1 must be a whole number of steps, or a share from 0"),
+        ({"warmup_steps": 1.5}, "schedule.warmup_steps=1.5 must be a whole number of steps, or a share from 0"),
+        ({"warmup_steps": math.nan}, "Use 0 for no warmup, or 0.05 for a twentieth of the run."),
         (
             {"warmup_steps": 100},
-            "schedule.warmup_steps=100 leaves no step after the warm-up: it must be less than train.steps=100. "
-            "Set schedule.warmup_steps to 10 (a tenth), or at most 99.",
+            "schedule.warmup_steps=100 leaves no step after the warmup: it must be less than train.steps=100. "
+            "Set schedule.warmup_steps to 10, or to 0.1 for a tenth of any run.",
         ),
         ({"warmup_steps": 50, "decay_steps": 50}, "it must be less than schedule.decay_steps=50"),
         ({"decay_steps": 0}, "schedule.decay_steps=0 must be at least 1"),

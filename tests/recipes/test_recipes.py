@@ -7,6 +7,7 @@ import pytest
 from megalith.config.train import TrainRun
 from megalith.config.tree import apply_overrides, from_dict, load_yaml, save_yaml, to_dict
 from megalith.errors import ConfigError
+from megalith.optim.schedule import count_warmup_steps
 from megalith.plan.costs import num_parameters
 from megalith.plan.layout import fewest_ranks
 from megalith.recipes import recipes, resolve
@@ -36,6 +37,25 @@ def test_a_recipe_fits_together(name: str) -> None:
     assert run_problems(run, world=fewest_ranks(run.parallel)) == []
     vocab_size = {"byte": 257, "null": run.tokenizer.vocab_size}[run.tokenizer.kind]
     assert vocab_size == run.model.vocab_size
+
+
+@pytest.mark.parametrize("steps", [1, 3, 60])
+@pytest.mark.parametrize(
+    "name", ["tiny_cpu", "sft_tiny", "lora_tiny", "moe_tiny", "quickstart", "llama_6m", "llama_29m", "llama_125m"]
+)
+def test_recipe_for_small_machines_takes_any_number_of_steps(name: str, steps: int) -> None:
+    run = apply_overrides(resolve(name), {"train.steps": str(steps)})
+    assert run_problems(run, world=fewest_ranks(run.parallel)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "warmup_steps"),
+    [("tiny_cpu", 5), ("sft_tiny", 5), ("lora_tiny", 5), ("moe_tiny", 40), ("quickstart", 60), ("llama_6m", 50),
+     ("llama_29m", 100), ("llama_125m", 700)],
+)  # fmt: skip
+def test_warmup_share_of_a_recipe_is_a_known_number_of_steps(name: str, warmup_steps: int) -> None:
+    run = resolve(name)
+    assert count_warmup_steps(run.schedule, run.train.steps) == warmup_steps
 
 
 @pytest.mark.parametrize("name", EVERY)
