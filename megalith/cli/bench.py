@@ -15,7 +15,6 @@ from megalith.cli.output import print_json
 from megalith.cli.train import must_start_workers, with_recompute_chosen
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
-from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,9 +58,9 @@ def main(argv: list[str]) -> int:
     rest, overrides = split_overrides(argv[1:], TrainRun)
     command = parse_options(OverlapCommand, rest, prog="megalith bench overlap", root=TrainRun)
     _check(command)
-    from megalith.recipes import resolve
+    from megalith.recipes import resolve_run
 
-    run = apply_overrides(resolve(command.recipe), overrides)
+    run = resolve_run(command.recipe, overrides)
     run = replace(run, optim=replace(run.optim, nonfinite_grad="skip"))
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers

@@ -16,7 +16,6 @@ from megalith.config.moe import MoEConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.train import TrainRun
-from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 
 
@@ -46,10 +45,10 @@ def main(argv: list[str]) -> int:
     command = parse_options(EvaluateCommand, rest, prog="megalith evaluate", root=TrainRun)
     if command.samples is not None and command.samples < 1:
         raise ConfigError(f"--samples={command.samples} must be at least 1. Leave it out to read the whole split.")
-    from megalith.recipes import resolve
+    from megalith.recipes import resolve_run
 
     folder = find_run(command.run)
-    run = fitted(apply_overrides(resolve(str(folder)), overrides), _world(command.nproc), set(overrides))
+    run = fitted(resolve_run(str(folder), overrides), _world(command.nproc), set(overrides))
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers
 

@@ -8,12 +8,11 @@ from tyro.conf import Positional
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.cli.output import print_json
 from megalith.config.train import TrainRun
-from megalith.config.tree import apply_overrides
 from megalith.data.packs import PackReport, pack_first_fit, report_of, write_packs
 from megalith.data.sft import build_conversations
 from megalith.data.tokenizer import build_tokenizer
 from megalith.errors import raise_all
-from megalith.recipes import resolve
+from megalith.recipes import resolve_run
 
 WIDTH = 40
 """Characters of the longest bar."""
@@ -46,7 +45,7 @@ def pack(argv: list[str]) -> int:
     """
     rest, overrides = split_overrides(argv, TrainRun)
     options = parse_options(PackOptions, rest, prog="megalith data pack", root=TrainRun)
-    run = apply_overrides(resolve(options.recipe), overrides)
+    run = resolve_run(options.recipe, overrides)
     output = Path(options.output)
     raise_all(_problems(run, options))
     tokenizer = build_tokenizer(run.tokenizer)

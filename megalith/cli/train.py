@@ -10,7 +10,6 @@ from tyro.conf import Positional
 
 from megalith.cli.arguments import parse_options, split_overrides
 from megalith.config.train import TrainRun
-from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
 from megalith.plan.automatic import chosen_recompute, chosen_words
 
@@ -38,9 +37,9 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code: 0 done, 75 stopped after a save."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(TrainCommand, rest, prog="megalith train", root=TrainRun)
-    from megalith.recipes import resolve
+    from megalith.recipes import resolve_run
 
-    run = apply_overrides(resolve(command.recipe), overrides)
+    run = resolve_run(command.recipe, overrides)
     if must_start_workers(run, command.nproc):
         from megalith.parallel.launch import run_workers
 

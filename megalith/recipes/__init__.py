@@ -1,11 +1,12 @@
 """Complete runs, ready to train: one file per family, one function per run; a YAML file is as good as a recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from megalith.config.data import DataConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.train import TrainRun
-from megalith.config.tree import load_yaml
+from megalith.config.tree import Override, apply_overrides, load_yaml
 from megalith.errors import ConfigError
 from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
@@ -112,3 +113,32 @@ def resolve(target: str) -> TrainRun:
     raise ConfigError(
         f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a YAML file."
     )
+
+
+def resolve_run(target: str, overrides: Mapping[str, Override]) -> TrainRun:
+    """Return the run that a command line means, with its overrides, for a command that reads the run's data.
+
+    A YAML file may come from others, and the cache is written to. So a file names a cache below the working directory
+    or below the folder of its data; the command line may name any.
+
+    Raises:
+        ConfigError: as `resolve` and `apply_overrides`, or the file names a cache elsewhere.
+    """
+    run = apply_overrides(resolve(target), overrides)
+    if target in recipes() or run.data.cache_path is None or {"data", "data.cache_path"} & overrides.keys():
+        return run
+    cache = Path(run.data.cache_path).resolve()
+    if any(cache.is_relative_to(folder.resolve()) for folder in (Path.cwd(), *_data_folders(run.data))):
+        return run
+    raise ConfigError(
+        f"{target}: data.cache_path={run.data.cache_path} is neither below the working directory {Path.cwd()} nor "
+        f"below a folder of the data. A file that may come from others chooses no other folder to write to: pass "
+        f"--data.cache_path {run.data.cache_path} if you want this one, or remove it to keep the cache beside the data."
+    )
+
+
+def _data_folders(data: DataConfig) -> list[Path]:
+    """Return the folders of the token stores and conversations that exist."""
+    stores = (*data.path, *data.train_path, *data.valid_path, *data.test_path)
+    files = [Path(f"{prefix}.idx") for prefix in stores] + [Path(path) for path in data.sft.path]
+    return [file.parent for file in files if file.is_file()] + [file for file in files if file.is_dir()]

@@ -38,6 +38,9 @@ from megalith.plan.stages import plan_stages, stages_of_rank, stages_problems
 
 Rule = Callable[[TrainRun, int], str | None]
 
+MOST_NAME_BYTES = 200
+"""Of a run's name: most file systems allow 255, and metrics, locks and backups add to it (heuristic)."""
+
 MOST_SAMPLES = 1 << 36
 """Of one run: their order takes half a TiB or more, and no corpus has so many rows."""
 
@@ -180,6 +183,19 @@ def _count_problems(run: TrainRun) -> list[str]:
     return count_problems(run.model) + [
         f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1
     ]
+
+
+def name_is_a_folder_name(run: TrainRun, world: int) -> str | None:
+    """The name of a run, which a YAML file may come from others with, leads nowhere outside runs/."""
+    name = run.name
+    leads_elsewhere = set(name) <= {"."} or "/" in name or "\\" in name
+    if not leads_elsewhere and name.isprintable() and len(name.encode()) <= MOST_NAME_BYTES:
+        return None
+    return (
+        f"name={name!r:.60} cannot be the name of a folder under runs/: it must have 1 to {MOST_NAME_BYTES} bytes of "
+        f"printable characters without / and \\, and not only dots. Set name to one such as my_run; to train in "
+        f"another folder, pass --run with its path."
+    )
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
@@ -467,7 +483,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     fused_products_need_rings,
 )  # fmt: skip
 RULES: tuple[Rule, ...] = (
-    *LAYOUT_RULES, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
+    *LAYOUT_RULES, name_is_a_folder_name, sp_divides_tokens, rows_fit_the_model, further_tokens_are_there,
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole, squares_of_scores_cost,
     ways_by_name_are_there,
     sharded_chunks_share_no_table, evaluation_has_steps,

@@ -105,6 +105,21 @@ def test_run_folder_is_resumed_however_its_path_is_typed(
     assert steps(Path("first")) == [1, 2, 3] and not Path("runs").exists()
 
 
+def test_yaml_file_of_others_trains_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    file = tiny_yaml(tmp_path / "tiny.yaml", {"name": "../../outside"})
+    assert main(["train", str(file)]) == 2
+    assert "name='../../outside' cannot be the name of a folder under runs/" in capsys.readouterr().err
+    file = tiny_yaml(tmp_path / "tiny.yaml", {"data.cache_path": str(tmp_path / "outside")})
+    assert main(["train", str(file)]) == 2
+    assert "A file that may come from others chooses no other folder to write to" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["tiny.yaml", "work"]
+
+
 def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_yaml(Path("tiny.yaml"), {"train.steps": "2"})

@@ -10,7 +10,7 @@ from megalith.errors import ConfigError
 from megalith.optim.schedule import count_warmup_steps
 from megalith.plan.costs import num_parameters
 from megalith.plan.layout import fewest_ranks
-from megalith.recipes import recipes, resolve
+from megalith.recipes import recipes, resolve, resolve_run
 from megalith.train.rules import run_problems
 from megalith.verify.ranks import prove_layout
 from megalith.verify.shrink import shrink
@@ -102,3 +102,42 @@ def test_what_cannot_be_resolved_is_told_with_what_could(target: str, text: str)
     with pytest.raises(ConfigError) as error:
         resolve(target)
     assert text in str(error.value)
+
+
+def cached_run(tmp_path: Path, cache: str, **data: str) -> str:
+    """A YAML file that names a cache folder."""
+    overrides = {"data.cache_path": cache} | {f"data.{name}": value for name, value in data.items()}
+    save_yaml(apply_overrides(resolve("tiny_cpu"), overrides), tmp_path / "work" / "run.yaml")
+    return str(tmp_path / "work" / "run.yaml")
+
+
+@pytest.mark.parametrize("cache", ["../elsewhere", "/tmp/elsewhere", "link/cache", "{data}/../cache", ".."])
+def test_yaml_file_cannot_choose_a_cache_folder_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    for name in ("work", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "text.idx").touch()
+    (tmp_path / "work" / "link").symlink_to("/tmp")
+    monkeypatch.chdir(tmp_path / "work")
+    cache = cache.format(data=tmp_path / "data")
+    file = cached_run(tmp_path, cache, mock="false", path=str(tmp_path / "data" / "text"))
+    with pytest.raises(ConfigError) as caught:
+        resolve_run(file, {})
+    assert f"{file}: data.cache_path={cache} is neither below the working directory" in str(caught.value)
+    assert f"pass --data.cache_path {cache} if you want this one" in str(caught.value)
+    assert resolve_run(file, {"data.cache_path": cache}).data.cache_path == cache
+    assert resolve(file).data.cache_path == cache, "which plans and shows it only"
+
+
+@pytest.mark.parametrize("cache", ["cache", "{work}/deep/cache", "{data}", "{data}/cache", "../data/cache"])
+def test_cache_folder_of_a_yaml_file_is_below_the_working_directory_or_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: str
+) -> None:
+    for name in ("work", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "data" / "text.idx").touch()
+    monkeypatch.chdir(tmp_path / "work")
+    cache = cache.format(work=tmp_path / "work", data=tmp_path / "data")
+    file = cached_run(tmp_path, cache, mock="false", path=str(tmp_path / "data" / "text"))
+    assert resolve_run(file, {}).data.cache_path == cache

@@ -1,5 +1,7 @@
 """Every rule names the field, its value, the reason and a value that would work; all broken ones come together."""
 
+from dataclasses import replace
+
 import pytest
 
 from megalith.config.data import DataConfig
@@ -212,6 +214,20 @@ CASES = [
 def test_a_broken_rule_says_what_and_what_would_work(changed: dict[str, str], world: int, said: str, fix: str) -> None:
     problems = run_problems(run(**changed), world)
     assert any(said in problem and fix in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "...", "/tmp/x", "../../x", "a/b", "a/", "..\\x", "a\nb", "a\0b", "\udcff", "x" * 201]
+)
+def test_name_that_leads_out_of_runs_is_rejected(name: str) -> None:
+    (problem,) = run_problems(replace(run(), name=name), 1)
+    assert problem.startswith(f"name={name!r:.60} cannot be the name of a folder under runs/")
+    assert problem.endswith("Set name to one such as my_run; to train in another folder, pass --run with its path.")
+
+
+@pytest.mark.parametrize("name", ["x", ".x", "llama-3.1_8b", "größer", "with a space", "x" * 200])
+def test_plain_name_is_accepted(name: str) -> None:
+    assert run_problems(replace(run(), name=name), 1) == []
 
 
 def test_all_broken_rules_come_in_one_error() -> None:
