@@ -6,6 +6,7 @@
         __0_0.distcp          boxes of tensors, one file per rank that wrote any, each box as `torch.save` makes it
         state.json            everything that is not a tensor
         config.yaml           the run's settings
+        tokenizer.json        a tokenizer read from files, with the files beside it; config.yaml names it
         .metadata             the same boxes for torch.distributed.checkpoint; a pickle, so never read by us
         manifest.json         every box and file with its length and SHA-256, and a SHA-256 of all this; written last
       step_0000200.tmp-1a2b3c4d   a save in progress, or one that was interrupted

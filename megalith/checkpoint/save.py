@@ -78,14 +78,16 @@ def save_checkpoint(
     world: Group,
     *,
     config_text: str,
+    companions: Mapping[str, bytes] | None = None,
     keep: int | None,
     keep_every: int | None = None,
     last_update: int | None = None,
 ) -> SaveReport:
     """Write `folder/step_NNNNNNN` from all ranks of `world` and thin out older ones, as `retention.apply` does.
 
-    `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for keys. Killed at any
-    point, this leaves the earlier checkpoints and either all or nothing of the new one.
+    `state` must be the same on every rank. It comes back as JSON has it: lists for tuples, text for keys. `companions`
+    are files beside the weights, such as the tokenizer's; those of rank 0 are written. Killed at any point, this leaves
+    the earlier checkpoints and either all or nothing of the new one.
 
     Raises:
         CheckpointError: on every rank with the same text; earlier checkpoints are untouched and nothing is left behind.
@@ -98,7 +100,9 @@ def save_checkpoint(
         staging = together(_on_rank_0(lambda: _prepare(staging, plans), world), world)[0] or staging
         parts = together(lambda: write_boxes(staging, world.rank, entries), world)
         done = together(
-            _on_rank_0(lambda: _commit_and_thin(staging, step, parts, state, config_text, thin), world),
+            _on_rank_0(
+                lambda: _commit_and_thin(staging, step, parts, state, config_text, companions or {}, thin), world
+            ),
             world,
         )[0]
     except CheckpointError as error:
@@ -161,9 +165,12 @@ class BoxFile:
 
 
 def commit(
-    staging: Path, step: int, parts: Sequence[Written], state: Mapping[str, Any], config_text: str
-) -> tuple[Path, Manifest]:
+    staging: Path, step: int, parts: Sequence[Written], state: Mapping[str, Any], config_text: str,
+    companions: Mapping[str, bytes] | None = None,
+) -> tuple[Path, Manifest]:  # fmt: skip
     """Make a checkpoint of a folder into which every rank has written its part; run by one rank.
+
+    `companions` are written and listed in the manifest with their hashes.
 
     Raises:
         CheckpointError: the parts overlap or leave a hole.
@@ -171,7 +178,7 @@ def commit(
     """
     tensors = layout.merge_tensors(part.tensors for part in parts)
     files = {name: file for part in parts for name, file in part.files.items()}
-    texts = {
+    texts = dict(companions or {}) | {
         layout.METADATA: pickle.dumps(dcp_metadata(tensors)),
         layout.STATE: json.dumps(state, indent=1).encode(),
         layout.CONFIG: config_text.encode(),
@@ -303,9 +310,10 @@ def _commit_and_thin(
     parts: Sequence[Written],
     state: Mapping[str, Any],
     config_text: str,
+    companions: Mapping[str, bytes],
     thin: Callable[[], list[Path]],
 ) -> tuple[Path, int, tuple[Path, ...]]:
-    path, manifest = commit(staging, step, parts, state, config_text)
+    path, manifest = commit(staging, step, parts, state, config_text, companions)
     return path, sum(file.nbytes for file in manifest.files.values()), tuple(thin())
 
 

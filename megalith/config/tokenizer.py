@@ -1,6 +1,7 @@
 """Which tokenizer turns text into token ids."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, get_args
 
 SplitPattern = Literal["v1", "v2", "cl100k"]
@@ -48,6 +49,17 @@ def merges_beside(vocabulary: str) -> str | None:
     ('gpt2/gpt2-merges.txt', None)
     """
     return f"{vocabulary.removesuffix(VOCABULARY)}{MERGES}" if vocabulary.endswith(VOCABULARY) else None
+
+
+def locate_tokenizer(tokenizer: TokenizerConfig, folder: Path) -> TokenizerConfig:
+    """Return the tokenizer of the config.yaml in `folder`, read from the copy there if `path` names a file in it.
+
+    Runs and checkpoints have a copy of their tokenizer and name it relative to their folder, so that it moves with
+    them. Any other relative path is relative to the working directory.
+    """
+    if tokenizer.path is None or not (folder / tokenizer.path).is_file():
+        return tokenizer
+    return replace(tokenizer, path=str(folder / tokenizer.path))
 
 
 def tokenizer_problems(tokenizer: TokenizerConfig) -> list[str]:

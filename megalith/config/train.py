@@ -1,6 +1,7 @@
 """The root of a training run: everything that decides what `megalith train` does."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal
 
 from megalith.config.checkpoint import CheckpointConfig
@@ -12,7 +13,11 @@ from megalith.config.optim import OptimConfig, PrecisionConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
 from megalith.config.schedule import ScheduleConfig
-from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tokenizer import TokenizerConfig, locate_tokenizer
+from megalith.config.tree import load_yaml
+
+CONFIG_FILE = "config.yaml"
+"""The settings of a run, in its folder and in each of its checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +165,21 @@ class TrainRun:
 
     seed: int = 1234
     """Decides initial weights, data order and sampling."""
+
+
+def load_run(file: Path) -> TrainRun:
+    """Read a run from a YAML file; that of a run or checkpoint, config.yaml, may name copies beside it.
+
+    Raises:
+        ConfigError: the file does not describe a run.
+    """
+    run = load_yaml(file, TrainRun)
+    if file.name != CONFIG_FILE:
+        return run
+    data, template = run.data, run.data.sft.template
+    if template is not None and (file.parent / template).is_file():
+        data = replace(data, sft=replace(data.sft, template=str(file.parent / template)))
+    return replace(run, data=data, tokenizer=locate_tokenizer(run.tokenizer, file.parent))
 
 
 def dropout_seed(run: TrainRun) -> int | None:

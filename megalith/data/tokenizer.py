@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megalith.config.tokenizer import FileKind, TokenizerConfig, tokenizer_problems
+from megalith.config.tokenizer import FileKind, TokenizerConfig, locate_tokenizer, tokenizer_problems
 from megalith.data.huggingface import END_OF_TEXT, HuggingFaceTokenizer, find_tokenizer_file
 from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
 from megalith.data.sentencepiece import MODEL, SentencePieceTokenizer, find_model_file, is_sentencepiece
@@ -266,9 +266,10 @@ def moved_to(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
 
 
 def brought_along(config: TokenizerConfig, folder: Path) -> TokenizerConfig:
-    """The copy of a tokenizer that lies in a folder, wherever that was moved to; the same one if there is none."""
-    if config.path is None:
-        return config
+    """Return the tokenizer read from its copy in a model's folder, wherever that is now; unchanged without one."""
+    located = locate_tokenizer(config, folder)
+    if config.path is None or located != config:
+        return located
     names = {"huggingface": "tokenizer.json", "sentencepiece": MODEL, "tiktoken": Path(config.path).name}
     file = folder / names[config.kind]
     return replace(config, path=str(file if config.kind == "tiktoken" else folder)) if file.is_file() else config

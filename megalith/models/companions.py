@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith import storage
+from megalith.config.tokenizer import VOCABULARY
 from megalith.data.chat_template import CONFIG_FILE, TEMPLATE_FILE, ChatTemplate, find_template
 from megalith.data.huggingface import HuggingFaceTokenizer
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -26,7 +27,8 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
         DataError: the tokenizer that the model was trained with is gone, or the template.
     """
     files = {name: _intact(file) for name, file in source.companions().items()}
-    if made := _of_gpt2(source, files):
+    copied = not theirs and source.checkpoint is not None and source.tokenizer.path == str(source.path / VOCABULARY)
+    if not copied and (made := _of_gpt2(source, files)):  # else its config.yaml names the two files, which go with it
         files = made | {name: contents for name, contents in files.items() if name in COMPANIONS}
     if source.tokenizer.kind == "null" or not source.tuning():
         return files

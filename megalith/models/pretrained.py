@@ -531,6 +531,7 @@ def require_base(record: Any, source: Pretrained, path: Path) -> None:  # Any: J
 def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     """A checkpoint that holds adapters, as the model they make with their base: the weights of checkpoint.load."""
     record, (model, tokenizer) = checkpoint.state[RECORD], _settings(checkpoint)
+    tokenizer = brought_along(tokenizer, checkpoint.path)
     base_path = where or str(record["base"])
     if where is None and not Path(base_path).is_dir():
         raise CheckpointError(

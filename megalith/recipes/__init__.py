@@ -5,8 +5,8 @@ from pathlib import Path
 
 from megalith.config.data import DataConfig
 from megalith.config.suggest import did_you_mean
-from megalith.config.train import TrainRun
-from megalith.config.tree import Override, apply_overrides, load_yaml
+from megalith.config.train import TrainRun, load_run
+from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError
 from megalith.recipes.deepseek import deepseek_v2, deepseek_v2_lite, deepseek_v3
 from megalith.recipes.gemma import gemma2_2b, gemma2_9b, gemma3_1b, gemma3_270m, gemma_2b, gemma_7b
@@ -106,9 +106,9 @@ def resolve(target: str) -> TrainRun:
                 f"{target} has no config.yaml: there is no run in this folder. Use the folder of a run, such as "
                 f"runs/NAME, a recipe's name, or the path of a YAML file."
             )
-        return load_yaml(path / "config.yaml", TrainRun)
+        return load_run(path / "config.yaml")
     if path.is_file() or path.suffix in (".yaml", ".yml"):
-        return load_yaml(path, TrainRun)
+        return load_run(path)
     advice = did_you_mean(target, recipes()) or f" Recipes: {', '.join(recipes())}."
     raise ConfigError(
         f"{target} is neither a recipe nor a file.{advice} Use a recipe's name or the path of a YAML file."

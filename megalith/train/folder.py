@@ -2,14 +2,20 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalith import storage
-from megalith.config.train import TrainRun
-from megalith.config.tree import differences, dump_yaml, load_yaml
-from megalith.errors import ConfigError
+from megalith.config.sft import BUILT_IN_TEMPLATES
+from megalith.config.tokenizer import MERGES, VOCABULARY, TokenizerConfig, merges_beside
+from megalith.config.train import CONFIG_FILE, TrainRun, load_run
+from megalith.config.tree import differences, dump_yaml
+from megalith.data.chat_template import TEMPLATE_FILE
+from megalith.data.sentencepiece import MODEL
+from megalith.data.tokenizer import main_file
+from megalith.errors import ConfigError, DataError
+from megalith.models.hf import TOKENIZER_FILES, companion_files
 from megalith.plan.groups import parameter_rows
 
 FIXED = (
@@ -20,9 +26,13 @@ FIXED = (
 
 FREE_DATA = (
     "data.cache_path", "data.mmap", "data.num_train_samples", "data.path", "data.train_path", "data.valid_path",
-    "data.test_path", "tokenizer.path", "lora.load",
+    "data.test_path", "data.sft.path", "data.sft.valid_path", "data.sft.packs", "tokenizer.path", "lora.load",
 )  # fmt: skip
 """Exceptions: files may move; that they are the same ones is checked by what is in them."""
+
+
+TIKTOKEN_FILE = "tokenizer.tiktoken"
+"""Name of the copy of a tiktoken vocabulary, whichever it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +44,12 @@ class RunFolder:
     @property
     def config(self) -> Path:
         """The resolved settings; as a recipe they run it again."""
-        return self.path / "config.yaml"
+        return self.path / CONFIG_FILE
+
+    @property
+    def tokenizer(self) -> Path:
+        """A copy of the files of the run's tokenizer, which config.yaml names relative to the folder."""
+        return self.path / "tokenizer"
 
     @property
     def log(self) -> Path:
@@ -83,8 +98,9 @@ def changed_settings(folder: RunFolder, run: TrainRun) -> list[str]:
     """
     if not folder.config.exists():
         return []
-    before = load_yaml(folder.config, TrainRun)
-    changed = [(field, old, new) for field, old, new in differences(before, run) if field != "name"]
+    before = load_run(folder.config)
+    ignored = {"name", *_paths_of_equal_files(before, run)}
+    changed = [(field, old, new) for field, old, new in differences(before, run) if field not in ignored]
     lines = {field: f"{field}: {old} before, {new} now" for field, old, new in changed}
     fixed = [line for field, line in lines.items() if field.startswith(FIXED) and field not in FREE_DATA]
     if fixed:
@@ -111,10 +127,82 @@ def left_as_found(folder: RunFolder) -> Iterator[None]:
         raise
 
 
-def write_config(folder: RunFolder, run: TrainRun) -> None:
-    """Save the resolved settings; a run killed at any point leaves the old ones or the new ones, whole."""
+def _paths_of_equal_files(before: TrainRun, run: TrainRun) -> list[str]:
+    """Return the settings that name a copy of a file in one run and the same file elsewhere in the other."""
+    try:
+        equal = read_tokenizer_files(before).contents == read_tokenizer_files(run).contents
+    except (DataError, OSError):
+        return []
+    templates_are_files = all(_template_file(each) is not None for each in (before, run))
+    return ["tokenizer.path", *(["data.sft.template"] if templates_are_files else [])] if equal else []
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """The files of a run's tokenizer: the run and each of its checkpoints have a copy, so that they can be moved."""
+
+    main: str | None
+    """Name of the file that tokenizer.path stands for; None: the tokenizer is read from none."""
+
+    contents: Mapping[str, bytes]
+    """Of every file, by its name in the copy."""
+
+    def config_text(self, run: TrainRun, folder: str) -> str:
+        """Return the settings of `run` as YAML, which name the copies in `folder`, a path relative to config.yaml's."""
+        data, tokenizer = run.data, run.tokenizer
+        if self.main is not None:
+            tokenizer = replace(tokenizer, path=str(Path(folder) / self.main))
+        if TEMPLATE_FILE in self.contents and data.sft.template not in (None, *BUILT_IN_TEMPLATES):
+            data = replace(data, sft=replace(data.sft, template=str(Path(folder) / TEMPLATE_FILE)))
+        return dump_yaml(replace(run, data=data, tokenizer=tokenizer))
+
+
+def read_tokenizer_files(run: TrainRun) -> TokenizerFiles:
+    """Read the files that a copy of the run's tokenizer needs, under names that every later reader knows.
+
+    A chat template that data.sft.template names takes the place of the tokenizer's own.
+
+    Raises:
+        DataError: the tokenizer is gone.
+    """
+    files: dict[str, Path] = {}
+    name, main, template = None, main_file(run.tokenizer), _template_file(run)
+    if main is not None:
+        name = _name_of_copy(run.tokenizer, main)
+        beside = companion_files(main.parent)
+        files = {each: file for each, file in beside.items() if each in TOKENIZER_FILES} | {name: main}
+        merges = merges_beside(str(main)) if run.tokenizer.kind == "huggingface" else None
+        files |= {} if merges is None else {MERGES: Path(merges)}
+    if run.data.sft.template is not None:
+        files.pop(TEMPLATE_FILE, None)
+        files |= {} if template is None else {TEMPLATE_FILE: template}
+    return TokenizerFiles(name, {each: storage.read_bytes(file) for each, file in files.items()})
+
+
+def _template_file(run: TrainRun) -> Path | None:
+    """Return the file that data.sft.template names; None: it names a built-in template, or no file."""
+    named = run.data.sft.template
+    is_file = named is not None and named not in BUILT_IN_TEMPLATES and Path(named).is_file()
+    return Path(named) if is_file and named is not None else None
+
+
+def _name_of_copy(tokenizer: TokenizerConfig, main: Path) -> str:
+    if tokenizer.kind == "huggingface":
+        return "tokenizer.json" if merges_beside(str(main)) is None else VOCABULARY
+    return MODEL if tokenizer.kind == "sentencepiece" else TIKTOKEN_FILE
+
+
+def write_config(folder: RunFolder, run: TrainRun, tokenizer: TokenizerFiles) -> None:
+    """Save the resolved settings and the tokenizer; a run killed at any point leaves the old or the new settings."""
     folder.path.mkdir(parents=True, exist_ok=True)
-    storage.replace_file(folder.config, dump_yaml(run).encode())
+    if tokenizer.contents:
+        folder.tokenizer.mkdir(exist_ok=True)
+        stale = {*TOKENIZER_FILES, TIKTOKEN_FILE} - tokenizer.contents.keys()
+        for name in stale:
+            storage.remove_file(folder.tokenizer / name)
+        for name, contents in tokenizer.contents.items():
+            storage.replace_file(folder.tokenizer / name, contents)
+    storage.replace_file(folder.config, tokenizer.config_text(run, folder.tokenizer.name).encode())
 
 
 def write_parameters(folder: RunFolder, run: TrainRun) -> None:

@@ -19,7 +19,6 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.attention import attention_notes
 from megalith.config.model import ModelConfig
 from megalith.config.train import TrainRun, dropout_seed
-from megalith.config.tree import dump_yaml
 from megalith.data.build import Splits, build_datasets
 from megalith.data.loader import Loader, Masks, StepBatches, masks_of
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
@@ -79,8 +78,10 @@ from megalith.train.evaluate import evaluate
 from megalith.train.experts import routers_of, row_of_use, use_of_experts, with_routing
 from megalith.train.folder import (
     RunFolder,
+    TokenizerFiles,
     changed_settings,
     left_as_found,
+    read_tokenizer_files,
     set_aside_metrics,
     write_config,
     write_parameters,
@@ -150,6 +151,7 @@ class _Loop:
             check_steps_left(run, self.origin, self.state)
         self.tokenizer = matching_tokenizer(run)
         self.data = self._open_data(begun)
+        self.tokenizer_files = read_tokenizer_files(run) if self.writer else TokenizerFiles(None, {})
         self.trainer = build_trainer(
             run, mesh, device, fill=saved is None and needs_first_weights(run), fill_frozen=keeps_first_weights(run)
         )
@@ -168,7 +170,7 @@ class _Loop:
         if self.writer:
             if saved is None and (kept := set_aside_metrics(folder)) is not None:
                 progress.say(f"{folder.checkpoints} has no checkpoint: starting from the beginning; see {kept}")
-            write_config(folder, run)
+            write_config(folder, run, self.tokenizer_files)
             if run.observe.parameters:
                 write_parameters(folder, run)
         progress.resume(self.state.step)
@@ -473,7 +475,8 @@ class _Loop:
         try:
             report = save_checkpoint(
                 self.folder.checkpoints, self.state.step, entries, self._state_json(), self.mesh.world,
-                config_text=dump_yaml(self.run_config), keep=keep.keep, keep_every=keep.keep_every,
+                config_text=self.tokenizer_files.config_text(self.run_config, "."),
+                companions=self.tokenizer_files.contents, keep=keep.keep, keep_every=keep.keep_every,
                 last_update=self._last_update(),
             )  # fmt: skip
         except CheckpointError as error:

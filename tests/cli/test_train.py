@@ -1,6 +1,9 @@
 """`megalith train`: exit codes, what it says, what it refuses, and what becomes of it when ranks are stopped or die."""
 
+import base64
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +17,12 @@ import pytest
 
 from megalith.cli.main import main
 from megalith.config.recompute import RecomputeConfig
+from megalith.config.tree import Override
+from megalith.data.chat_template import find_template
+from megalith.data.huggingface import train_bpe
+from megalith.data.tokenizer import build_tokenizer
+from megalith.models.companions import own_template
+from megalith.models.pretrained import locate, open_pretrained
 from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
@@ -118,6 +127,121 @@ def test_yaml_file_of_others_trains_nowhere_else(
     assert main(["train", str(file)]) == 2
     assert "A file that may come from others chooses no other folder to write to" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["tiny.yaml", "work"]
+
+
+WORDS = "the quick brown fox jumps over the lazy dog"
+
+
+def write_huggingface(folder: Path) -> list[str]:
+    train_bpe([WORDS] * 4, vocab_size=280, path=str(folder))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}")
+    return ["huggingface", str(folder)]
+
+
+def write_gpt2(folder: Path) -> list[str]:
+    train_bpe([WORDS] * 4, vocab_size=280, path=str(folder))
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "small-vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    (folder / "small-merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
+    return ["huggingface", str(folder / "small-vocab.json")]
+
+
+def write_sentencepiece(folder: Path) -> list[str]:
+    library = pytest.importorskip("sentencepiece", reason="writes a SentencePiece model, which needs the library")
+    folder.mkdir()
+    (folder / "text").write_text("\n".join(WORDS[n:] for n in range(40)) * 4)
+    library.SentencePieceTrainer.train(
+        input=str(folder / "text"), model_prefix=str(folder / "words"), vocab_size=290, model_type="bpe",
+        byte_fallback=True, minloglevel=2,
+    )  # fmt: skip
+    return ["sentencepiece", str(folder / "words.model")]
+
+
+def write_tiktoken(folder: Path) -> list[str]:
+    pytest.importorskip("tiktoken", reason="reads a tiktoken vocabulary, which needs the library")
+    folder.mkdir()
+    lines = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (folder / "my words").write_bytes(b"".join(lines))
+    special = ["--tokenizer.special_tokens", "<|endoftext|>", "--model.vocab_size", "257"]
+    return ["tiktoken", str(folder / "my words"), *special]
+
+
+@pytest.mark.parametrize("write", [write_huggingface, write_gpt2, write_sentencepiece, write_tiktoken])
+def test_moved_run_keeps_its_own_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    write: Callable[[Path], list[str]],
+) -> None:  # fmt: skip
+    (tmp_path / "first").mkdir()
+    monkeypatch.chdir(tmp_path / "first")
+    kind, path, *more = write(Path("words"))
+    settings = {"train.steps": "2", "model.vocab_size": "300", "train.max_minutes": "9"}
+    words = ["--tokenizer.kind", kind, "--tokenizer.path", path, *more]
+    command = ["train", str(tiny_yaml(Path("tiny.yaml"), settings)), "--run", "./a", *words]
+    assert main(command) == 0
+    assert main([*command, "--train.steps", "3"]) == 0
+    assert "changed since the run was started: tokenizer" not in capsys.readouterr().out
+    shutil.move("a", tmp_path / "moved")
+    shutil.rmtree(tmp_path / "first" / "words")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "moved", "--train.steps", "4"]) == 0
+    shutil.move("moved", "again")
+    assert main(["evaluate", "again", "--samples", "2"]) == 0
+    assert main(["generate", "again", "the fox", "--max-new-tokens", "2"]) == 0
+    assert main(["checkpoint", "verify", "again"]) == 0
+    assert main(["convert", "again", "exported"]) == 0
+    assert main(["convert", "again", "release", "--to", "megalith"]) == 0
+    shutil.rmtree("again")
+    for folder in ("release", *(["exported"] if kind == "huggingface" else [])):
+        assert main(["generate", folder, "the fox", "--max-new-tokens", "2"]) == 0
+    assert main(["train", "release", "--train.steps", "2"]) == 0
+    told = capsys.readouterr()
+    assert "resuming moved at step 3" in told.out and "changed since the run was started: tokenizer" not in told.out
+
+
+def test_run_without_a_copy_of_its_tokenizer_resumes_and_gets_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, path = write_huggingface(Path("words"))
+    settings = {"train.steps": "2", "model.vocab_size": "300", "tokenizer.kind": kind, "tokenizer.path": path}
+    file = str(tiny_yaml(Path("tiny.yaml"), settings))
+    assert main(["train", file, "--run", "./a"]) == 0
+    shutil.rmtree("a/tokenizer")  # as an earlier version left a run: the path is relative to the working directory
+    shutil.copy(file, "a/config.yaml")
+    assert main(["train", "a/", "--train.steps", "3"]) == 0
+    assert "resuming a at step 2" in capsys.readouterr().out
+    assert sorted(path.name for path in Path("a/tokenizer").iterdir()) == sorted(os.listdir("words"))
+    assert resolve("a").tokenizer.path == "a/tokenizer/tokenizer.json"
+
+
+@pytest.mark.parametrize("template", ["none", "chatml", "own.jinja"])
+def test_checkpoint_of_conversations_has_the_template_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], template: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    kind, path = write_huggingface(Path("words"))
+    Path("own.jinja").write_text("{% for m in messages %}[{{ m.content }}]<|endoftext|>{% endfor %}")
+    settings: dict[str, Override] = {
+        "train.steps": "2", "model.vocab_size": "300", "tokenizer.kind": kind, "tokenizer.path": path,
+        "data.mock": "false", "data.sft.mock_conversations": "50", "data.sft.template": template,
+        "data.sft.loss_on": "all", "data.sft.overlong": "truncate",
+    }  # fmt: skip
+    command = ["train", str(tiny_yaml(Path("tiny.yaml"), settings)), "--run", "./a"]
+    assert main(command) == 0
+    named = None if template == "none" else template
+    expected = find_template(named, build_tokenizer(resolve("a").tokenizer), path, setting="x").source
+    shutil.move("a", "b")
+    shutil.rmtree("words")
+    Path("own.jinja").unlink()
+    assert main(["train", "b", "--train.steps", "3"]) == 0
+    assert "changed since the run was started: data" not in capsys.readouterr().out
+    opened = open_pretrained(locate("b"))
+    tokenizer = build_tokenizer(opened.tokenizer)
+    found = own_template(opened, tokenizer) or find_template(None, tokenizer, opened.tokenizer.path, setting="x")
+    assert found.source == expected
 
 
 def test_without_a_folder_it_is_under_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

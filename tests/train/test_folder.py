@@ -13,19 +13,23 @@ from megalith.errors import ConfigError
 from megalith.recipes import resolve
 from megalith.train.folder import (
     RunFolder,
+    TokenizerFiles,
     changed_settings,
     left_as_found,
+    read_tokenizer_files,
     run_folder,
     set_aside_metrics,
     write_config,
     write_parameters,
 )
 
+NO_FILES = TokenizerFiles(None, {})
+
 
 def started(tmp_path: Path) -> tuple[RunFolder, TrainRun]:
     """The folder of a run that has begun."""
     run, folder = resolve("tiny_cpu"), RunFolder(tmp_path / "run")
-    write_config(folder, run)
+    write_config(folder, run, read_tokenizer_files(run))
     return folder, run
 
 
@@ -89,6 +93,30 @@ def test_files_may_move(tmp_path: Path) -> None:
     assert changed_settings(folder, moved) == ["data.cache_path: None before, /elsewhere now"]
 
 
+def test_conversations_may_move_and_are_listed(tmp_path: Path) -> None:
+    sft = resolve("sft_tiny")
+    run = apply_overrides(sft, {"data.sft.mock_conversations": "none", "data.sft.path": "[a.jsonl]"})
+    folder = RunFolder(tmp_path / "run")
+    write_config(folder, run, NO_FILES)
+    moved = apply_overrides(run, {"data.sft.path": "[b/a.jsonl]"})
+    assert changed_settings(folder, moved) == ["data.sft.path: ['a.jsonl'] before, ['b/a.jsonl'] now"]
+
+
+def test_equal_tokenizer_elsewhere_is_no_change_and_another_one_is_listed(tmp_path: Path) -> None:
+    run = apply_overrides(resolve("tiny_cpu"), {"tokenizer.kind": "huggingface", "tokenizer.path": str(tmp_path / "a")})
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    folder = RunFolder(tmp_path / "run")
+    write_config(folder, run, read_tokenizer_files(run))
+    assert "path: tokenizer/tokenizer.json" in folder.config.read_text()
+    elsewhere = apply_overrides(run, {"tokenizer.path": str(tmp_path / "b")})
+    assert changed_settings(folder, run) == changed_settings(folder, elsewhere) == []
+    (tmp_path / "b" / "tokenizer.json").write_text("[]")
+    copy = folder.tokenizer / "tokenizer.json"
+    assert changed_settings(folder, elsewhere) == [f"tokenizer.path: {copy} before, {tmp_path / 'b'} now"]
+
+
 def fail_after(folder: RunFolder, *steps: Callable[[], object]) -> None:
     """A start that does some things and is refused."""
     with pytest.raises(ConfigError, match="refused"), left_as_found(folder):
@@ -108,7 +136,7 @@ def test_a_refused_start_leaves_no_folder_and_one_that_began_leaves_it_all(tmp_p
     fail_after(folder, log)
     assert folder.log.read_text() == "said", "the folder was there before"
     again = RunFolder(tmp_path / "runs" / "two")
-    fail_after(again, lambda: write_config(again, resolve("tiny_cpu")))
+    fail_after(again, lambda: write_config(again, resolve("tiny_cpu"), NO_FILES))
     assert again.config.exists()
 
 
