@@ -4,16 +4,24 @@ All paths are local or on a mounted file system. A second kind of storage would 
 """
 
 import errno
+import json
 import mmap
 import os
 import shutil
+import stat
 import sys
 import warnings
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """What fsync answers where a file system has no such thing; some mounts have it for files and not for folders."""
+
+MAX_NBYTES = 2**30
+"""Largest file that is read into memory as a whole. Heuristic: tokenizers and manifests have up to tens of MB."""
+
+MAX_TEXT_NBYTES = 2**24
+"""Largest text file of settings, prompts or templates. Heuristic: a thousand times the usual length."""
 
 _MADV_POPULATE_READ = 22
 """Of Linux' mman.h; Python has no name for it."""
@@ -140,9 +148,47 @@ def list_names(folder: Path) -> list[str]:
         return []
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole file."""
-    return path.read_bytes()
+def read_bytes(path: Path, *, max_nbytes: int = MAX_NBYTES, allow_pipe: bool = False) -> bytes:
+    """Read a whole regular file of at most `max_nbytes` bytes; with `allow_pipe` also a named or anonymous pipe.
+
+    Raises:
+        OSError: the file cannot be read, is a device or another special file, or is larger than the limit.
+    """
+    status = path.stat()
+    allowed = stat.S_ISREG(status.st_mode) or (allow_pipe and stat.S_ISFIFO(status.st_mode))
+    if not allowed and not stat.S_ISDIR(status.st_mode):  # opening a directory raises a clear error below
+        raise OSError(errno.EINVAL, "not a regular file, but a device, pipe or socket", str(path))
+    too_large = OSError(errno.EFBIG, f"larger than the limit of {max_nbytes:,} bytes", str(path))
+    if status.st_size > max_nbytes:
+        raise too_large
+    with open(path, "rb") as file:
+        data = file.read(max_nbytes + 1) if stat.S_ISFIFO(status.st_mode) else file.read()
+    if len(data) > max_nbytes:
+        raise too_large
+    return data
+
+
+def read_text(path: Path, *, max_nbytes: int = MAX_TEXT_NBYTES, allow_pipe: bool = False) -> str:
+    """Read a whole UTF-8 text file under the same conditions as `read_bytes`; line ends become `\\n`.
+
+    Raises:
+        OSError: as for `read_bytes`.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    text = read_bytes(path, max_nbytes=max_nbytes, allow_pipe=allow_pipe).decode()
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parse_json(text: str | bytes) -> Any:  # JSON
+    """Parse a JSON document.
+
+    Raises:
+        ValueError: the text is not JSON, or its values are nested too deeply for the parser.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("arrays or objects are nested too deeply") from None
 
 
 def read_range(path: Path, start: int, nbytes: int) -> bytes:

@@ -3,6 +3,7 @@
 import errno
 import mmap
 import os
+import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -172,3 +173,70 @@ def test_lines_are_added_one_after_the_other(tmp_path: Path) -> None:
     for line in (b"a", b"b c"):
         storage.append_line(tmp_path / "a", line)
     assert storage.read_bytes(tmp_path / "a") == b"a\nb c\n"
+
+
+def test_device_and_pipe_are_not_read_as_files(tmp_path: Path) -> None:
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("zeros", "pipe"):
+        with pytest.raises(OSError, match=f"not a regular file, but a device, pipe or socket: '.*{name}'"):
+            storage.read_bytes(tmp_path / name)
+    with pytest.raises(OSError, match="not a regular file"):
+        storage.read_text(tmp_path / "zeros", allow_pipe=True)
+
+
+def test_file_larger_than_limit_is_rejected_and_pipe_is_read_up_to_limit(tmp_path: Path) -> None:
+    storage.write_new(tmp_path / "a", b"12345")
+    assert storage.read_bytes(tmp_path / "a", max_nbytes=5) == b"12345"
+    with pytest.raises(OSError, match="larger than the limit of 4 bytes"):
+        storage.read_bytes(tmp_path / "a", max_nbytes=4)
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"12345")
+    os.close(write_end)
+    assert storage.read_text(Path(f"/dev/fd/{read_end}"), allow_pipe=True) == "12345"
+    os.close(read_end)
+
+
+def test_text_has_unix_line_ends_and_must_be_utf8(tmp_path: Path) -> None:
+    storage.write_new(tmp_path / "a", "é\r\nb\rc\n".encode())
+    assert storage.read_text(tmp_path / "a") == (tmp_path / "a").read_text(encoding="utf-8") == "é\nb\nc\n"
+    storage.write_new(tmp_path / "b", b"\xff")
+    with pytest.raises(UnicodeDecodeError):
+        storage.read_text(tmp_path / "b")
+
+
+def test_json_that_is_nested_too_deeply_is_a_value_error() -> None:
+    assert storage.parse_json(b'{"a": [1]}') == {"a": [1]}
+    for text in ("[" * 100_000, '{"a":' * 100_000):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            storage.parse_json(text)
+
+
+def test_fuzzed_json_is_parsed_or_raises_value_error() -> None:
+    pieces = [
+        "[",
+        "]",
+        "{",
+        "}",
+        '"a"',
+        ":",
+        ",",
+        "1e999",
+        "NaN",
+        "-",
+        "\\",
+        '"\\ud800"',
+        "9" * 5000,
+        "\x00",
+        "é",
+        "[" * 999,
+    ]
+    for seed in range(500):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(pieces, k=draw.randint(0, 12)))
+        try:
+            storage.parse_json(text)
+        except ValueError:
+            continue
+        except Exception as error:
+            pytest.fail(f"seed {seed}, {text[:100]!r}: {error!r}")

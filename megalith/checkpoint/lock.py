@@ -160,7 +160,7 @@ def _is_open_at(handle: int, path: Path) -> bool:
 def _read(path: Path) -> Holder | None:
     """Who the file names; None when it is new, or what a crash in the middle of writing left."""
     try:
-        found = json.loads(storage.read_bytes(path))
+        found = storage.parse_json(storage.read_bytes(path))
         return Holder(**{name: kind(found[name]) for name, kind in Holder.__annotations__.items()})
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None

@@ -147,7 +147,7 @@ def _refuse_pointer(file: Path) -> None:
 def show_names(names: Sequence[str], *, limit: int = 6) -> str:
     """The first few names, and how many more there are."""
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
+    return ", ".join(f"{name:.200}" for name in names[:limit]) + more
 
 
 def read_box(name: str, info: TensorInfo, part: tuple[slice, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Literal
 
 from tyro.conf import Positional
 
+from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.generate import DTYPES, chunk_problems, ignore, print_now
 from megalith.cli.output import tell_warnings
@@ -218,7 +219,10 @@ class Turns:
             return input("\n> ") + "\n"  # with the terminal's line editing
         if self.person:
             print_now("\n> ")
-        return self.file.readline()
+        line = self.file.readline(storage.MAX_TEXT_NBYTES + 1)
+        if len(line) > storage.MAX_TEXT_NBYTES:
+            raise DataError(f"turns: a line has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass shorter lines.")
+        return line
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json
 from megalith.config.megatron.arguments import with_files
@@ -143,7 +144,7 @@ def _launch(options: FromMegatron, words: Sequence[str]) -> Launch:
             raise ConfigError(f"--set {' '.join(options.set)} belongs to a script. Use it with --script FILE.")
         return split_command(words)
     try:
-        text = Path(options.script).read_text(encoding="utf-8")
+        text = storage.read_text(Path(options.script), allow_pipe=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--script {options.script} cannot be read: {error}. Pass a bash script.") from None
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tyro.conf import Positional
 
+from megalith import storage
 from megalith.cli.arguments import parse_options
 from megalith.cli.output import print_json, tell_warnings
 from megalith.config.kernels import Kernel
@@ -228,10 +229,26 @@ def read_prompts(options: GenerateOptions) -> list[str]:
     Raises:
         DataError: the file is missing, is not text, or a line of it is no prompt.
     """
-    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in options.prompts]
+    texts = [_read_stdin() if text == "-" else text for text in options.prompts]
     if options.file is not None:
         texts += read_prompt_file(Path(options.file))
     return texts or [""]
+
+
+def _read_stdin() -> str:
+    """Read one prompt from standard input.
+
+    Raises:
+        DataError: the input is not UTF-8 or is too long.
+    """
+    try:
+        text = sys.stdin.read(storage.MAX_TEXT_NBYTES + 1)
+        text.encode()  # in the C locale, Python decodes invalid bytes as surrogates instead of raising an error
+    except UnicodeError as error:
+        raise DataError(f"-: standard input is not UTF-8 ({error.reason}). Pass UTF-8 text.") from None
+    if len(text) > storage.MAX_TEXT_NBYTES:
+        raise DataError(f"-: standard input has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass a shorter text.")
+    return text.removesuffix("\n")
 
 
 def read_prompt_file(path: Path) -> list[str]:
@@ -241,7 +258,7 @@ def read_prompt_file(path: Path) -> list[str]:
         DataError: there is no such file, it is not UTF-8, or a line of a .jsonl file has no prompt.
     """
     try:
-        lines = [line.removesuffix("\r") for line in path.read_text(encoding="utf-8").split("\n")]
+        lines = [line.removesuffix("\r") for line in storage.read_text(path, allow_pipe=True).split("\n")]
     except OSError as error:
         raise DataError(f"--file={path}: {error.strerror}. Pass a text file with one prompt in every line.") from None
     except UnicodeDecodeError as error:
@@ -253,7 +270,8 @@ def read_prompt_file(path: Path) -> list[str]:
 
 def _prompt_of(path: Path, number: int, line: str) -> str:
     try:
-        document = json.loads(line)
+        document = storage.parse_json(line)
+        json.dumps(document, ensure_ascii=False).encode()  # rejects lone surrogates such as "\\ud800"
     except ValueError as error:
         raise DataError(f'{path}:{number}: not JSON ({error}). Use an object like {{"prompt": "..."}}.') from None
     text = document.get("prompt") if isinstance(document, dict) else document

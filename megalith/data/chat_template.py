@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalith import storage
 from megalith.config.sft import BUILT_IN_TEMPLATES
 from megalith.config.suggest import did_you_mean
 from megalith.data.huggingface import find_tokenizer_file
@@ -274,7 +275,7 @@ def find_template(
     folder = _folder(tokenizer_path)
     if folder is not None and (folder / TEMPLATE_FILE).is_file():
         file = folder / TEMPLATE_FILE
-        return ChatTemplate(str(file), file.read_text(encoding="utf-8"), specials, today)
+        return ChatTemplate(str(file), _read_template(file), specials, today)
     own = _default_of(settings.get("chat_template"))
     if own is None:
         where = folder if folder is not None else "the tokenizer's folder"
@@ -286,9 +287,16 @@ def find_template(
     return ChatTemplate(f"{folder}/{CONFIG_FILE}", own, specials, today)
 
 
+def _read_template(file: Path) -> str:
+    try:
+        return storage.read_text(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file} cannot be read ({error}). Use the file that came with the tokenizer.") from error
+
+
 def _template_file(wanted: str, setting: str) -> str:
     try:
-        return Path(wanted).read_text(encoding="utf-8")
+        return storage.read_text(Path(wanted))
     except (OSError, UnicodeDecodeError) as error:
         advice = did_you_mean(wanted, BUILT_IN) or ""
         told = error.strerror if isinstance(error, OSError) else "not UTF-8"
@@ -312,8 +320,8 @@ def _tokenizer_settings(tokenizer_path: str | None) -> Mapping[str, Any]:  # JSO
         return {}
     file = folder / CONFIG_FILE
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        settings = storage.parse_json(storage.read_bytes(file, max_nbytes=storage.MAX_TEXT_NBYTES))
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
     return settings if isinstance(settings, dict) else {}
 

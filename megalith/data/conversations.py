@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megalith import storage
 from megalith.data.corpus import Block, Position, Source, find_sources, read_blocks
 from megalith.data.parquet import read_rows
 from megalith.errors import DataError
@@ -152,7 +153,7 @@ def _tools(row: Mapping[str, Any], where: str) -> tuple[Any, ...] | None:
     found = row["tools"]
     if isinstance(found, str):  # as many data sets keep them, since every tool has other fields
         try:
-            found = json.loads(found)
+            found = storage.parse_json(found)
         except ValueError as error:
             raise DataError(f"{where}: 'tools' is no JSON ({error}): {found[:60]!r}. Use a list of schemas.") from error
     if not isinstance(found, list):

@@ -13,6 +13,7 @@ import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 
+from megalith import storage
 from megalith.config.tokenizer import MERGES, VOCABULARY, merges_beside
 from megalith.data.marked import Spans
 from megalith.errors import DataError
@@ -268,8 +269,8 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+        settings = storage.parse_json(storage.read_bytes(file, max_nbytes=storage.MAX_TEXT_NBYTES))
+    except (OSError, ValueError) as error:
         raise DataError(f"{file}: not JSON ({error}). Use the file that came with the tokenizer.") from error
     return settings if isinstance(settings, dict) else {}
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith import storage
 from megalith.config.mock import MockLengths
 from megalith.errors import DataError
 
@@ -80,7 +81,7 @@ def read_lengths(path: str) -> NDArray[np.int32]:
         DataError: there is no such file, or not whole numbers from 1 on in it.
     """
     try:
-        words = Path(path).read_text(encoding="utf-8").replace(",", " ").split()
+        words = storage.read_text(Path(path)).replace(",", " ").split()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"data.mock_lengths.path={path} cannot be read ({error}). Set it to a file of numbers."

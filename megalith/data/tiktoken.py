@@ -4,7 +4,6 @@ import base64
 import binascii
 import hashlib
 import importlib
-import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith import storage
 from megalith.config.tokenizer import SplitPattern
 from megalith.data.marked import Spans, encode_parts, places_of_bytes, spans_of_parts
 from megalith.errors import DataError
@@ -180,7 +180,7 @@ def _named(names: Sequence[str], count: int) -> list[str]:
 
 def _contents(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return storage.read_bytes(file)
     except OSError as error:
         raise DataError(
             f"tokenizer.path={file}: cannot be read ({error.strerror}). Set it to a .tiktoken file or JSON vocabulary."
@@ -200,7 +200,7 @@ def _ranks_of_lines(file: Path, contents: bytes) -> dict[bytes, int]:
 def _ranks_of_json(file: Path, contents: bytes) -> dict[bytes, int]:
     """A list of {rank, token_bytes: base64, token_str}."""
     try:
-        entries = json.loads(contents)
+        entries = storage.parse_json(contents)
         ranks = {base64.b64decode(entry["token_bytes"], validate=True): int(entry["rank"]) for entry in entries}
     except (ValueError, KeyError, TypeError, binascii.Error) as error:
         raise _no_vocabulary(file, error) from error

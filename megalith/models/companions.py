@@ -39,7 +39,7 @@ def carried(source: Pretrained, token_ids: dict[str, Any], *, theirs: bool) -> d
         if theirs:
             files[CONFIG_FILE] = _with_template(files, template)
     ends = turn_ends(template or _of_tokenizer(source, tokenizer), tokenizer)[0]
-    generation = json.loads(files[GENERATION]) if GENERATION in files else _plain(token_ids)
+    generation = storage.parse_json(files[GENERATION]) if GENERATION in files else _plain(token_ids)
     files[GENERATION] = _document(generation | {"eos_token_id": _with_ends(generation.get("eos_token_id"), ends)})
     return files
 
@@ -53,7 +53,7 @@ def _intact(file: Path) -> bytes:
     contents = storage.read_bytes(file)
     if file.suffix == ".json":
         try:
-            found = json.loads(contents)
+            found = storage.parse_json(contents)
         except ValueError as error:
             raise DataError(f"{file}: not JSON ({error}). Copy it again, or remove it to go without it.") from error
         if not isinstance(found, dict) or (file.name == "tokenizer.json" and not isinstance(found.get("model"), dict)):
@@ -102,7 +102,7 @@ def _with_template(files: dict[str, bytes], template: ChatTemplate) -> bytes:
     """tokenizer_config.json with the template, which transformers before 4.43 looks for there, and with the special
     tokens that it asks for."""
     try:
-        settings = json.loads(files.get(CONFIG_FILE, b'{"tokenizer_class": "PreTrainedTokenizerFast"}'))
+        settings = storage.parse_json(files.get(CONFIG_FILE, b'{"tokenizer_class": "PreTrainedTokenizerFast"}'))
     except ValueError as error:
         raise DataError(f"{CONFIG_FILE}: not JSON ({error}). Use the file that came with the tokenizer.") from error
     asked = {name: text for name, text in template.specials.items() if name in template.source}

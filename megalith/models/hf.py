@@ -484,8 +484,8 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: there is no such file, or it holds something else.
     """
     try:
-        raw = json.loads(storage.read_bytes(file))
-    except (OSError, ValueError, RecursionError) as error:
+        raw = storage.parse_json(storage.read_bytes(file))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}). Use a folder that save_pretrained wrote.") from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{file} holds {type(raw).__name__}; expected an object. Use the model's own file.")
@@ -515,8 +515,8 @@ def _weight_files(path: Path) -> list[Path]:
     if (path / INDEX).exists():
         index = read_json(path / INDEX).get("weight_map")
         names = sorted({str(name) for name in index.values()}) if isinstance(index, dict) else []
-        outside = [name for name in names if Path(name).name != name]
-        missing = [name for name in names if not (path / name).exists()]
+        outside = [name for name in names if Path(name).name != name or len(name.encode(errors="replace")) > 255]
+        missing = [] if outside else [name for name in names if not (path / name).exists()]
         if not names or outside or missing:
             wrong = show_names(outside or missing) or "nothing"
             what = "which the folder lacks" if missing and not outside else "not files of this folder"

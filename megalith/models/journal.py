@@ -72,7 +72,7 @@ def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
     """The one that a conversion left, as far as its lines are whole; None: it left none that can be read."""
     try:
         first, *lines = storage.read_bytes(folder / NAME).split(b"\n")
-        recipe = json.loads(first)
+        recipe = storage.parse_json(first)
     except (OSError, ValueError):
         return None
     if not isinstance(recipe, dict):
@@ -80,7 +80,7 @@ def read_journal(folder: Path) -> tuple[Recipe, Journal] | None:
     done = {}
     for line in lines[:-1]:  # after the last end of a line there is nothing, or a line that was cut short
         try:
-            name, record = json.loads(line)
+            name, record = storage.parse_json(line)
         except (ValueError, TypeError):
             continue
         done[str(name)] = record

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megalith import storage
 from megalith.errors import DataError
 
 Value = float | int | str | list[int] | None
@@ -77,7 +78,7 @@ def _rows(path: Path) -> Iterator[tuple[dict[str, Any], int]]:  # Any: JSON
         if not line.endswith(b"\n"):
             return
         try:
-            row = json.loads(line)
+            row = storage.parse_json(line)
             problem = "" if isinstance(row, dict) and isinstance(row.get("step"), int) else "it has no step"
         except ValueError as error:
             problem = str(error)

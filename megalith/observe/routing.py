@@ -5,7 +5,6 @@ nothing. Source of the question: Yao et al. 2024, arXiv:2401.08383.
 """
 
 import heapq
-import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megalith import storage
 from megalith.errors import DataError
 
 Counts = NDArray[np.int64]
@@ -122,7 +122,7 @@ def rows_of_file(path: Path) -> Iterator[Chosen]:
             if not line.endswith("\n"):
                 return
             try:
-                yield _row(json.loads(line), path.parent)
+                yield _row(storage.parse_json(line), path.parent)
             except (ValueError, KeyError, TypeError, OverflowError) as error:
                 raise DataError(
                     f"{path}: line {number} is no row of a trace ({type(error).__name__}: {error}). Remove the line, "

@@ -12,7 +12,7 @@ import torch
 from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli.arguments import parse_options
-from megalith.cli.generate import GenerateOptions, print_now, read_prompt_file, worker_words
+from megalith.cli.generate import GenerateOptions, print_now, read_prompt_file, read_prompts, worker_words
 from megalith.cli.main import main
 from megalith.config.model import ModelConfig
 from megalith.config.tokenizer import TokenizerConfig
@@ -93,6 +93,8 @@ def test_a_jsonl_file_may_hold_prompts_of_several_lines(tmp_path: Path) -> None:
     [
         ("p.jsonl", b"{}\n", r'p.jsonl:1: no text under "prompt", found'),
         ("p.jsonl", b'"a"\n{x\n', r"p.jsonl:2: not JSON .*Use an object like"),
+        ("p.jsonl", b'{"a":' * 100_000, r"p.jsonl:1: not JSON \(arrays or objects are nested too deeply\)"),
+        ("p.jsonl", b'"\\ud800"\n', r"p.jsonl:1: not JSON .*surrogates not allowed"),
         ("p.txt", b"a\xff", "byte 1 is not UTF-8. Pass a text file"),
         (None, b"", "No such file or directory. Pass a text file with one prompt in every line"),
     ],
@@ -103,6 +105,20 @@ def test_files_that_hold_no_prompts_are_refused(name: str | None, data: bytes, m
         file.write_bytes(data)
     with pytest.raises(DataError, match=message):
         read_prompt_file(file)
+
+
+def test_prompt_file_that_links_to_a_device_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"p.txt: not a regular file, but a device.*Pass a text file"):
+        read_prompt_file(tmp_path / "p.txt")
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the second one is what the C locale uses
+def test_standard_input_that_is_not_utf8_is_rejected(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr("sys.stdin", stdin)
+    with pytest.raises(DataError, match=r"-: standard input is not UTF-8 \(.*\). Pass UTF-8 text."):
+        read_prompts(GenerateOptions(source="x", prompts=("-",)))
 
 
 def test_the_seed_the_temperature_and_the_filters_count(run: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,3 +167,15 @@ def test_the_tokenizers_own_template_is_found_wherever_it_lies(tmp_path: Path) -
     with pytest.raises(DataError, match=r"data.sft.template=chatlm: No such file.* Did you mean .*chatml"):
         found("chatlm")
     assert find_template("identity", bytes_, None, setting="x").specials == {"eos_token": "<|endoftext|>"}
+
+
+def test_tokenizer_config_that_is_nested_too_deeply_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(DataError, match=r"tokenizer_config.json: not JSON \(.*nested too deeply\)"):
+        find_template(None, ByteTokenizer(), str(tmp_path), setting="data.sft.template")
+
+
+def test_template_that_links_to_a_device_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=r"data.sft.template=.*t.jinja: not a regular file, but a device"):
+        find_template(str(tmp_path / "t.jinja"), ByteTokenizer(), None, setting="data.sft.template")

@@ -266,6 +266,15 @@ def test_an_index_cannot_lead_outside_its_folder(tmp_path: Path, tiny: SimpleNam
         HuggingFaceFolder(tmp_path / "x")
 
 
+def test_index_with_very_long_file_name_is_rejected_with_short_message(tmp_path: Path, tiny: SimpleNamespace) -> None:
+    tiny.folder(tmp_path / "x", tiny.config())
+    (tmp_path / "x" / "model.safetensors").unlink()
+    index = {"weight_map": {"model.norm.weight": "a" * 5000}}
+    (tmp_path / "x" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"names a{200}, not files of this folder"):
+        HuggingFaceFolder(tmp_path / "x")
+
+
 def test_an_index_that_promises_more_than_the_files_hold_is_refused(tmp_path: Path, tiny: SimpleNamespace) -> None:
     tiny.folder(tmp_path / "x", tiny.config(), shard_nbytes=1500)
     file = tmp_path / "x" / "model.safetensors.index.json"

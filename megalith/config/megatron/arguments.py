@@ -1,6 +1,5 @@
 """A list of Megatron's arguments as typed values, with everything in it that cannot be read."""
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from megalith import storage
 from megalith.config.fields import Plain
 from megalith.config.megatron.already import ALREADY, EXPLAINED
 from megalith.config.megatron.elsewhere import OTHERS, REMOVED
@@ -109,7 +109,7 @@ def with_files(words: Sequence[str]) -> list[str]:
 
 def _read(name: str, path: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return storage.read_text(Path(path), allow_pipe=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} {path}: {error}. Pass a file of data prefixes, or the prefixes.") from None
 
@@ -117,8 +117,8 @@ def _read(name: str, path: str) -> str:
 def _split_paths(name: str, path: str) -> list[str]:
     """A JSON object of prefixes for each split, as flags."""
     try:
-        splits = json.loads(_read(name, path))
-    except json.JSONDecodeError as error:
+        splits = storage.parse_json(_read(name, path))
+    except ValueError as error:
         raise ConfigError(f"{name} {path} is not JSON: {error}. Use an object with train, valid and test.") from None
     if not isinstance(splits, dict) or not set(splits) <= {"train", "valid", "test"}:
         raise ConfigError(f"{name} {path} holds {splits!s:.60}: expected an object with train, valid and test.")

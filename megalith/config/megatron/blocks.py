@@ -1,10 +1,10 @@
 """Megatron's file of layers that are not all alike as our `model.layers`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megalith import storage
 from megalith.config.blocks import Sizes, read_blocks
 from megalith.config.megatron.draft import Draft, Entry
 
@@ -95,8 +95,8 @@ def _document(draft: Draft, flag: str) -> Mapping[str, Any] | None:
     """The JSON object that the flag names or is; None, and a problem, where there is none."""
     given = str(draft.arguments.value(flag))
     try:
-        text = Path(given).read_text(encoding="utf-8") if flag == PATH else given
-        found = json.loads(text)
+        text = storage.read_text(Path(given), allow_pipe=True) if flag == PATH else given
+        found = storage.parse_json(text)
     except (OSError, ValueError) as error:
         draft.problems.append(f"{flag} {given:.60}: {error}. Pass a JSON object with block_configs.")
         return None
