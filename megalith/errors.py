@@ -7,6 +7,9 @@ exits with 2. Anything else is a fault of ours and keeps its traceback.
 from collections.abc import Sequence
 from pathlib import Path
 
+MAX_PROBLEMS = 100
+"""Problems that one message lists. Heuristic: more are not read, and finding the nearest name for each takes time."""
+
 
 class UserError(Exception):
     """Something the user can fix. The text is the whole message: what it was, why not, what would work."""
@@ -57,5 +60,6 @@ def raise_all(problems: Sequence[str]) -> None:
         return
     if len(problems) == 1:
         raise ConfigError(problems[0])
-    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
+    lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems[:MAX_PROBLEMS], 1))
+    lines += f"\n  ... and {len(problems) - MAX_PROBLEMS} more" if len(problems) > MAX_PROBLEMS else ""
     raise ConfigError(f"{len(problems)} settings must be changed before this can run:\n{lines}")

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import yaml
+from yaml.error import MarkedYAMLError
 
+from megalith import storage
 from megalith.config.fields import (
     Hint,
     Plain,
@@ -32,13 +34,29 @@ from megalith.config.fields import (
     unknown_setting,
 )
 from megalith.config.suggest import did_you_mean
-from megalith.errors import ConfigError, raise_all
+from megalith.errors import MAX_PROBLEMS, ConfigError, raise_all
 
 Override: TypeAlias = str | list[str]  # one value as it was typed, or several for a list
 T = TypeVar("T")
 
+MAX_YAML_CHARACTERS = 2**19
+"""Of a YAML text, and again of its keys and values after aliases are expanded. Heuristic: a run has 10 thousand."""
+
+MAX_YAML_NODES = 20_000
+"""Keys, values, lists and mappings of a YAML text, aliases expanded. Heuristic: PyYAML reads about as many a second."""
+
+MAX_YAML_DEPTH = 50
+"""Of nested mappings and lists, aliases expanded. Heuristic: the settings of a run nest five deep."""
+
+_MAX_SHOWN = 200
+"""Characters of a wrong value that a message shows."""
+
 # YAML 1.1 takes 3e-4 (no point) for text, where people mean a number.
 _EXPONENT = re.compile(r"[+-]?\d[\d_]*(\.\d*)?[eE][+-]?\d+")
+_NOT_TEXT = re.compile("[\x00\ud800-\udfff]")
+MAX_INT = 2**63 - 1
+"""Largest whole number of a setting: torch and NumPy hold no larger ones."""
+
 _BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NONE_WORDS = ("none", "null", "unset")
 
@@ -93,15 +111,14 @@ def load_yaml(path: str | Path, cls: type[T]) -> T:
     """
     text = _read_text(Path(path))
     try:
-        data = yaml.safe_load(text)
-        repeated = _repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), "")
+        data, repeated = _parse_document(text)
     except yaml.YAMLError as error:
-        told = str(error).replace("<unicode string>", str(path))  # PyYAML's name for a text without a file
-        raise ConfigError(f"{path} is not YAML: {told}. The file must be a mapping of settings.") from None
+        reason = str(error).replace("<unicode string>", str(path))  # PyYAML's name for a text without a file
+        raise ConfigError(f"{path} is not YAML: {reason}. The file must be a mapping of settings.") from None
     if not isinstance(data, Mapping):
         found = "nothing" if data is None else f"only {data!r:.60}"
         raise ConfigError(f"{path} holds {found}: expected a mapping of {', '.join(f.name for f in _fields(cls))}.")
-    problems = [f"{name} is written more than once. Remove all but one." for name in repeated]
+    problems = [f"{name:.{_MAX_SHOWN}} is written more than once. Remove all but one." for name in repeated]
     try:
         return _build(cls, data, problems)
     except ConfigError as error:
@@ -120,7 +137,7 @@ def dump_yaml(run: object) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return storage.read_text(path)
     except FileNotFoundError:
         beside = sorted(file.name for file in path.parent.glob("*.y*ml"))
         advice = did_you_mean(path.name, beside)
@@ -131,15 +148,104 @@ def _read_text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}. Pass a readable YAML file.") from None
 
 
-def _repeated_keys(node: yaml.Node | None, path: str) -> list[str]:
-    """Dotted paths that a file writes twice; YAML by itself keeps the last one and says nothing."""
-    if isinstance(node, yaml.SequenceNode):
-        return [name for item in node.value for name in _repeated_keys(item, path)]
-    if not isinstance(node, yaml.MappingNode):
-        return []
-    names = [join_path(path, str(key.value)) for key, _ in node.value]
-    inner = [name for key, (_, value) in zip(names, node.value) for name in _repeated_keys(value, key)]
-    return [name for i, name in enumerate(names) if name in names[:i]] + inner
+def parse_yaml(text: str | bytes) -> Plain:
+    """Parse a YAML text from an untrusted source: only plain data, of bounded size and depth.
+
+    Raises:
+        yaml.YAMLError: the text is not YAML, a value does not fit its tag, or a limit is exceeded.
+    """
+    return _parse_document(text)[0]
+
+
+def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
+    """Return the data of a YAML text and the dotted paths of keys that occur more than once in their mapping."""
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise yaml.YAMLError(f"it has {len(text):,} characters, and the limit is {MAX_YAML_CHARACTERS:,}")
+    loader = _BoundedLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        keys = _KeyChecker()
+        keys.visit(node, "", 0)
+        return loader.construct_document(node), keys.repeated
+    finally:
+        loader.dispose()
+
+
+class _BoundedLoader(yaml.SafeLoader):
+    """YAML loader of plain data that rejects deep nesting, and reports values that do not fit their tag."""
+
+    def __init__(self, text: str | bytes) -> None:
+        super().__init__(text)
+        self._depth = self._num_nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:  # Any: PyYAML's own type
+        """Read one node; called again for each nested one."""
+        self._num_nodes += 1
+        _check_limits(self._depth, self._num_nodes, 0, self.peek_event().start_mark)
+        self._depth += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Plain:
+        """Return the plain data of one node."""
+        try:
+            data = super().construct_object(node, deep)
+            if isinstance(data, int) and abs(data) > MAX_INT:
+                raise ValueError(f"the largest is {MAX_INT}")
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # of int("abc") and such
+            value = f"{node.value!r:.60}" if isinstance(node, yaml.ScalarNode) else "this value"
+            reason = f" ({error})" if isinstance(error, ValueError) else ""  # the others are PyYAML's own
+            text = f"{value} is not a valid {node.tag.rpartition(':')[2]}{reason:.80}"
+            raise MarkedYAMLError(None, None, text, node.start_mark) from None
+        return data
+
+
+def _check_limits(depth: int, num_nodes: int, num_characters: int, mark: yaml.Mark) -> None:
+    if depth > MAX_YAML_DEPTH:
+        text = f"mappings and lists are nested more than {MAX_YAML_DEPTH} deep, or an alias contains itself"
+    elif num_nodes > MAX_YAML_NODES:
+        text = f"the text has more than {MAX_YAML_NODES:,} keys and values (each use of an alias counts)"
+    elif num_characters > MAX_YAML_CHARACTERS:
+        text = f"the text has more than {MAX_YAML_CHARACTERS:,} characters (each use of an alias counts)"
+    else:
+        return
+    raise MarkedYAMLError(None, None, text, mark)
+
+
+class _KeyChecker:
+    """Visits every node of a document with its aliases expanded, within the limits, and collects repeated keys.
+
+    YAML by itself keeps the last of several equal keys without a warning.
+    """
+
+    def __init__(self) -> None:
+        self.repeated: list[str] = []
+        self.num_nodes = self.num_characters = 0
+
+    def visit(self, node: yaml.Node, path: str, depth: int) -> None:
+        """Check a node and all nodes below it.
+
+        Raises:
+            yaml.YAMLError: the expanded document is too deep or too long.
+        """
+        self.num_nodes += 1
+        self.num_characters += len(node.value) if isinstance(node, yaml.ScalarNode) else 0
+        _check_limits(depth, self.num_nodes, self.num_characters, node.start_mark)
+        if isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                self.visit(item, path, depth + 1)
+        elif isinstance(node, yaml.MappingNode):
+            seen = set()
+            for key, value in node.value:
+                name = join_path(path, str(key.value) if isinstance(key, yaml.ScalarNode) else key.tag)
+                if name in seen:
+                    self.repeated.append(name)
+                seen.add(name)
+                self.visit(key, path, depth + 1)
+                self.visit(value, name, depth + 1)
 
 
 # --- overrides
@@ -209,7 +315,7 @@ def _parse_one(option: Hint, text: str) -> Plain:
     nested = is_many(option) or is_section(option) or origin_of(option) is dict
     if nested and text[:1] in ("[", "{"):
         try:
-            return yaml.safe_load(text)
+            return parse_yaml(text)
         except yaml.YAMLError:
             return text
     return _parse(option, [text]) if is_many(option) else text
@@ -227,11 +333,17 @@ class _Report:
 
     def unknown(self, path: str, value: Plain) -> None:
         """Note a name that the tree does not have."""
-        self.problems.append(unknown_setting(self.root, path, f"{value!r:.60}") if self.root else path)
+        if self.root is None or len(self.problems) >= MAX_PROBLEMS:
+            self.problems.append(f"{path}: there is no such setting.")
+        else:
+            self.problems.append(unknown_setting(self.root, path, f"{value!r:.60}"))
 
     def mismatch(self, path: str, hint: Hint, value: Plain) -> None:
         """Note a value of the wrong type."""
-        self.problems.append(_mismatch(path, hint, value) if self.root else path)
+        if self.root is None or len(self.problems) >= MAX_PROBLEMS:
+            self.problems.append(f"{path}: wrong type.")
+        else:
+            self.problems.append(_mismatch(path, hint, value))
 
 
 def _build(cls: type[T], data: Mapping[str, Plain], problems: list[str]) -> T:
@@ -245,7 +357,7 @@ def _section(cls: type, data: Mapping[Any, Plain], path: str, report: _Report) -
     hints, values, before = hints_of(cls), {}, len(report.problems)
     for key in data:
         if key not in hints:
-            report.unknown(join_path(path, str(key)), data[key])
+            report.unknown(join_path(path, f"{key!s:.{_MAX_SHOWN}}"), data[key])
     for field in _fields(cls):
         hint, at = hints[field.name], join_path(path, field.name)
         if field.name in data:
@@ -302,8 +414,10 @@ def _scalar(option: Hint, value: Plain) -> Plain:
     if option in (int, float) and isinstance(value, str) and _EXPONENT.fullmatch(value):
         number = float(value)
         value = int(number) if option is int and number.is_integer() else number
-    if option is float and type(value) is int:
+    if option is float and type(value) is int and abs(value) < MAX_INT:
         return float(value)
+    if (option is int and type(value) is int and abs(value) > MAX_INT) or (option is str and not _is_text(value)):
+        return None
     return value if type(value) is option else None
 
 
@@ -313,8 +427,18 @@ def _fits(hint: Hint, value: Plain) -> bool:
     return not report.problems
 
 
+def _is_text(value: Plain) -> bool:
+    """Return whether a value is text that UTF-8 and file names can hold: no NUL, no lone surrogate."""
+    return isinstance(value, str) and not _NOT_TEXT.search(value)
+
+
 def _mismatch(path: str, hint: Hint, value: Plain) -> str:
-    shown = value if isinstance(value, str) and value.isprintable() and value.strip() else f"{value!r:.60}"
+    short = isinstance(value, str) and value.isprintable() and value.strip() and len(value) <= _MAX_SHOWN
+    shown = value if short else f"{value!r:.60}"
+    if isinstance(value, str) and str in options_of(hint) and not _is_text(value):
+        return f"{path}={shown}: it contains NUL or a character that is not valid Unicode. Use UTF-8 text without it."
+    if int in options_of(hint) and type(value) is int and abs(value) > MAX_INT:
+        return f"{path}={shown}: the largest whole number is {MAX_INT} (2**63 - 1). Use a smaller one."
     if literal_values(hint) and all(
         origin_of(option) is Literal or option is type(None) or is_section(option) for option in options_of(hint)
     ):

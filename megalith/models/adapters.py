@@ -14,7 +14,7 @@ from megalith.checkpoint.load import Checkpoint
 from megalith.checkpoint.safetensors import DTYPES, TensorInfo, read_box, read_header, show_names
 from megalith.config.lora import STACKED, LoraConfig, has_adapters, lora_layers, lora_matrices, lora_targets, matrix_of
 from megalith.config.model import ModelConfig
-from megalith.config.tree import from_dict
+from megalith.config.tree import from_dict, parse_yaml
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.hf import PIECE_NBYTES, Weights
 from megalith.models.names import Family, TensorRule
@@ -125,7 +125,7 @@ def checkpoint_adapters(checkpoint: Checkpoint) -> Adapters:
         CheckpointError: its config.yaml does not describe them.
     """
     try:
-        lora = from_dict(LoraConfig, yaml.safe_load(checkpoint.config_text)["lora"])
+        lora = from_dict(LoraConfig, parse_yaml(checkpoint.config_text)["lora"])
     except (yaml.YAMLError, ConfigError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{checkpoint.path / 'config.yaml'} does not describe adapters ({type(error).__name__}: {error}). Use a "

@@ -29,7 +29,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.config.tree import differences as differences_of
-from megalith.config.tree import from_dict
+from megalith.config.tree import from_dict, parse_yaml
 from megalith.data.huggingface import is_gpt2
 from megalith.data.sentencepiece import is_sentencepiece
 from megalith.data.tokenizer import brought_along, main_file
@@ -547,7 +547,7 @@ def _open_adapted(checkpoint: Checkpoint, where: str | None) -> Pretrained:
     weights = AdaptedWeights(checkpoint.path, model, base.weights, base.path, adapters)
     forced = tuple(dict.fromkeys((*base.forced, *forced_in(checkpoint, model))))
     return Pretrained(
-        checkpoint.path, model, tokenizer, weights, base.token_ids, yaml.safe_load(checkpoint.config_text), forced,
+        checkpoint.path, model, tokenizer, weights, base.token_ids, parse_yaml(checkpoint.config_text), forced,
         base.hf_source,
     )  # fmt: skip
 
@@ -617,7 +617,7 @@ def _raw_settings(path: Path) -> Mapping[str, Any]:  # JSON
     """config.yaml of a checkpoint; empty where there is none."""
     file = path / "config.yaml"
     try:
-        raw = yaml.safe_load(storage.read_bytes(file)) if file.is_file() else None
+        raw = parse_yaml(storage.read_bytes(file)) if file.is_file() else None
     except yaml.YAMLError:  # whoever needs what it says about the model has refused it
         raw = None
     return raw if isinstance(raw, dict) else {}
@@ -633,7 +633,7 @@ def _within_settings(settings: Any, *names: str) -> Any:  # JSON
 def _settings(checkpoint: Checkpoint) -> tuple[ModelConfig, TokenizerConfig]:
     """What the checkpoint's config.yaml says about model and tokenizer; the rest of it is not looked at."""
     try:
-        raw = yaml.safe_load(checkpoint.config_text)
+        raw = parse_yaml(checkpoint.config_text)
         return from_dict(ModelConfig, raw["model"]), from_dict(TokenizerConfig, raw.get("tokenizer", {}))
     except (yaml.YAMLError, ConfigError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

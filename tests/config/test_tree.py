@@ -1,6 +1,8 @@
 """Config trees to and from dicts, YAML and overrides."""
 
+import random
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,6 +169,96 @@ def test_a_name_written_twice_is_refused_with_everything_else(tmp_path: Path) ->
     assert "name is written more than once. Remove all but one." in text
     assert "rate.lr is written more than once" in text
     assert "Did you mean steps?" in text
+
+
+def alias_bomb(levels: int = 12) -> str:
+    lines = [f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, levels)]
+    return "a0: &a0 [x]\n" + "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("name: 2001-99-99", "'2001-99-99' is not a valid timestamp (month must be in 1..12)"),
+        ("name: !!int abc", "'abc' is not a valid int"),
+        ("name: !!int ''", "'' is not a valid int"),
+        ("name: !!bool abc", "'abc' is not a valid bool"),
+        ("name: !!float abc", "'abc' is not a valid float"),
+        ("name: !!timestamp abc", "'abc' is not a valid timestamp"),
+        (f"steps: {2**63}", "is not a valid int (the largest is 9223372036854775807)"),
+        (f"steps: 0x{'f' * 6000}", "is not a valid int"),
+        (f"steps: {'9' * 6000}", "is not a valid int"),
+        ("name: " + "[" * 1000, "mappings and lists are nested more than 50 deep"),
+        ("? " * 1000, "mappings and lists are nested more than 50 deep"),
+        ("".join(f"{' ' * depth}a:\n" for depth in range(1000)), "nested more than 50 deep"),
+        ("name: &a [*a]", "an alias contains itself"),
+        ("name: &a {<<: *a}", "an alias contains itself"),
+        (alias_bomb(), "more than 20,000 keys and values (each use of an alias counts)"),
+        (f"a: &a {'x' * 300_000}\nb: [*a, *a]", "more than 524,288 characters (each use of an alias counts)"),
+        ("a: 1\n" * 20_000, "more than 20,000 keys and values"),
+        ("#" * 600_000, "it has 600,000 characters, and the limit is 524,288"),
+    ],
+)
+def test_yaml_beyond_limits_or_with_invalid_value_is_rejected_with_reason(
+    content: str, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        load_yaml(file, Run)
+    assert str(error.value).startswith(f"{file} is not YAML") and reason in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_aliases_within_limits_are_expanded(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("name: &a x\nrate: {lr: 1}\npaths: [*a, *a]\nmaybe: {<<: {style: none}, lr: 2}\n")
+    run = load_yaml(file, Run)
+    assert run.paths == ("x", "x") and run.maybe == Rate(lr=2.0, style="none")
+
+
+def test_many_unknown_names_are_reported_in_bounded_time_and_space(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"name{number}: 1\n" for number in range(5000)))
+    with pytest.raises(ConfigError, match=r"\.\.\. and 4902 more$") as error:
+        load_yaml(file, Run)
+    assert len(str(error.value)) < 20_000
+
+
+@pytest.mark.parametrize("text", ["a\0b", "\udcff", "a\ud800"])
+def test_text_that_no_file_can_hold_is_rejected(text: str) -> None:
+    message = "it contains NUL or a character that is not valid Unicode. Use UTF-8 text without it."
+    assert message in overridden(name=text)
+    assert message in refused({"name": "x", "rate": {"lr": 1.0}, "paths": [text]})
+
+
+def test_whole_number_beyond_64_bits_is_rejected() -> None:
+    text = overridden(steps=str(2**63), cap="9" * 400)
+    assert f"steps={2**63}: the largest whole number is {2**63 - 1} (2**63 - 1). Use a smaller one." in text
+    assert "cap=999" in text and "rate.lr" in refused({"name": "x", "rate": {"lr": 10**400}})
+
+
+def test_fuzzed_yaml_and_overrides_are_read_or_rejected_with_config_error(tmp_path: Path) -> None:
+    pieces = [
+        "name: ", "rate: {lr: 1}\n", "steps: ", "\n", "- ", "? ", ": ", "[", "]", "{", "}", "&a ", "*a", "<<: ",
+        "!!int ", "!!bool ", "!!timestamp ", "!!binary ", "!!set ", "!!omap ", "!!python/name:os.system ",
+        "2001-99-99", "1:99:99", "0x", "1e999", ".nan", "|\n", "'", '"', "\\u", "\\ud800", "%YAML 9.9\n", "---\n",
+        "...\n", "\t", "é", "\x07", "x", "9" * 5000,
+    ]  # fmt: skip
+    file = tmp_path / "run.yaml"
+    for seed in range(500):
+        draw = random.Random(seed)
+        text = "".join(draw.choices(pieces, k=draw.randint(1, 12)))
+        name = draw.choice(["name", "rate", "rate.lr", "steps", "cap", "paths", "pair", "items", "table", "either"])
+        file.write_text(text)
+        for read in (partial(load_yaml, file, Run), partial(apply_overrides, SMALL, {name: text})):
+            try:
+                read()
+            except ConfigError as error:
+                if len(str(error)) > 5000:
+                    pytest.fail(f"seed {seed}, {name}, {text[:200]!r}: a message of {len(str(error))} characters")
+            except Exception as error:
+                pytest.fail(f"seed {seed}, {name}, {text[:200]!r}: {error!r}")
 
 
 # --- wrong data
