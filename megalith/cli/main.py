@@ -4,6 +4,7 @@ Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answe
 75 stopped after a save, run the same command again; 130 interrupted.
 """
 
+import errno
 import importlib
 import os
 import signal
@@ -96,6 +97,7 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
             from megalith.parallel.launch import worker_main
 
             return worker_main(lambda: run_command(name, argv), os.environ)
+        _check_encoding([name, *argv])
         code = run_command(name, argv)
         sys.stdout.flush()  # here, where a reader that has left is known to be no fault
         return code
@@ -112,10 +114,32 @@ def _guarded(name: str, argv: list[str], *, alone: bool) -> int:
         return 130
     except BrokenPipeError:  # the reader of a pipe (`| head`) has seen enough
         return _reader_left()
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:  # any path or name on the command line or in an input file
+            raise
+        path = f"{error.filename!s:.80}..."
+        print(
+            f"megalith {name}: {path}: {len(str(error.filename))} characters are too long for a path on this file "
+            f"system. Use a shorter name or path.", file=sys.stderr,
+        )  # fmt: skip
+        return 2
     except SystemExit as stop:  # the option parser's way out: 0 after --help, 2 after a value it cannot read
         if isinstance(stop.__context__, BrokenPipeError):  # rich turns that into exit code 1
             return _reader_left()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+def _check_encoding(words: Sequence[str]) -> None:
+    """Reject words that are not UTF-8: no message, configuration or log could hold them.
+
+    Raises:
+        ConfigError: a word of the command line is not UTF-8.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{word!r:.80} is not UTF-8 text. Pass it in UTF-8.") from None
 
 
 def _end_at_next_interrupt() -> None:

@@ -114,6 +114,21 @@ def test_errors_for_people_are_text_and_an_exit_code(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize("words", [["train", "a" * 300], ["generate", "a" * 5000], ["plan", "explain", "a" * 300]])
+def test_name_too_long_for_the_file_system_is_a_user_error(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{len(words[-1])} characters are too long for a path on this file system. Use a shorter name" in error
+    assert "a" * 81 not in error and "Traceback" not in error
+
+
+def test_word_that_is_not_utf8_is_a_user_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny_cpu", "--name", "x\udcff"]) == 2
+    assert capsys.readouterr().err == "megalith train: 'x\\udcff' is not UTF-8 text. Pass it in UTF-8.\n"
+
+
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(argv: list[str]) -> NoReturn:
         raise ZeroDivisionError("a bug")
