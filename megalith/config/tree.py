@@ -173,7 +173,7 @@ def _parse_document(text: str | bytes) -> tuple[Plain, list[str]]:
         loader.dispose()
 
 
-class _BoundedLoader(yaml.SafeLoader):
+class _BoundedLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
     """YAML loader of plain data that rejects deep nesting, and reports values that do not fit their tag."""
 
     def __init__(self, text: str | bytes) -> None:

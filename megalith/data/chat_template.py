@@ -1,11 +1,10 @@
-"""Chat templates: conversations as text, and which of the text is learnt. The one file that imports Jinja.
+"""Chat templates: conversations as text, and which of the text is learnt.
 
 A template is a Jinja program that comes with a model and is run in a sandbox. Templates find the same names here as in
 transformers, so that both render the same text.
 """
 
 import hashlib
-import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -163,12 +162,13 @@ class ChatTemplate:
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any] | None, *, prompt: bool) -> str:
         plain = [{name: value for name, value in message.items() if name != "train"} for message in messages]
-        template = self._compiled
+        environment, template = self._compiled
+        variables = {
+            "messages": plain, "tools": None if tools is None else list(tools), "documents": None,
+            "add_generation_prompt": prompt, **self.specials,
+        }  # fmt: skip
         try:
-            text: str = template.render(
-                messages=plain, tools=None if tools is None else list(tools), documents=None,
-                add_generation_prompt=prompt, **self.specials,
-            )  # fmt: skip
+            text: str = environment.render(template, variables)
         except Exception as error:  # a template is a program of strangers, which may fail of anything
             raise DataError(
                 f"{self.name}: the chat template refuses the conversation ({type(error).__name__}: {error}). "
@@ -177,15 +177,20 @@ class ChatTemplate:
         return text
 
     @cached_property
-    def _compiled(self) -> Any:  # a jinja2.Template
-        jinja = _library()
-        environment = _environment(jinja, self.today)
+    def _compiled(self) -> tuple[Any, Any]:  # a TemplateEnvironment and a jinja2.Template: Jinja is optional
         try:
-            return environment.from_string(self.source)
-        except jinja.TemplateError as error:
+            from megalith.data.template_sandbox import build_environment
+        except ImportError as error:
             raise DataError(
-                f"{self.name}: not a Jinja template ({type(error).__name__}: {error}). Use the file that came with the "
-                f"model, or one of {', '.join(BUILT_IN)}."
+                f'chat templates need Jinja ({error}). Install it with pip install "megalith[chat]".'
+            ) from error
+        environment = build_environment(self.today, (_OPEN, _CLOSE))
+        try:
+            return environment, environment.compile_source(self.source)
+        except Exception as error:  # an untrusted program: Jinja and Python's compiler raise many kinds of errors
+            raise DataError(
+                f"{self.name}: not a Jinja template ({type(error).__name__}: {error!s:.300}). Use the "
+                f"file that came with the model, or one of {', '.join(BUILT_IN)}."
             ) from error
 
 
@@ -205,53 +210,6 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         elif piece.text:
             found.append(piece)
     return found
-
-
-def _library() -> Any:  # the jinja2 module, with the parts that are used here
-    try:
-        for part in ("jinja2.ext", "jinja2.sandbox"):
-            importlib.import_module(part)
-        return importlib.import_module("jinja2")
-    except ImportError as error:
-        raise DataError(
-            f'chat templates need Jinja ({error}). Install it with pip install "megalith[chat]".'
-        ) from error
-
-
-def _environment(jinja: Any, today: datetime | None) -> Any:  # jinja2's own types
-    """A sandbox in which templates find what transformers gives them."""
-    environment = jinja.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja.ext.loopcontrols, _generation_tag(jinja)]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["strftime_now"] = lambda form: (today or datetime.now()).strftime(form)
-
-    def refuse(message: str) -> None:
-        raise jinja.TemplateError(message)
-
-    environment.globals["raise_exception"] = refuse
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
-) -> str:  # Any: JSON
-    """Jinja's own would escape what HTML needs escaped."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _generation_tag(jinja: Any) -> type:  # a jinja2 extension
-    """`{% generation %}`: marks the text inside it, wherever in a macro or loop it stands."""
-
-    def parse(self: Any, parser: Any) -> Any:  # jinja2's own types
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def mark(self: Any, caller: Any) -> str:
-        return f"{_OPEN}{caller()}{_CLOSE}"
-
-    return type("GenerationTag", (jinja.ext.Extension,), {"tags": {"generation"}, "parse": parse, "_mark": mark})
 
 
 def find_template(

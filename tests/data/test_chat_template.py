@@ -33,11 +33,25 @@ MANY_FEATURES = """{% set ns = namespace(n=0) %}{{ bos_token }}{% for m in messa
 {% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"""
 
 
+LOOP_FEATURES = """{% for m in messages recursive %}{% if m.role %}{{ loop.length }}{{ loop.revindex0 }}{{ loop.last }}
+{{- loop.previtem is defined }}{{ (loop.nextitem is defined) ~ 1 ~ none }}{{ loop.cycle('a', 'b') }}
+{{- loop(m.content | list) }}{% else %}{{ m }}{{ loop.depth }}{% endif %}{% else %}none{% endfor %}
+{%- for x in missing %}{% else %}empty{% endfor %}
+{%- macro f(a, b=2) %}[{{ a }}{{ b }}{{ caller() if caller }}]{% endmacro %}{{ f(1) }}{% call f(3) %}in{% endcall %}
+{%- set text %}{{ messages | map(attribute='role') | unique | join(', ') }}{% endset %}{{ text | upper }}
+{%- set rest = messages[1:] %}{{ rest | length }}{{ 'x' * 3 }}{{ 2 ** 3 * 4 % 5 }}{{ '%s-%d' % ('a', 3) }}
+{{- [1] + [2] }}
+{{- '{:>4}'.format(7) }}
+{{- messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a' in text }}
+{{- {'k': [1, {'z': 2}]} | tojson(indent=2) }}{{ messages[0].items() | list }}
+{{- range(3) | sum }}{{ text | indent(2) }}"""
+
+
 def learnt(template: ChatTemplate, talk: list[dict[str, Any]] = TALK) -> list[str]:
     return [piece.text for piece in template.pieces(talk) if piece.learnt]
 
 
-@pytest.mark.parametrize("source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES])
+@pytest.mark.parametrize("source", [*BUILT_IN.values(), WITHOUT_BLOCKS, MANY_FEATURES, LOOP_FEATURES])
 @pytest.mark.parametrize("prompt", [False, True])
 def test_the_text_is_that_of_transformers(source: str, prompt: bool) -> None:
     theirs = pytest.importorskip("transformers.utils.chat_template_utils").render_jinja_template
@@ -128,6 +142,88 @@ def test_a_template_that_forgets_earlier_turns_is_refused_with_the_first_differe
 def test_templates_that_fail_or_do_what_they_should_not_are_told(source: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
         ChatTemplate("t", source).render(TALK)
+
+
+LOOP, END = "{% for i in range(99999) %}", "{% endfor %}"
+GROW = "{% set x = 'a' * 1000 %}"
+TRIPLE = "{% set x = [0] %}" + "{% set x = [x, x, x] %}" * 40  # 3**40 items, most of them shared
+TUPLES = "{% set x = (0,) %}" + "{% set x = (x, x, x) %}" * 40
+TWICE = TRIPLE + TRIPLE.replace("x", "y")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        LOOP + LOOP + "x" + END + END,
+        LOOP + "{% for j in range(99999) if false %}{% endfor %}" + END,
+        "{% for i in [[1, 2]] recursive %}{{ loop([[1, 2]] * 99999) }}{% endfor %}",
+        LOOP + "x" * 60_000 + END,
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{{ messages | tojson(indent=10**9) }}",
+        "{{ range(10**4) | list | tojson(indent='x' * 10**6) }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * 'a' }}",
+        "{{ [0] * 10**9 }}",
+        "{{ 10**5000 }}",
+        "{{ (10**5000) | string }}",
+        "{% set n = namespace(x=9) %}" + LOOP + "{% set n.x = n.x * n.x %}" + END,
+        "{{ 'a' | center(10**10) }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{{ '\t'.expandtabs(10**9) }}",
+        "{{ '%9999999999d' | format(1) }}",
+        "{{ '%9999999999d' % 1 }}",
+        "{{ '%*d' % (10**9, 1) }}",
+        "{{ '{:>9999999999}'.format(1) }}",
+        "{{ '{:>{w}}'.format(1, w=10**9) }}",
+        "{{ '{x:>9999999999}'.format_map({'x': 1}) }}",
+        "{{ ('x\n' * 100000) | indent(10**6) }}",
+        GROW + "{% set x = x ~ x %}" * 40,
+        GROW + "{% set x = x + x %}" * 40,
+        GROW + "{% set x %}{{ x }}{{ x }}{% endset %}" * 40,
+        TRIPLE + "{{ x }}",
+        TRIPLE + "{{ x | tojson }}",
+        TRIPLE + "{{ [x] | map('string') | list }}",
+        TRIPLE + "{{ x ~ '' }}",
+        TRIPLE + "{% set n = namespace(x=x) %}{{ n }}",
+        TWICE + "{{ x == y }}",
+        TWICE + "{{ x is eq(y) }}",
+        TUPLES + "{{ {x: 1} }}",
+        TUPLES + "{{ {}[x] }}",
+        "{{ range(99999) | map('string') | join('x' * 10**6) }}",
+        "{{ ('x' * 10**6).join(range(9999) | map('string')) }}",
+        "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+        "{{ ('a' * 10**6).translate({97: 'b' * 10**6}) }}",
+        "{% set x = [0] * 100000 %}" + LOOP + "{% set y = x[:] %}" + END,
+        "{% set x = 'a' * 30000 %}" + LOOP + "{% if x.count('a' * 9000 + 'b') %}{% endif %}" + END,
+    ],
+)
+def test_template_that_takes_too_much_time_or_memory_is_stopped(source: str) -> None:
+    with pytest.raises(DataError, match=r"^t: the chat template refuses the conversation \(TemplateLimitError: .*"):
+        ChatTemplate("t", source).render(TALK)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "{{ " + "[" * 20_000 + "]" * 20_000 + " }}",
+        "{% for i in [1] %}" * 30 + END * 30, "{{ 'a'" + " | upper" * 10_000 + " }}", "x" * 200_000,
+    ],
+)  # fmt: skip
+def test_template_that_cannot_be_compiled_is_rejected(source: str) -> None:
+    with pytest.raises(DataError, match=r"^t: not a Jinja template \(\w+: .*Use the file that came with the model"):
+        ChatTemplate("t", source).render(TALK)
+
+
+def test_constant_expressions_are_not_computed_when_a_template_is_compiled() -> None:
+    expressions = ["(10**5000) | string", "10**10**10", "'a' * 10**10", "'a' | center(10**10)"]
+    source = "{% if false %}" + "".join(f"{{{{ {expression} }}}}" for expression in expressions) + "{% endif %}"
+    assert ChatTemplate("t", source).render(TALK) == ""
+
+
+def test_long_conversation_renders_within_limits() -> None:
+    talk = [{"role": role, "content": "some text " * 100} for _ in range(500) for role in ("user", "assistant")]
+    for source in (BUILT_IN["nemotron-nano-v2"], MANY_FEATURES, LOOP_FEATURES.replace("m.content | list", "[1]")):
+        assert len(ChatTemplate("t", source).render(talk)) > 30
 
 
 def test_train_needs_a_block_for_each_turn() -> None:
