@@ -95,16 +95,16 @@ def main(argv: list[str]) -> int:
 def split_own(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The command's own options, and the words that are Megatron's."""
     own, words, values = [], [], []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
+    rest = iter(argv)
+    for word in rest:
         name, equals, value = word.partition("=")
         if word in ("--strict", "--json", "--help", "-h"):
             own.append(word)
         elif name in ("--script", "--output", "--name", "--world", "--set"):
-            if not equals and not rest:
+            following = value if equals else next(rest, None)
+            if following is None:
                 raise ConfigError(f"{name} has no value. Use {name} VALUE.")
-            value = value if equals else rest.pop(0)
+            value = following
             own += [name, value] if name != "--set" else []
             values += [value] if name == "--set" else []
         else:

@@ -15,6 +15,7 @@ from megalith.cli.main import main
 from megalith.config.fields import describe
 from megalith.config.megatron.arguments import known_flags
 from megalith.config.megatron.draft import Entry
+from megalith.config.megatron.launch import read_script
 from megalith.config.megatron.mapped import MAPPED
 from megalith.config.train import TrainRun
 from megalith.config.tree import flatten, load_yaml
@@ -277,3 +278,69 @@ def test_a_script_without_its_option_is_offered_it(words: list[str], capsys: pyt
 def test_a_stray_word_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("stray", *TINY_LLAMA.split()) == 2
     assert capsys.readouterr().err.count("stray stands before the first argument") == 1
+
+
+LAUNCH = "torchrun pretrain_gpt.py --num-layers 2"
+EXPANDS = "its variables and functions expand to more than 300,000 characters and words"
+DOUBLING = "f0() { echo; }\n" + "".join(f"f{i}() {{ f{i - 1}; f{i - 1}; }}\n" for i in range(1, 50))
+CHAIN = "f0() { echo; }\n" + "".join(f"f{i}() {{ f{i - 1}; }}\n" for i in range(1, 500))
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("A=x\n" + "A=$A$A\n" * 60, EXPANDS),
+        ("A=x\n" + "A+=$A\n" * 60, EXPANDS),
+        ("A=(x)\n" + 'A=("${A[@]}" "${A[@]}")\n' * 60, EXPANDS),
+        (DOUBLING + "f49\n", EXPANDS),
+        ("f() {\n" * 20_000, EXPANDS),
+        ("A=" + "${A:-" * 100 + "x" + "}" * 100 + "\n", "more than 20 defaults inside each other"),
+        (CHAIN + "f499\n", "more than 50 functions or `bash -c` call each other"),
+        ("#" * 5_000_000 + "\n", "characters, and the limit is 131,072. Use a shorter script"),
+    ],
+)
+def test_script_that_expands_without_end_is_rejected(
+    script: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(script + LAUNCH)
+    assert main(["from-megatron", "--script", str(tmp_path / "run.sh")]) == 2
+    assert reason in (error := capsys.readouterr().err)
+    assert len(error) < 500
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "A=9\n" + "A=$((A*A))\n" * 60,
+        "A=$((" + "(" * 9000 + "1" + ")" * 9000 + "))\n",
+        "A=$((1" + "+1" * 9000 + "))\n",
+        "cat <<E\n" + "\n" * 100_000 + "E\n",
+        "! " * 60_000 + "\n",
+        "A=1 " * 30_000 + "\n",
+    ],
+)
+def test_script_with_much_that_decides_nothing_is_read(script: str) -> None:
+    assert read_script(script + LAUNCH, {}).arguments == ("--num-layers", "2")
+
+
+def test_device_as_script_or_data_file_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "zeros").symlink_to("/dev/zero")
+    for words in (["--script"], ["--data-args-path"]):
+        assert main(["from-megatron", *words, str(tmp_path / "zeros")]) == 2
+        assert "not a regular file, but a device, pipe or socket" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--num-layers", *["2"] * 500_000],
+        ["--num-layers", "2" * 5_000_000],
+        ["--" + "z" * 5_000_000],
+        [f"--zz{number}" for number in range(5000)],
+        ["x"] * 100_000,
+    ],
+    ids=["words", "long-word", "long-flag", "flags", "no-flag"],
+)
+def test_very_long_arguments_are_reported_in_short(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["from-megatron", *words]) == 2
+    assert len(capsys.readouterr().err) < 20_000

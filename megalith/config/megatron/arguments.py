@@ -15,7 +15,7 @@ from megalith.config.megatron.mapped import MAPPED
 from megalith.config.megatron.table import Row, Takes, expand
 from megalith.config.megatron.waiting import LATER, MODEL, NUMBERS
 from megalith.config.suggest import did_you_mean
-from megalith.errors import ConfigError
+from megalith.errors import MAX_PROBLEMS, ConfigError
 
 ROWS: Mapping[str, Row] = {name: row for row in MAPPED for name in (row.name, *row.aliases)}
 """Every flag that becomes settings of ours, under each of its spellings."""
@@ -25,6 +25,9 @@ UNMAPPED = expand((*ALREADY, *EXPLAINED, *LATER, *NUMBERS, *MODEL, *REMOVED, *OT
 
 FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path")
 """Flags whose file holds the words of others; `with_files` puts these in their place."""
+
+_MAX_ADVICE = 20
+"""Problems that come with the nearest name, which takes tens of milliseconds to find among all flags."""
 
 _WORDS: Mapping[Takes, str] = {"int": "a whole number", "float": "a number", "text": "one word", "place": "a path"}
 _VARIABLE = re.compile(r"(?:\$\{?|(?=`))(\w+|[@*#?(`])")
@@ -79,8 +82,9 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         elif name in FILE_FLAGS:
             problems.append(f"{name} has {len(behind)} values, and none was read. Use {name} with one file.")
         else:
-            advice = did_you_mean(name, known_flags()) or " Remove it, or use the name that Megatron gives it."
-            problems.append(f"{' '.join((name, *behind))}: Megatron has no such argument.{advice}")
+            near = did_you_mean(name, known_flags()) if len(problems) < _MAX_ADVICE else ""
+            advice = near or " Remove it, or use the name that Megatron gives it."
+            problems.append(f"{_shown(name, behind)}: Megatron has no such argument.{advice}")
     values: dict[str, Plain] = {}
     for name, behind in found.items():
         if name in ROWS:
@@ -139,21 +143,23 @@ def same_value(left: str, right: str) -> bool:
 
 def _flags(words: Sequence[str], problems: list[str]) -> list[tuple[str, tuple[str, ...]]]:
     """Each flag with the words up to the next one; words before the first flag are a problem."""
-    flags: list[tuple[str, tuple[str, ...]]] = []
+    flags: list[tuple[str, list[str]]] = []
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("--") and len(word) > 2:
-            flags.append((name, (value,) if equals else ()))
+            flags.append((name, [value] if equals else []))
         elif flags:
-            flags[-1] = (flags[-1][0], (*flags[-1][1], word))
-        else:
-            problems.append(f"{word} stands before the first argument. Use Megatron's --name value, or --script FILE.")
-    return flags
+            flags[-1][1].append(word)
+        elif len(problems) < MAX_PROBLEMS:
+            problems.append(
+                f"{word:.200} stands before the first argument. Use Megatron's --name value, or --script FILE."
+            )
+    return [(name, tuple(behind)) for name, behind in flags]
 
 
 def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
     """The value behind a flag, or what is wrong with it."""
-    typed = " ".join((row.name, *words))
+    typed = _shown(row.name, words)
     unset = [name for word in words for name in _VARIABLE.findall(word)]
     if unset and row.takes != "place":
         return None, _unset(typed, unset[0])
@@ -167,9 +173,15 @@ def _value(row: Row, words: tuple[str, ...]) -> tuple[Plain, str | None]:
     return _one(row, words[0])
 
 
+def _shown(name: str, words: Sequence[str]) -> str:
+    """Return an argument as it was typed, cut where it is very long."""
+    text = f"{name:.200}" + "".join(f" {word:.200}" for word in words[:20])
+    return text if len(words) <= 20 else f"{text} ..."
+
+
 def _stray(name: str, words: tuple[str, ...]) -> str:
     """The message about words behind a flag that stands alone."""
-    typed = " ".join((name, *words))
+    typed = _shown(name, words)
     unset = [variable for word in words for variable in _VARIABLE.findall(word)]
     return _unset(typed, unset[0]) if unset else f"{typed}: expected nothing after {name}. Use {name} alone."
 
@@ -183,13 +195,13 @@ def _unset(typed: str, variable: str) -> str:
 def _one(row: Row, word: str) -> tuple[Plain, str | None]:
     if row.takes == "choice" and word not in row.choices:
         advice = did_you_mean(word, row.choices) or f" Use one of {', '.join(row.choices)}."
-        return None, f"{row.name} {word}: Megatron has no such choice.{advice}"
+        return None, f"{row.name} {word:.200}: Megatron has no such choice.{advice}"
     if row.takes in ("int", "float"):
         try:
             number = (int if row.takes == "int" else float)(word)
         except ValueError:
             number = math.nan
         if not math.isfinite(number):
-            return None, f"{row.name} {word}: expected {_WORDS[row.takes]}. Set {row.name} to one."
+            return None, f"{row.name} {word:.200}: expected {_WORDS[row.takes]}. Set {row.name} to one."
         return number, None
     return word, None

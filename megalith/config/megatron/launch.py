@@ -26,6 +26,12 @@ OTHER_PROGRAMS: Mapping[str, str] = {
 }
 """Megatron's trainings that are not of a GPT, and what each trains."""
 
+MAX_SCRIPT = 2**17
+"""Characters of a script. Heuristic: ten times a long one."""
+
+MAX_CALLS = 50
+"""Functions and texts of `bash -c` that are followed inside each other. Heuristic: scripts nest two."""
+
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 _LAUNCHERS = ("torchrun", "torch.distributed.launch", "torch.distributed.run")
 _DECLARE = ("export", "declare", "typeset", "readonly", "local")
@@ -94,8 +100,14 @@ def read_script(text: str, variables: Mapping[str, str]) -> Launch:
     """The training that a bash script starts. `variables` are set from outside; the script cannot change them.
 
     Raises:
-        ConfigError: the script starts no training, several, or one whose arguments depend on what cannot be told.
+        ConfigError: the script starts no training, several, or one whose arguments depend on what cannot be told; or
+            it is too long, or expands to too much.
     """
+    if len(text) > MAX_SCRIPT:
+        raise ConfigError(
+            f"it has {len(text):,} characters, and the limit is {MAX_SCRIPT:,}. Use a shorter script, with long "
+            f"lists of data in a file for --data-args-path."
+        )
     shell = _Shell(Variables(variables))
     shell.read(list(tokens(text)))
     found = [launch for launch in shell.launches if {"--micro-batch-size", "--num-layers"} & set(launch.arguments)]
@@ -141,6 +153,8 @@ class _Shell:
     launches: list[Launch] = field(default_factory=list)
     functions: dict[str, _Function] = field(default_factory=dict)
     count: int = 0
+    depth: int = 0
+    """Functions and texts that are being read now, one inside the other."""
 
     def read(self, script: list[Token]) -> None:
         """Go through the commands of a script."""
@@ -149,8 +163,10 @@ class _Shell:
         runs: bool | None = True  # does the next one run, as far as && and || decide?
         skip, place = False, 0
         script = [*script, Operator("\n", 0)]
+        self.variables.charge(len(script))
+        ends = _matching_braces(script)
         while place < len(script):
-            function = None if command else _function(script, place)
+            function = None if command else _function(script, place, ends)
             if function is not None:
                 self.functions[function.name] = function
                 place = function.end
@@ -174,10 +190,13 @@ class _Shell:
         """Read one command; returns how it ends, or `status`, how the one before did, when it does not run."""
         self.count += 1
         negated = False
-        while command and self.keyword(_plain(command[0]), command[0].line):
-            negated ^= _plain(command[0]) == "!"
-            command = [] if _plain(command[0]) in ("for", "case", "select") else command[1:]
+        first = 0
+        while first < len(command) and self.keyword(_plain(command[first]), command[first].line):
+            negated ^= _plain(command[first]) == "!"
+            first = len(command) if _plain(command[first]) in ("for", "case", "select") else first + 1
+        command = command[first:]
         active = runs
+        self.variables.charge(1 + len(self.blocks) // 10)
         for block in self.blocks:
             active = _both(active, True if block.testing else block.runs)
         if not command or active is False:
@@ -199,6 +218,7 @@ class _Shell:
 
     def call(self, function: _Function, words: list[Word | ArrayLiteral], active: bool | None) -> None:
         """Follow a function of the script, with its own $1, $2 and so on."""
+        self.enter()
         outside, self.functions = self.functions, {n: f for n, f in self.functions.items() if n != function.name}
         before = self.variables.fixed
         given = [value for word in words if isinstance(word, Word) for value in self.variables.fill(word)]
@@ -209,6 +229,19 @@ class _Shell:
         self.read(list(function.body))
         del self.blocks[depth:]
         self.variables.fixed, self.functions = before, {**outside, **self.functions}
+        self.depth -= 1
+
+    def enter(self) -> None:
+        """Count a function or text that is about to be read inside another.
+
+        Raises:
+            ConfigError: they are nested too deeply.
+        """
+        self.depth += 1
+        if self.depth > MAX_CALLS:
+            raise ConfigError(
+                f"more than {MAX_CALLS} functions or `bash -c` call each other. Pass the arguments themselves."
+            )
 
     def keyword(self, word: str, line: int) -> bool:
         """Open, turn or close a block. False for an ordinary word."""
@@ -255,7 +288,8 @@ class _Shell:
             return True
         inner = next((word for word in words if re.search(r"\.py\s", word)), None)
         if inner is not None and _program_place(words) is None:  # bash -c "torchrun ...", or one text with all of it
-            inside = _Shell(self.variables)
+            inside = _Shell(self.variables, depth=self.depth)
+            inside.enter()
             inside.read(list(tokens(inner)))
             self.launches += inside.launches
             if inside.launches:
@@ -278,7 +312,20 @@ class _Shell:
                 )
 
 
-def _function(script: Sequence[Token], place: int) -> _Function | None:
+def _matching_braces(script: Sequence[Token]) -> dict[int, int]:
+    """Return the place of the `}` that closes each `{`; one that is not closed has none."""
+    ends: dict[int, int] = {}
+    open_braces: list[int] = []
+    for place, token in enumerate(script):
+        brace = _brace(token)
+        if brace == 1:
+            open_braces.append(place)
+        elif brace == -1 and open_braces:
+            ends[open_braces.pop()] = place
+    return ends
+
+
+def _function(script: Sequence[Token], place: int, ends: Mapping[int, int]) -> _Function | None:
     """The function whose definition begins at `place`: `name() { ... }` or `function name { ... }`."""
     head = [token.text if isinstance(token, Operator) else _plain(token) for token in script[place : place + 6]]
     named = head[:1] == ["function"]
@@ -289,12 +336,8 @@ def _function(script: Sequence[Token], place: int) -> _Function | None:
         begin += 1
     if not (named or brackets) or not name[0] or begin >= len(script) or _brace(script[begin]) != 1:
         return None
-    depth = 0
-    for end in range(begin, len(script)):
-        depth += _brace(script[end])
-        if depth == 0:
-            return _Function(name[0], script[begin].line, tuple(script[begin + 1 : end]), end + 1)
-    return None
+    end = ends.get(begin)
+    return None if end is None else _Function(name[0], script[begin].line, tuple(script[begin + 1 : end]), end + 1)
 
 
 def _brace(token: Token) -> int:

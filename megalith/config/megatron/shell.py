@@ -109,7 +109,7 @@ class _Reader:
             self.heredocs.append("".join(part.text for part in self.word()))
         elif text == "\n" and self.heredocs:
             for end in self.heredocs:
-                found = re.compile(rf"^\s*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
+                found = re.compile(rf"^[ \t]*{re.escape(end)}$", re.MULTILINE).search(self.text, self.at)
                 self.at = found.end() if found else len(self.text)
             self.heredocs = []
         return Operator(text, line, glued)

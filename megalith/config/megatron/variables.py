@@ -8,6 +8,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megalith.config.megatron.shell import ArrayLiteral, Part, Word, parts_of
+from megalith.errors import ConfigError
+
+MAX_WORK = 300_000
+"""Characters that expansions give, and words that are read, in one script. Heuristic: long scripts need a hundredth."""
+
+MAX_DEFAULTS = 20
+"""Nested defaults, as in ${A:-${B:-...}}. Heuristic: scripts nest two."""
+
+_MAX_ARITHMETIC = 200
+"""Characters of an arithmetic expression that is followed. Heuristic."""
+
+_MAX_INT = 2**63
+"""Bash computes with 64 bits."""
 
 _EXPANSION = re.compile(r"(#?)(\w+|[@*#?$!-])(?:\[([^\]]*)\])?(:?[-=+?])?(.*)", re.DOTALL)
 _COMPARE: Mapping[str, Callable[[int, int], bool]] = {
@@ -42,6 +55,25 @@ class Variables:
 
     unsure: dict[str, int] = field(default_factory=dict)
     """Variables that a condition may have changed, with the line where it stands."""
+
+    work: int = 0
+    """What `charge` has added up."""
+
+    defaults: int = 0
+    """Defaults that are being filled in now, one inside the other."""
+
+    def charge(self, amount: int) -> None:
+        """Add to the work of reading the script, which variables and functions may multiply without end.
+
+        Raises:
+            ConfigError: the limit is exceeded.
+        """
+        self.work += amount
+        if self.work > MAX_WORK:
+            raise ConfigError(
+                f"its variables and functions expand to more than {MAX_WORK:,} characters and words. Use a shorter "
+                f"script, or pass the arguments themselves."
+            )
 
     def assign(self, name: str, literal: Word | ArrayLiteral, *, append: bool, active: bool | None, line: int) -> None:
         """Set a variable; `active` None: it may have been set, by the condition at `line`."""
@@ -106,14 +138,31 @@ class Variables:
             return [f"${{{part.text}}}"]
         length, name, index, operation, rest = found.groups()
         values = self.lookup(name, index)
+        self.charge(sum(1 + len(value) for value in values or ()))
         if length or (rest and not operation):
             return [f"${{{part.text}}}"]  # lengths and replacements are not followed
         if operation and operation[-1] in "-=":
             empty = values is None or (operation[0] == ":" and values in ([], [""]))
-            return [self.joined(parts_of(_unquoted(rest)))] if empty else values or []
+            return [self.default(rest)] if empty else values or []
         if operation and operation[-1] == "+":
-            return [self.joined(parts_of(_unquoted(rest)))] if values not in (None, [], [""]) else []
+            return [self.default(rest)] if values not in (None, [], [""]) else []
         return [f"${{{name}}}"] if values is None else values
+
+    def default(self, text: str) -> str:
+        """Fill in the text after `:-` or `:+`.
+
+        Raises:
+            ConfigError: defaults are nested too deeply.
+        """
+        self.charge(len(text))
+        if self.defaults >= MAX_DEFAULTS:
+            raise ConfigError(
+                f"a ${{...}} has more than {MAX_DEFAULTS} defaults inside each other. Pass --set NAME=VALUE for it."
+            )
+        self.defaults += 1
+        value = self.joined(parts_of(_unquoted(text)))
+        self.defaults -= 1
+        return value
 
     def lookup(self, name: str, index: str | None) -> list[str] | None:
         """The values of a variable, None when nothing sets it."""
@@ -133,8 +182,11 @@ class Variables:
     def arithmetic(self, text: str) -> int | None:
         """The value of `$((...))`; None when something in it is not a known whole number."""
         plain = re.sub(r"\$\{?(\w+)\}?", r"\1", text)
+        if len(plain) > _MAX_ARITHMETIC:
+            return None
         try:
-            return self.number(ast.parse(plain.strip(), mode="eval").body)
+            value = self.number(ast.parse(plain.strip(), mode="eval").body)
+            return value if abs(value) < _MAX_INT else None
         except (SyntaxError, ValueError, ZeroDivisionError):
             return None
 
