@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megalith.errors import DataError, PlanError
+from megalith.plan.grid import divisors
 
 Permutation = Callable[[int, int], Sequence[int] | NDArray[np.int64]]
 """(length, epoch) -> the numbers 0 to length - 1, shuffled; the same for the same arguments."""
@@ -37,8 +38,7 @@ def batch_problems(*, global_batch_size: int, micro_batch_size: int, dp: int) ->
     if global_batch_size % dp:
         return [f"{problem}."]
     share = global_batch_size // dp
-    fits = [rows for rows in range(1, share + 1) if share % rows == 0]
-    near = sorted(sorted(fits, key=lambda rows: abs(rows - micro_batch_size))[:4])
+    near = sorted(sorted(divisors(share), key=lambda rows: abs(rows - micro_batch_size))[:4])
     return [f"{problem}, or train.micro_batch_size to one of {near}."]
 
 

@@ -1,17 +1,20 @@
 """Every rule across the settings of a training run: all run before anything is built, all failures come together."""
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
 from megalith.config.checkpoint import checkpoint_problems
 from megalith.config.data import data_problems
 from megalith.config.dropout import dropout_problems
+from megalith.config.fields import Plain, join_path
 from megalith.config.lora import lora_problems
 from megalith.config.optim import optim_problems
 from megalith.config.tokenizer import tokenizer_problems
 from megalith.config.train import TrainRun
+from megalith.config.tree import to_dict
 from megalith.errors import raise_all
 from megalith.optim.schedule import schedule_problems
 from megalith.plan.batches import batch_problems
@@ -45,6 +48,36 @@ MOST_SAMPLES = 1 << 36
 """Of one run: their order takes half a TiB or more, and no corpus has so many rows."""
 
 
+MOST_RANKS = 1 << 20
+"""Of one axis. Heuristic: ten times the largest machines; plans build lists of ranks and stages."""
+
+MOST_STAGES = 1 << 12
+"""Pipeline stages, and model chunks of all stages together. Heuristic: fifty times the most that are used."""
+
+MOST_LAYERS = 1 << 14
+"""Heuristic: a hundred times the deepest models; plans build lists of layers."""
+
+MOST_NAME_NBYTES = 200
+"""Of the name of a run. Common file systems allow 255, and a suffix may follow."""
+
+LARGEST_NUMBER = 1e6
+"""Of a setting that is not in LARGEST. Heuristic: no usual value comes near."""
+
+LARGEST: Mapping[str, float] = {
+    "schedule.lr": 1e3, "schedule.weight_decay": 1e3, "schedule.end_weight_decay": 1e3, "optim.groups.lr": 1e3,
+    "optim.groups.weight_decay": 1e3, "optim.groups.end_weight_decay": 1e3, "optim.groups.lr_scale": 1e3,
+    "optim.groups.weight_decay_scale": 1e3, "optim.eps": 1.0, "optim.clip_grad": 1e30, "train.z_loss": 1e3,
+    "model.moe.balance.sequence": 1e3, "model.moe.balance.batch": 1e3, "model.moe.balance.global_batch": 1e3,
+    "model.moe.balance.z": 1e3, "model.mtp.loss_weight": 1e3, "model.init_std": 1e3, "model.embedding_init_std": 1e3,
+    "model.init_overrides": 1e3, "model.norm_eps": 1.0, "model.attention.qk_norm_eps": 1.0, "model.mla.norm_eps": 1.0,
+    "model.rope.theta": 1e15, "model.rope.local_theta": 1e15, "precision.loss_scale.constant": 2.0**64,
+    "precision.loss_scale.initial": 2.0**64, "precision.loss_scale.min": 2.0**64, "parallel.timeout_seconds": 1e9,
+    "train.max_minutes": 1e9, "observe.peak_tflops": 1e9, "data.mock_lengths.mean": 1e9,
+}  # fmt: skip
+"""Largest value of a setting. Heuristic: at least ten times what published runs use, and small enough that nothing
+overflows in fp32 in the first steps because of this setting alone."""
+
+
 def check_run(run: TrainRun, world: int) -> None:
     """Refuse a run that cannot work on `world` ranks, with every broken rule and a value that would do.
 
@@ -57,6 +90,7 @@ def check_run(run: TrainRun, world: int) -> None:
 def run_problems(run: TrainRun, world: int) -> list[str]:
     """Every broken rule, as texts; the rules that divide by counts wait until the counts are positive."""
     p, others = run.parallel, _other_problems(run, world)
+    others += largest_problems(run, others)
     if _count_problems(run):
         return others
     fits = partial(_fits, run, frozenset(others))
@@ -180,8 +214,38 @@ def _count_problems(run: TrainRun) -> list[str]:
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
     counts |= {name: value for name, value in optional.items() if value is not None}
-    return count_problems(run.model) + [
-        f"{name}={value} must be at least 1. Set {name} to 1 or more." for name, value in counts.items() if value < 1
+    return (
+        count_problems(run.model)
+        + [
+            f"{name}={value} must be at least 1. Set {name} to 1 or more."
+            for name, value in counts.items()
+            if value < 1
+        ]
+        + _large_count_problems(run)
+    )
+
+
+def _large_count_problems(run: TrainRun) -> list[str]:
+    """Counts of things that plans list one by one."""
+    p, model = run.parallel, run.model
+    axes = {
+        "parallel.tp": p.tp, "parallel.cp": p.cp, "parallel.dp": p.dp, "parallel.ep": p.ep, "parallel.etp": p.etp,
+        "parallel.replicas": p.replicas, "parallel.pipeline.group": p.pipeline.group,
+    }  # fmt: skip
+    most_chunks = max(MOST_STAGES // max(p.pp, 1), 1)
+    layers = {
+        "model.num_layers": model.num_layers, "model.mtp.depths": model.mtp.depths,
+        "model.moe.experts": None if model.moe is None else model.moe.experts,
+    }  # fmt: skip
+    limits = [
+        (axes, MOST_RANKS), ({"parallel.pp": p.pp}, MOST_STAGES), (layers, MOST_LAYERS),
+        ({"parallel.pipeline.vpp": p.pipeline.vpp}, most_chunks),
+    ]  # fmt: skip
+    return [
+        f"{name}={value} must be at most {most}. Set {name} to {most} or less."
+        for counts, most in limits
+        for name, value in counts.items()
+        if value is not None and value > most
     ]
 
 
@@ -196,6 +260,28 @@ def name_is_a_folder_name(run: TrainRun, world: int) -> str | None:
         f"printable characters without / and \\, and not only dots. Set name to one such as my_run; to train in "
         f"another folder, pass --run with its path."
     )
+
+
+def largest_problems(run: TrainRun, known: list[str]) -> list[str]:
+    """Finite numbers so large that training would overflow; `known` are the problems that other rules report."""
+    problems = []
+    for path, value in _numbers("", to_dict(run)):
+        most = LARGEST.get(re.sub(r"\[\d+\]", "", path), LARGEST_NUMBER)
+        if most < abs(value) < math.inf and not any(f"{path}={value}" in text for text in known):
+            problems.append(f"{path}={value} must be at most {most:g}. Set {path} to {most:g} or less.")
+    return problems
+
+
+def _numbers(path: str, value: Plain) -> Iterator[tuple[str, float]]:
+    """Every floating-point number of a tree, with its path."""
+    if isinstance(value, float):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(join_path(path, name), inner)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            yield from _numbers(f"{path}[{number}]", inner)
 
 
 def key_value_heads_fit(run: TrainRun, world: int) -> str | None:
@@ -375,6 +461,32 @@ def betas_are_shares(run: TrainRun, world: int) -> str | None:
     return f"{', '.join(bad)} must be in [0, 1). Use 0.9 and 0.95." if bad else None
 
 
+def weight_decay_shrinks_weights(run: TrainRun, world: int) -> str | None:
+    """A step of decoupled weight decay does not make weights larger."""
+    schedule, decoupled = run.schedule, run.optim.kind == "sgd" or run.optim.decoupled_weight_decay
+    names = {"weight_decay": schedule.weight_decay, "end_weight_decay": schedule.end_weight_decay or 0.0}
+    name, decay = max(names.items(), key=lambda item: item[1])
+    product = schedule.lr * decay
+    in_range = schedule.lr <= LARGEST["schedule.lr"] and decay <= LARGEST["schedule.weight_decay"]
+    if not (decoupled and in_range and product > 2):  # numbers out of range are another rule's
+        return None
+    return (
+        f"schedule.{name}={decay} with schedule.lr={schedule.lr}: each step multiplies weights by 1 - lr * decay = "
+        f"{1 - product:g}, so that they grow without bound. Set schedule.{name} to {2 / schedule.lr:g} or less."
+    )
+
+
+def name_fits_a_file(run: TrainRun, world: int) -> str | None:
+    """The run's folder has its name."""
+    nbytes = len(run.name.encode())
+    if nbytes <= MOST_NAME_NBYTES:
+        return None
+    return (
+        f"name={run.name:.40}... has {nbytes} bytes, and the name of a folder may have {MOST_NAME_NBYTES}. "
+        f"Use a shorter name."
+    )
+
+
 def smoothing_is_a_share(run: TrainRun, world: int) -> str | None:
     """A label keeps some of what it says."""
     share = run.train.label_smoothing
@@ -487,7 +599,8 @@ RULES: tuple[Rule, ...] = (
     compile_needs_whole_layers, compiled_layers_have_no_experts, compiled_backward_is_whole, squares_of_scores_cost,
     ways_by_name_are_there,
     sharded_chunks_share_no_table, evaluation_has_steps,
-    betas_are_shares, smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
+    betas_are_shares, weight_decay_shrinks_weights, name_fits_a_file,
+    smoothing_is_a_share, samples_can_be_counted, conversations_need_text,
     traced_models_have_experts, captures_are_of_a_trace,
     layers_told_of_have_experts,
 )  # fmt: skip

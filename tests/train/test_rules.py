@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from megalith.config.data import DataConfig
+from megalith.config.fields import describe, options_of
 from megalith.config.model import ModelConfig
 from megalith.config.schedule import ScheduleConfig
 from megalith.config.train import LoopConfig, TrainRun
 from megalith.config.tree import apply_overrides
 from megalith.errors import ConfigError
-from megalith.recipes import resolve
+from megalith.recipes import recipes, resolve
 from megalith.testing.tiny import tiny_run
 from megalith.train.rules import check_run, model_problems, run_problems
 
@@ -207,6 +208,19 @@ CASES = [
     ({"checkpoint__keep": "0"}, 1, "checkpoint.keep=0 must be at least 1", "Set checkpoint.keep"),
     ({"train__global_batch_size": "7"}, 1, "train.global_batch_size=7 is not a multiple", "6 or 8"),
     ({"parallel__tp": "4"}, 6, "world", "4"),
+    ({"schedule__weight_decay": "1e308"}, 1, "schedule.weight_decay=1e+308 must be at most 1000", "to 1000 or less"),
+    ({"schedule__lr": "1e30"}, 1, "schedule.lr=1e+30 must be at most 1000", "Set schedule.lr to 1000 or less"),
+    ({"schedule__weight_decay": "900", "schedule__lr": "0.01"}, 1, "1 - lr * decay = -8", "to 200 or less"),
+    (
+        {"optim__groups": "[{name: a, match: [embed.weight], weight_decay: 1e308}]"}, 1,
+        "optim.groups[0].weight_decay=1e+308 must be at most 1000", "to 1000 or less",
+    ),
+    ({"model__init_overrides": "[['*', 1e308]]"}, 1, "model.init_overrides[0][1]=1e+308 must be at most", "to 1000"),
+    ({"parallel__pp": "2147483648"}, 1, "parallel.pp=2147483648 must be at most 4096", "to 4096 or less"),
+    ({"parallel__tp": "2147483648"}, 1, "parallel.tp=2147483648 must be at most 1048576", "to 1048576 or less"),
+    ({"train__global_batch_size": "9223372036854775807"}, 1, "is not a multiple of train.micro_batch_size", "Set"),
+    ({"model__num_layers": "2147483648"}, 1, "model.num_layers=2147483648 must be at most 16384", "to 16384 or less"),
+    ({"name": "a" * 300}, 1, "has 300 bytes, and the name of a folder may have 200", "Use a shorter name"),
 ]  # fmt: skip
 
 
@@ -228,6 +242,38 @@ def test_name_that_leads_out_of_runs_is_rejected(name: str) -> None:
 @pytest.mark.parametrize("name", ["x", ".x", "llama-3.1_8b", "größer", "with a space", "x" * 200])
 def test_plain_name_is_accepted(name: str) -> None:
     assert run_problems(replace(run(), name=name), 1) == []
+
+
+def test_every_number_has_a_finite_upper_bound() -> None:
+    floats = [setting.path for setting in describe(TrainRun) if float in options_of(setting.hint)]
+    full = tiny_run({"model.moe.experts": "4", "model.moe.top_k": "2", "model.moe.ffn_hidden_size": "6"})
+    for path in floats:
+        if path.startswith(("model.mla", "model.mup", "lora")):  # sections that need more settings
+            continue
+        problems = run_problems(apply_overrides(full, {path: "1e308"}), 1)
+        assert any(f"{path}=1e+308" in text for text in problems), (path, problems)
+
+
+def test_recipes_stay_below_the_upper_bounds() -> None:
+    for name in recipes():
+        assert not [text for text in run_problems(resolve(name), 1) if " must be at most " in text], name
+
+
+def test_fuzzed_values_of_every_setting_are_accepted_or_rejected_with_text() -> None:
+    values = [
+        "", "-1", "0", "2147483648", "9223372036854775807", "9" * 40, "1e308", "-1e308", "nan", "true", "none",
+        "x" * 300, "[", "[1, [2]]", "{a: b}", "&a [*a]", "\x07",
+    ]  # fmt: skip
+    for number, setting in enumerate(describe(TrainRun)):
+        for value in values:
+            try:
+                changed = apply_overrides(run(), {setting.path: value})
+                problems = run_problems(changed, 1 + number % 2)
+            except ConfigError:
+                continue
+            except Exception as error:
+                pytest.fail(f"{setting.path}={value!r}: {error!r}")
+            assert all(len(text) < 3000 for text in problems), f"{setting.path}={value!r}: {problems}"
 
 
 def test_all_broken_rules_come_in_one_error() -> None:
