@@ -1,7 +1,7 @@
 """The `megalith` command: finds the subcommand, runs it, and turns errors for people into text and an exit code.
 
 Exit codes: 0 done; 2 for what the user can fix; 1 for a fault, or for the answer "no" of a command that compares;
-75 stopped after a save, run the same command again; 130 interrupted.
+75 stopped after a save, run the same command again; 128 + number ended by that signal, thus 130 after Ctrl-C.
 """
 
 import errno

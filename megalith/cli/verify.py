@@ -15,6 +15,7 @@ from megalith.errors import ConfigError
 from megalith.plan.layout import fewest_ranks
 
 NO = 1  # the exit code of "no"
+RULE_VIOLATED = 2  # such a run cannot be built: its settings have to be changed first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class VerifyCommand:
     """Prove a layout: (a) every rule; (b) the types of every gradient and (c) the pipeline's lists, both at the real
     world size and on paper; (d) tiny copies in float64 on real processes equal one process. Nothing needs a GPU.
 
-    0: all holds; 1: something does not; 2: the question cannot be asked.
+    Exit code 0: all holds; 1: a check failed; 2: the settings violate a rule, or the options are invalid.
     """
 
     recipe: Positional[str | None] = None
@@ -43,7 +44,7 @@ class VerifyCommand:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; 0 when all holds, 1 when something does not."""
+    """Run the command; 0 if all holds, 1 if a check failed, 2 if the settings violate a rule."""
     rest, overrides = split_overrides(argv, TrainRun)
     command = parse_options(VerifyCommand, rest, prog="megalith verify", root=TrainRun)
     if command.all:
@@ -92,6 +93,8 @@ def _verify(run: TrainRun, world: int, *, json: bool) -> int:
         console = Console()
         console.print(as_table(rows))
         console.print(LEGEND, highlight=False)
+    if any(row.part == "a" and not row.holds for row in rows):
+        return RULE_VIOLATED
     return 0 if all(row.holds for row in rows) else NO
 
 

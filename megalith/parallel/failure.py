@@ -14,7 +14,8 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
+from typing import NoReturn
 
 _CONSEQUENCES = re.compile(
     r"closed by peer|reset by peer|Broken pipe|Socket closed|Connection refused|connection was likely closed|"
@@ -101,6 +102,21 @@ def describe(failures: Iterable[Failure], ended: Mapping[int, str] = MappingProx
 
 def _with_traceback(failure: Failure) -> str:
     return f"rank {failure.rank} failed first:\n{failure.text}"
+
+
+class InterruptHandler:
+    """SIGINT handler that raises KeyboardInterrupt and remembers that it did.
+
+    Libraries whose import is interrupted may turn KeyboardInterrupt into an exception of their own.
+    """
+
+    def __init__(self) -> None:
+        self.received = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        """Raise KeyboardInterrupt in the main thread."""
+        self.received = True
+        raise KeyboardInterrupt
 
 
 def die_with_parent(parent: int) -> None:

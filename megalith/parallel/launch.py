@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -23,7 +23,15 @@ from typing import NoReturn
 
 from megalith.errors import RankError, UserError
 from megalith.observe.limits import available_cores
-from megalith.parallel.failure import Failure, describe, die_with_parent, explain_exit, failure_of, in_order
+from megalith.parallel.failure import (
+    Failure,
+    InterruptHandler,
+    describe,
+    die_with_parent,
+    explain_exit,
+    failure_of,
+    in_order,
+)
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun, our launcher and the Slurm and Kubernetes files tell each rank."""
@@ -49,12 +57,21 @@ GRACE_SECONDS = 5.0
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the launcher passes on to its ranks."""
+
+INTERRUPTED = "KeyboardInterrupt"
+"""Summary of the failure of a rank that SIGINT ended."""
 
 
 def in_worker(environment: Mapping[str, str]) -> bool:
     """Whether a launcher, ours or another, has made this process a rank."""
     return any(name in environment for name in RANK_VARIABLES)
+
+
+def is_ignored_hangup(number: int) -> bool:
+    """Whether `number` is SIGHUP and `nohup` has this process ignore it, which must stay so."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def threads_per_rank(cores: int, local_world: int) -> int:
@@ -76,11 +93,12 @@ def run_workers(
     """Run the same command on `nproc` processes of this machine and wait for all of them.
 
     Rank 0 has the terminal; what the others print is kept and shown if they fail. When one fails the others are ended:
-    SIGTERM after a second, SIGKILL 5 s later. The first SIGINT or SIGTERM to this process is passed on, so that the
-    ranks save and stop; a second one kills them. They do not outlive this process, however it ends.
+    SIGTERM after a second, SIGKILL 5 s later. The first SIGINT, SIGTERM or SIGHUP to this process is passed on, so that
+    the ranks save and stop; a second one kills them. They do not outlive this process, however it ends.
 
     Returns:
-        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended them before that.
+        0 when all are done, 75 when they stopped after a save, 128 + number when a signal ended them before that, which
+        one line on standard error then says.
 
     Raises:
         UserError: the message of the rank that failed first, when the user can fix it.
@@ -108,22 +126,30 @@ def worker_main(function: Callable[[], int], environment: Mapping[str, str]) -> 
         RankError: under torchrun, instead of a traceback that only says that another rank is gone.
     """
     launcher = environment.get(LAUNCHER)
+    interrupt = InterruptHandler()
     try:
         if launcher is not None:
             die_with_parent(int(launcher.partition(":")[0]))
             faulthandler.enable()  # a crash outside Python shows where it was
+            signal.signal(signal.SIGINT, interrupt)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by `_Crew._start_rank`
         elif ERROR_FILE in environment:
             die_with_parent(os.getppid())
-        return function()
+        code = function()
+        if launcher is not None:  # the result stands: a signal must not turn the exit of Python into a failure
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        return code
     except SystemExit:
         raise
     except BaseException as error:  # KeyboardInterrupt too: the parent knows whether it was asked for
         failure = failure_of(int(environment.get("RANK", 0)), error, frames_to_skip=1)
-        if isinstance(error, UserError):
+        if interrupt.received:
+            failure = replace(failure, summary=INTERRUPTED)
+        elif isinstance(error, UserError):
             failure = replace(failure, text=str(error))  # the whole message; where we raised it helps nobody
         if launcher is not None:
             _leave_record(failure, Path(launcher.partition(":")[2]))
-            _end(USER_ERROR if isinstance(error, UserError) else FAULT)
+            _end(USER_ERROR if isinstance(error, UserError) and not interrupt.received else FAULT)
         if ERROR_FILE not in environment:
             raise
         _tell_torchrun(failure, Path(environment[ERROR_FILE]), error)
@@ -214,7 +240,7 @@ class _Crew:
 
     def _start_rank(self, rank: int, server: socket.socket) -> None:
         listener = (server.fileno(),) if rank == 0 else ()
-        with self._output(rank).open("wb") as output:
+        with self._output(rank).open("wb") as output, _blocked_signals():
             quiet = None if rank == 0 else output
             process = subprocess.Popen(
                 self.command, env=self._environment(rank, server), stdin=subprocess.DEVNULL, stdout=quiet, stderr=quiet,
@@ -280,7 +306,10 @@ class _Crew:
             return max(codes)
         found = {rank: self._failure(rank) for rank, code in enumerate(codes) if code not in (0, STOPPED)}
         failures = [failure for failure in found.values() if failure is not None]
-        if self.signals and (len(self.signals) > 1 or all(map(self._is_interruption, failures))):
+        if self.signals and (len(self.signals) > 1 or self._all_interrupted(failures)):
+            with suppress(OSError):  # after SIGHUP the terminal may be closed
+                sys.stderr.write(f"megalith: interrupted by {signal.Signals(self.signals[0]).name}\n")
+                sys.stderr.flush()
             return 128 + self.signals[0]
         first = in_order(failures)[0]
         if codes[first.rank] == USER_ERROR and self._record(first.rank).exists():
@@ -301,8 +330,12 @@ class _Crew:
         said = explain_exit(code)
         return Failure(rank, said, said, self.ended_ns[rank])
 
-    def _is_interruption(self, failure: Failure) -> bool:
-        return failure.summary in ("KeyboardInterrupt", explain_exit(-self.signals[0]))
+    def _all_interrupted(self, failures: list[Failure]) -> bool:
+        """Whether the first signal, and nothing else, ended the ranks; some may only have lost an interrupted one."""
+        summaries = (INTERRUPTED, explain_exit(-self.signals[0]))
+        others = [failure for failure in failures if failure.summary not in summaries]
+        lost_peer = all(failure.is_consequence for failure in others)
+        return not others or (lost_peer and len(others) < len(failures))
 
     def _record(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.json"
@@ -312,12 +345,26 @@ class _Crew:
 
 
 @contextmanager
+def _blocked_signals() -> Iterator[None]:
+    """Block our signals in this thread and in a process that it starts, which unblocks them in `worker_main`.
+
+    Until then a signal to a rank stays pending: it could only end the start of Python with a traceback.
+    """
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+
+
+@contextmanager
 def _signals_to(crew: _Crew) -> Iterator[None]:
     """Let `crew` answer the signals that would end this process."""
     if threading.current_thread() is not threading.main_thread():  # Python gives signals to the main thread alone
         yield
         return
-    before = {number: signal.signal(number, crew.on_signal) for number in SIGNALS}
+    handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
+    before = {number: signal.signal(number, crew.on_signal) for number in handled}
     try:
         yield
     finally:

@@ -1,16 +1,21 @@
 """When a run ends early: a signal, or its time limit. The step in hand is finished and saved first."""
 
+import os
+import select
 import signal
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+from megalith.parallel.launch import SIGNALS, is_ignored_hangup
 
 
 class Stopper:
-    """Notes the first SIGTERM or SIGINT; a second one ends the process at once. Restores the handlers on exit."""
+    """Notes the first SIGTERM, SIGINT or SIGHUP; a second one ends the process at once.
+
+    Restores the handlers on exit. A SIGHUP that `nohup` ignores stays ignored.
+    """
 
     def __init__(self, *, max_minutes: float | None, say: Callable[[str], None]) -> None:
         self._deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
@@ -19,7 +24,8 @@ class Stopper:
         self._before: dict[signal.Signals, Any] = {}  # Any: what the signal module calls a handler
 
     def __enter__(self) -> "Stopper":
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        handled = [number for number in SIGNALS if not is_ignored_hangup(number)]
+        self._before = {number: signal.signal(number, self._note) for number in handled}
         return self
 
     def __exit__(
@@ -37,6 +43,21 @@ class Stopper:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._reason = signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _redirect_closed_output()
         self._say(f"{self._reason}: finishing the step and saving; once more to end now without saving")
-        for each in SIGNALS:
+        for each in self._before:
             signal.signal(each, signal.SIG_DFL)
+
+
+def _redirect_closed_output() -> None:
+    """Point standard output and error to the null device if their terminal is closed: writing to it would fail, and
+    with it the save."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor)
+    closed = [descriptor for descriptor, events in poll.poll(0) if events & select.POLLHUP]
+    null = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in closed:
+        os.dup2(null, descriptor)
+    os.close(null)

@@ -73,6 +73,7 @@ def stop():
     stopped = []
     signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
     signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+    signal.signal(signal.SIGHUP, lambda *_: stopped.append(1))
     (here / f"pid{rank}").write_text(str(os.getpid()))
     while not stopped or "never" in sys.argv:
         time.sleep(0.02)
@@ -91,8 +92,34 @@ def hang():
     threading.Thread(target=end_rank, args=(failure, 0.2), kwargs={"environment": os.environ}).start()
     return wait()
 
+def translate():
+    try:
+        return wait()
+    except KeyboardInterrupt:
+        raise ImportError("a library failed to load") from None
+
+def lose_peer():
+    if rank == 0:
+        return wait()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (here / "pid1").write_text(str(os.getpid()))
+    while not list(here.glob("megalith-launch-*/rank0.json")):
+        time.sleep(0.02)
+    raise RuntimeError("[gloo] Connection closed by peer")
+
+def break_on_signal():
+    def fail_to_save(*_):
+        raise OSError("No space left on device")
+    signal.signal(signal.SIGINT, fail_to_save)
+    return wait()
+
 def mixed():
     return 75 if rank else 0
+
+if sys.argv[1] == "start_slowly":
+    (here / f"pid{rank}").write_text(str(os.getpid()))
+    time.sleep(0.5)
+    start_slowly = wait
 
 sys.exit(worker_main(globals()[sys.argv[1]], os.environ))
 """
@@ -245,11 +272,11 @@ def parent(script: Path, how: str, here: Path, *more: str) -> "subprocess.Popen[
     told = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here)}  # a launcher that is killed cannot remove its folder
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
-        env=os.environ | told, stdout=subprocess.PIPE, text=True, start_new_session=True,
+        env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_on_once_and_the_ranks_save_and_stop(
     script: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -283,7 +310,7 @@ def test_a_second_signal_ends_ranks_that_do_not_stop(script: Path, tmp_path: Pat
     assert all(gone(pid) for pid in pids)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_before_there_is_anything_to_save_is_an_interruption(
     script: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -293,6 +320,40 @@ def test_a_signal_before_there_is_anything_to_save_is_an_interruption(
         assert process.wait(timeout=30) == 128 + number
         assert process.stdout is not None
         assert process.stdout.read() == ""
+
+
+@pytest.mark.parametrize("how", ["start_slowly", "translate", "lose_peer"])
+def test_interrupt_while_ranks_start_ends_with_130_and_one_line(script: Path, tmp_path: Path, how: str) -> None:
+    with parent(script, how, tmp_path) as process:
+        pids = started(tmp_path, 2)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=30)
+        assert (process.returncode, printed) == (130, ("", "megalith: interrupted by SIGINT\n"))
+    assert all(gone(pid) for pid in pids)
+
+
+def test_failed_save_after_a_signal_is_reported_as_an_error(script: Path, tmp_path: Path) -> None:
+    with parent(script, "break_on_signal", tmp_path) as process:
+        started(tmp_path, 2)
+        process.send_signal(signal.SIGINT)
+        printed = process.communicate(timeout=30)[0]
+        assert process.returncode == 1 and "OSError: No space left on device" in printed
+
+
+def test_hangup_ignored_by_nohup_stays_ignored(script: Path, tmp_path: Path) -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as from nohup
+    try:
+        process = parent(script, "stop", tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    with process:
+        started(tmp_path, 2)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 75
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: Path) -> None:
