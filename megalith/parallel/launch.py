@@ -4,9 +4,11 @@ On several machines `torchrun` does this; the ranks themselves cannot tell the d
 """
 
 import faulthandler
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -57,6 +59,9 @@ GRACE_SECONDS = 5.0
 OUTPUT_SHOWN = 2000
 """Characters of the failed rank's own output that an error repeats."""
 
+FOLDER_PREFIX = "megalith-launch-"
+"""Begins the name of a launcher's folder in the directory for temporary files."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that the launcher passes on to its ranks."""
 
@@ -104,8 +109,8 @@ def run_workers(
         UserError: the message of the rank that failed first, when the user can fix it.
         RankError: the traceback, or the manner of death, of the rank that failed first; then a line for each other.
     """
-    with tempfile.TemporaryDirectory(prefix="megalith-launch-") as folder:
-        crew = _Crew([*command, *argv], nproc, Path(folder), environment)
+    with _launch_folder() as folder:
+        crew = _Crew([*command, *argv], nproc, folder, environment)
         with _signals_to(crew):
             try:
                 crew.start()
@@ -342,6 +347,54 @@ class _Crew:
 
     def _output(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.txt"
+
+
+@contextmanager
+def _launch_folder() -> Iterator[Path]:
+    """Create a folder for the records of failures, locked as long as this process lives, and remove it at the end.
+
+    Also removes the folders of launchers that were killed.
+    """
+    _remove_abandoned_folders(Path(tempfile.gettempdir()))
+    folder, lock = _create_locked_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _create_locked_folder() -> tuple[Path, int]:
+    """Create the folder and return it with the file descriptor that holds its lock."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+        with suppress(FileNotFoundError):  # another launch took the folder for an abandoned one before it was locked
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            with suppress(OSError):  # a file system without locks: then no launch removes folders of others
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _remove_abandoned_folders(parent: Path) -> None:
+    """Remove the folders of this user in `parent` whose lock is free: the launcher that created them has died.
+
+    A lock, unlike a process number, is never reused, and is also visible between containers that share `parent`.
+    """
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:  # a link, a file, a folder of another user, or removed meanwhile
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.getuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its launcher is alive, or the file system has no locks
+            continue
+        finally:
+            os.close(lock)
 
 
 @contextmanager

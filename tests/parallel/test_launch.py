@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from megalith.errors import RankError, UserError
+from megalith.parallel import launch as launch_module
 from megalith.parallel.launch import in_worker, run_workers, threads_per_rank
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -267,9 +269,9 @@ def test_ranks_of_which_some_stopped_after_a_save_have_stopped(script: Path, tmp
     assert launch(script, "mixed", tmp_path, 2) == 75
 
 
-def parent(script: Path, how: str, here: Path, *more: str) -> "subprocess.Popen[str]":
+def parent(script: Path, how: str, here: Path, *more: str, **environment: str) -> "subprocess.Popen[str]":
     """Another process that runs two ranks, for us to send signals to."""
-    told = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here)}  # a launcher that is killed cannot remove its folder
+    told = {"PYTHONPATH": str(ROOT), "TMPDIR": str(here), **environment}  # a killed launcher leaves its folder
     return subprocess.Popen(
         [sys.executable, "-c", PARENT, str(script), "2", how, str(here), *more],
         env=os.environ | told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -361,6 +363,57 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(script: Path, tmp_path: 
         pids = started(tmp_path, 2)
         process.kill()
         until(all(gone(pid) for pid in pids) for _ in iter(int, 1))
+
+
+def test_next_launch_removes_the_folder_of_a_killed_launcher(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with parent(script, "wait", tmp_path) as killed:
+        started(tmp_path, 2)
+        killed.kill()
+    (abandoned,) = tmp_path.glob("megalith-launch-*")
+    alive_place = tmp_path / "alive"
+    alive_place.mkdir()
+    with parent(script, "stop", alive_place, TMPDIR=str(tmp_path)) as alive:
+        started(alive_place, 2)
+        (of_the_living,) = tmp_path.glob("megalith-launch-*")
+        assert of_the_living != abandoned
+        assert launch(script, "mixed", tmp_path, 2) == 75
+        assert of_the_living.is_dir() and not abandoned.exists()
+        alive.send_signal(signal.SIGTERM)
+        assert alive.wait(timeout=30) == 75
+    assert not list(tmp_path.glob("megalith-launch-*"))
+
+
+def test_launch_keeps_links_files_and_folders_of_other_users(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "target").mkdir()
+    (tmp_path / "megalith-launch-link").symlink_to(tmp_path / "target")
+    (tmp_path / "megalith-launch-file").touch()
+    assert launch(script, "mixed", tmp_path, 1) == 0
+    assert (tmp_path / "megalith-launch-link" / "..").exists() and (tmp_path / "megalith-launch-file").exists()
+    (tmp_path / "megalith-launch-theirs").mkdir()
+    monkeypatch.setattr("os.getuid", lambda: os.stat(tmp_path).st_uid + 1)
+    assert launch(script, "mixed", tmp_path, 1) == 0
+    assert (tmp_path / "megalith-launch-theirs").exists()
+
+
+def test_concurrent_launches_never_remove_a_folder_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def use_folders(thread: int) -> None:
+        for _ in range(100):
+            with launch_module._launch_folder() as folder:
+                (folder / "rank0.txt").write_text(str(thread))
+                time.sleep(0.0005)
+                assert (folder / "rank0.txt").read_text() == str(thread)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(use_folders, range(4)))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
