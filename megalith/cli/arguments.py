@@ -7,16 +7,37 @@ A command that takes a run looks like this:
     run = apply_overrides(resolve(options.recipe), overrides)
 """
 
-from collections.abc import Sequence
+import inspect
+import re
+import shutil
+import textwrap
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from itertools import groupby
 from typing import Any, TypeVar, get_type_hints
 
 import tyro
 
-from megalith.config.fields import hint_at, is_many, options_of, setting_names, unknown_setting
+from megalith.config.fields import (
+    Setting,
+    default_of,
+    describe,
+    docs_of,
+    hint_at,
+    hints_of,
+    is_many,
+    item_hints,
+    join_path,
+    literal_values,
+    options_of,
+    plain,
+    section_of,
+    setting_names,
+    unknown_setting,
+)
 from megalith.config.suggest import nearest
-from megalith.config.tree import Override
+from megalith.config.tree import Override, flatten
 from megalith.errors import ConfigError, raise_all
 from megalith.recipes import resolve
 
@@ -24,6 +45,24 @@ OptionsT = TypeVar("OptionsT")
 
 # Positional words are shown by name, a flag as `--json` alone, an option that may be left out without "None".
 _STYLE = (tyro.conf.PositionalMetavarFromFieldName, tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
+COMMON_SETTINGS = (
+    "model.num_layers", "model.hidden_size", "model.ffn_hidden_size", "model.num_heads", "data.mock",
+    "data.train_path", "data.valid_path", "tokenizer.kind", "tokenizer.path", "train.steps", "train.seq_len",
+    "train.global_batch_size", "train.micro_batch_size", "train.eval_every", "train.max_minutes", "schedule.lr",
+    "schedule.warmup_steps", "parallel.tp", "parallel.pp", "parallel.cp", "parallel.ep", "parallel.dp",
+    "parallel.zero", "precision.params", "recompute.granularity", "checkpoint.every", "seed",
+)  # fmt: skip
+"""Settings that the short help lists."""
+
+MAX_OPTIONS_IN_USAGE = 4
+"""Heuristic: with more options the usage line says `[OPTIONS]`."""
+
+MAX_HELP_COLUMNS, MAX_OPTION_COLUMNS = 110, 36
+"""Heuristic: longer lines are hard to read, and longer options get a line of their own."""
+
+NO_BREAK_SPACE = "\u00a0"
+"""Keeps `(default: 8)` on one line; printed as a space."""
+
 _FLAG_WORDS = ("true", "false", "yes", "no", "on", "off", "none", "null", "unset", "1", "0")
 
 
@@ -80,14 +119,15 @@ def _take_values(words: list[str], hint: Any, *, named: bool) -> list[str]:  # A
 def parse_options(cls: type[OptionsT], argv: Sequence[str], *, prog: str, root: type | None = None) -> OptionsT:
     """Read the fixed options of a command, a dataclass with documented fields; `--help` prints them and exits.
 
-    With `root`, the help goes on with every dotted setting of that tree, showing the values of the recipe on the
-    command line if there is one, and unknown options are compared with the tree's names, too.
+    With `root`, the help also lists the most common dotted settings of that tree and its groups, `--help GROUP` one
+    group, and `--help-all` every setting, with the values of the recipe on the command line if there is one. Unknown
+    options are compared with the tree's names, too.
 
     Raises:
         ConfigError: unknown options, and words where numbers belong.
         SystemExit: after `--help` (0), or a value that the option cannot take (2).
     """
-    if "--help" in argv or "-h" in argv:
+    if {"--help", "-h", "--help-all"} & set(argv):
         _print_help(cls, argv, prog=prog, root=root)
         raise SystemExit(0)
     assert is_dataclass(cls)
@@ -134,22 +174,135 @@ def _unknown_option(word: str, known: Sequence[str], root: type | None) -> str:
 
 
 def _print_help(cls: type, argv: Sequence[str], *, prog: str, root: type | None) -> None:
-    """Print the fixed options, and with `root` its settings."""
-    with suppress(SystemExit):
-        tyro.cli(cls, args=["--help"], prog=prog, config=_STYLE)
+    """Print the fixed options and, with `root`, the most common of its settings, one group of them, or all."""
+    group = _help_group(argv, root)
+    if root is None or group is None:
+        _print_fixed_options(cls, prog=prog)
     if root is None:
         return
     shown = _run_on(argv, root)
-    print("Every setting of the run is an option, too; the recipe gives the required ones.")
-    with suppress(SystemExit):
-        tyro.cli(
-            root,
-            args=["--help"],
-            prog=f"{prog} ...",
-            default=tyro.MISSING_NONPROP if shown is None else shown,
-            config=(tyro.conf.FlagConversionOff,),
-            use_underscores=True,
-        )
+    values = {} if shown is None else flatten(shown)
+    settings = describe(root)
+    if "--help-all" in argv:
+        _print_sections(root, settings, values)
+    elif group is not None:
+        in_group = [one for one in settings if one.path == group or one.path.startswith(f"{group}.")]
+        _print_sections(root, in_group, values)
+    else:
+        print("\nEvery setting of the run is an option. The most common ones:")
+        by_path = {one.path: replace(one, doc=_first_clause(one.doc, end="[.;]")) for one in settings}
+        _print_entries([_setting_entry(by_path[path], values) for path in COMMON_SETTINGS if path in by_path])
+        print(f"\nGroups of settings; `{prog} --help GROUP` lists one, `{prog} --help-all` everything:")
+        _print_entries(_group_entries(root))
+
+
+def _help_group(argv: Sequence[str], root: type | None) -> str | None:
+    """The group of settings that follows `--help`, as in `--help model.moe`."""
+    place = next((i for i, word in enumerate(argv) if word in ("--help", "-h")), len(argv))
+    word = next(iter(argv[place + 1 :]), "")
+    return word if root is not None and word and section_of(hint_at(root, word)) is not None else None
+
+
+def _print_fixed_options(cls: type, *, prog: str) -> None:
+    """Print the usage, the description and the options of a command's own dataclass."""
+    assert is_dataclass(cls)
+    positional, optional = [], []
+    for field in fields(cls):
+        required, default = default_of(field)
+        metavar, doc = _metavar(hints_of(cls)[field.name]), docs_of(cls).get(field.name, "")
+        if _is_positional(cls, field.name):
+            many = any(is_many(option) for option in options_of(hints_of(cls)[field.name]))
+            word = f"{field.name.upper()} ..." if many else field.name.upper()
+            positional.append((word if required else f"[{word}]", doc))
+            continue
+        name = field.name.replace("_", "-")
+        if default is True:
+            optional.append((f"--no-{name}", f"Turn this off: {doc}"))
+        elif default is False:
+            optional.append((f"--{name}", doc))
+        else:
+            optional.append((f"--{name} {metavar}", doc + _default_words(required, plain(default), show_none=False)))
+    few = len(optional) <= MAX_OPTIONS_IN_USAGE
+    usage = [*(word for word, _ in positional), *(f"[{word}]" for word, _ in optional if few)]
+    print(" ".join(["usage:", prog, "[-h]", *usage, *([] if few else ["[OPTIONS]"])]))
+    print(f"\n{inspect.cleandoc(cls.__doc__ or '')}\n")
+    _print_entries([*positional, *optional, ("-h, --help", "Print this help.")])
+
+
+def _print_sections(root: type, settings: Sequence[Setting], values: Mapping[str, object]) -> None:
+    """Print settings under the name and the description of the section that they belong to."""
+    for path, members in groupby(settings, key=lambda one: one.path.rpartition(".")[0]):
+        summary = _summary(section_of(hint_at(root, path)) if path else root)
+        print(f"\n{path}: {summary}" if path else f"\n{summary}")
+        _print_entries([_setting_entry(one, values) for one in members])
+
+
+def _group_entries(root: type, prefix: str = "") -> list[tuple[str, str]]:
+    """Every group of settings, also inside other groups, with the first clause of its description."""
+    entries = []
+    for name, hint in hints_of(root).items():
+        if (section := section_of(hint)) is not None:
+            path = join_path(prefix, name)
+            entries += [(path, _first_clause(_summary(section), end="[.;:,]")), *_group_entries(section, path)]
+    return entries
+
+
+def _first_clause(text: str, *, end: str) -> str:
+    return re.split(f"{end} ", text, maxsplit=1)[0].removesuffix(".") + "."
+
+
+def _summary(section: type | None) -> str:
+    return (inspect.getdoc(section) or "").partition("\n\n")[0].replace("\n", " ")
+
+
+def _setting_entry(setting: Setting, values: Mapping[str, object]) -> tuple[str, str]:
+    required = setting.required and setting.path not in values
+    value = values.get(setting.path, setting.default)
+    return f"--{setting.path} {_metavar(setting.hint)}", setting.doc + _default_words(required, value, show_none=True)
+
+
+def _default_words(required: bool, value: object, *, show_none: bool) -> str:
+    """` (required)`, ` (default: 8)`; nothing for an empty list."""
+    if required:
+        return " (required)"
+    if value in ([], {}, ()) or (value is None and not show_none):
+        return ""
+    return f" (default:{NO_BREAK_SPACE}{_value_words(value)})"
+
+
+def _value_words(value: object) -> str:
+    if isinstance(value, list):
+        return " ".join(_value_words(item) for item in value)
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _metavar(hint: Any) -> str:  # Any: a type annotation
+    """The kind of value that an option takes: `INT`, `true|false`, `rms|layer`, `STR ...`."""
+    words: list[str] = []
+    for option in options_of(hint):
+        if option is type(None):
+            continue
+        if literal_values(option):
+            words += [str(value) for value in literal_values(option) if value is not None]
+        elif is_many(option):
+            items = item_hints(option, 1)
+            words.append(f"{_metavar(items[0])} ..." if len(items) == 1 else " ".join(map(_metavar, items)))
+        else:
+            names = {bool: "true|false", int: "INT", float: "FLOAT", str: "STR"}
+            words.append(names.get(option, "YAML"))
+    return "|".join(dict.fromkeys(words))
+
+
+def _print_entries(entries: Sequence[tuple[str, str]]) -> None:
+    """Print options in two columns; an option that is too long for the first has its text on the next line."""
+    width = min(shutil.get_terminal_size().columns, MAX_HELP_COLUMNS)
+    indent = min(MAX_OPTION_COLUMNS, 4 + max((len(option) for option, _ in entries), default=0))
+    for option, text in entries:
+        lines = textwrap.wrap(text, max(width - indent, 20), break_on_hyphens=False, break_long_words=False)
+        first = f"  {option}"
+        if len(first) + 2 <= indent and lines:
+            first = f"{first:<{indent}}{lines.pop(0)}"
+        print("\n".join([first, *(" " * indent + line for line in lines)]).replace(NO_BREAK_SPACE, " "))
 
 
 def _run_on(argv: Sequence[str], root: type) -> object | None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from tyro.conf import Positional
 
-from megalith.cli.arguments import parse_options, split_overrides
+from megalith.cli.arguments import COMMON_SETTINGS, parse_options, split_overrides
+from megalith.config.fields import describe, setting_names
 from megalith.config.train import TrainRun
 from megalith.config.tree import Override, apply_overrides
 from megalith.errors import ConfigError
@@ -163,7 +164,53 @@ def test_a_missing_recipe_exits_with_2(capsys: pytest.CaptureFixture[str]) -> No
     assert "RECIPE" in captured.err and captured.out == ""
 
 
-def test_help_shows_options_and_all_settings_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+def help_of(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as stop:
+        parsed(line)
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_is_short_and_names_every_top_level_group(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    text = help_of("llama3_8b --help", capsys)
+    assert len(text.splitlines()) <= 100
+    groups = {setting.path.split(".")[0] for setting in describe(TrainRun) if "." in setting.path}
+    assert all(f"\n  {group} " in text for group in groups)
+    assert "--help GROUP" in text and "--help-all" in text
+
+
+def test_common_settings_exist_and_are_in_the_short_help(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("--help", capsys)
+    for path in COMMON_SETTINGS:
+        assert path in setting_names(TrainRun) and f"  --{path} " in text
+
+
+def test_help_all_lists_every_setting_and_group_help_those_of_the_group(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = help_of("--help-all", capsys)
+    group = help_of("--help model.moe", capsys)
+    for setting in describe(TrainRun):
+        assert f"  --{setting.path} " in everything
+        assert (f"  --{setting.path} " in group) == setting.path.startswith("model.moe.")
+    assert "--nproc" in everything and "--nproc" not in group
+
+
+@pytest.mark.parametrize("line", ["--help", "--help-all", "llama3_8b --help-all"])
+def test_help_shows_no_names_of_classes_and_no_text_of_typing(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(line, capsys)
+    for name in ("mo_e", "[MODEL", "typing", "subcommand", "{None}"):
+        assert name not in text
+
+
+def test_flag_that_turns_a_default_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("--help", capsys)
+    assert "  --no-plots   Turn this off: Draw.\n" in text
+    assert "default: True" not in text and "default: False" not in text
+
+
+def test_help_shows_options_and_settings_with_the_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         parsed("llama3_8b --help")
     assert stop.value.code == 0
