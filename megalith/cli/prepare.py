@@ -79,8 +79,8 @@ class PrepareCommand:
     """Print one JSON document about the result."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `megalith prepare` and return its exit code."""
+def main(argv: list[str], *, resume_advice: str = "Pass --resume to go on.") -> int:
+    """Run `megalith prepare` and return its exit code. `resume_advice` ends the message of an interrupted run."""
     command = parse_options(PrepareCommand, argv, prog="megalith prepare")
     # Processes are how this command uses cores; threads inside them would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -95,7 +95,7 @@ def main(argv: list[str]) -> int:
         with Display() as display:
             totals = prepare(config, report=display.show)
     except KeyboardInterrupt:
-        print(f"stopped; {config.output}.preparing keeps what is done. Pass --resume to go on.", file=sys.stderr)
+        print(f"stopped; {config.output}.preparing keeps what is done. {resume_advice}", file=sys.stderr)
         return STOPPED
     _print_result(config, totals, time.monotonic() - started, json=command.json)
     return 0
@@ -186,9 +186,10 @@ class Display:
         self._started = self._said = time.monotonic()
         self._bar: Bar | None = None
         if sys.stderr.isatty():
-            columns = (TextColumn("prepare"), BarColumn(), TextColumn("{task.percentage:.0f} % · {task.fields[news]}"))
+            columns = (TextColumn("prepare"), BarColumn(), TextColumn("{task.fields[status]}"))
             self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
-            self._task: TaskID = self._bar.add_task("prepare", news="")
+            # Without a total the bar pulses: worker processes start, and the first block may be one large document.
+            self._task: TaskID = self._bar.add_task("prepare", total=None, status="tokenizing the first block")
 
     def __enter__(self) -> "Display":
         if self._bar is not None:
@@ -200,12 +201,13 @@ class Display:
             self._bar.stop()
 
     def show(self, progress: Progress) -> None:
-        """Tell how far the run is."""
+        """Show how much of the input is tokenized."""
         seconds = time.monotonic() - self._started
         totals = progress.totals
         if self._bar is not None:
-            news = f"{totals.documents:,} documents · {totals.tokens:,} tokens"
-            self._bar.update(self._task, completed=progress.nbytes, total=progress.total_nbytes, news=news)
+            share = f"{progress.nbytes / max(progress.total_nbytes, 1):.0%}"
+            status = f"{share} · {totals.documents:,} documents · {totals.tokens:,} tokens"
+            self._bar.update(self._task, completed=progress.nbytes, total=progress.total_nbytes, status=status)
         elif time.monotonic() - self._said > _LINE_SECONDS:
             self._said = time.monotonic()
             share = progress.nbytes / max(progress.total_nbytes, 1)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.cli import prepare
 from megalith.cli.arguments import parse_options
 from megalith.cli.main import run_command
 from megalith.data.indexed import store_exists
@@ -63,11 +64,13 @@ def _prepare(data: Path, text: LocalText) -> int:
         trained = (data / "tokenizer" / "tokenizer.json").exists()
         begun = (data / f"{name}.preparing").exists()
         _write_corpus(data / f"{name}.jsonl", files)
-        code = _run(
-            "prepare", "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}",
+        words = [
+            "--input", f"{data}/{name}.jsonl", "--output", f"{data}/{name}",
             "--tokenizer", f"{data}/tokenizer", *([] if trained else ["--train-tokenizer", str(VOCABULARY)]),
             "--workers", "2", *(["--resume"] if begun else []),
-        )  # fmt: skip
+        ]  # fmt: skip
+        _print_command("prepare", *words)
+        code = prepare.main(words, resume_advice="Run the same command again to continue.")
         if code:
             return code
     return 0
@@ -110,13 +113,17 @@ def sample_words(seed: int) -> tuple[str, ...]:
             "--ignore-eod")  # fmt: skip
 
 
-def _run(*words: str) -> int:
+def _print_command(*words: str) -> None:
     print(f"\n$ megalith {shlex.join(words)}", flush=True)
+
+
+def _run(*words: str) -> int:
+    _print_command(*words)
     return run_command(words[0], list(words[1:]))
 
 
 def _captured(*words: str) -> str:
-    print(f"\n$ megalith {shlex.join(words)}", flush=True)
+    _print_command(*words)
     output = io.StringIO()
     with contextlib.redirect_stdout(output):
         run_command(words[0], list(words[1:]))

@@ -1,6 +1,7 @@
 """`megalith prepare` from the command line: results, reports, exit codes."""
 
 import base64
+import io
 import json
 import signal
 import subprocess
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 
 from megalith.cli.main import main
+from megalith.cli.prepare import Display
 from megalith.data.indexed import IndexedDataset
+from megalith.data.journal import Totals
+from megalith.data.prepare import Progress
 
 LINES = '{"text": "one two three"}\n{"text": "four"}\nbroken\n'
 
@@ -175,6 +179,23 @@ def test_a_signal_exits_with_75_and_the_run_goes_on_later(tmp_path: Path, corpus
     assert "out.preparing keeps what is done. Pass --resume to go on" in told
     assert not (tmp_path / "out.bin").exists() and (tmp_path / "out.preparing" / "state.json").exists()
     assert run(*words, "--resume") == 0 and (tmp_path / "out.idx").exists()
+
+
+def test_progress_bar_shows_no_percentage_before_the_first_block_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting workers, or one large document, may take many seconds, in which 0 % would look like a hang."""
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with Display() as display:
+        assert display._bar is not None
+        (task,) = display._bar.tasks
+        assert task.total is None, "the bar pulses"
+        before = terminal.getvalue()
+        assert "tokenizing the first block" in before and "%" not in before
+        display.show(Progress(nbytes=3_000_000, total_nbytes=60_000_000, totals=Totals(documents=7, tokens=900)))
+        assert (task.completed, task.total) == (3_000_000, 60_000_000)
+    assert "5% · 7 documents · 900 tokens" in terminal.getvalue()
 
 
 # The command, except that it stops for a while after the first block.

@@ -118,6 +118,9 @@ def test_a_run_stopped_while_preparing_goes_on(
     with monkeypatch.context() as stopped:  # after the first block, before the store has its names
         stopped.setattr(Journal, "finish", stop)
         assert main(words) == 75
+    stopped_message = capsys.readouterr().err
+    assert stopped_message.endswith(".preparing keeps what is done. Run the same command again to continue.\n")
+    assert "--resume" not in stopped_message  # an option that quickstart does not have
     made = [data / "train.jsonl", data / "tokenizer" / "tokenizer.json"]
     before = [file.stat().st_mtime_ns for file in made]
     assert (data / "train.preparing" / "state.json").exists() and not (data / "train.idx").exists()
