@@ -25,7 +25,7 @@ def quickstart() -> TrainRun:
             max_seq_len=512,
             tied_embeddings=True,
         ),
-        data=DataConfig(mock=True, mock_num_documents=4000),
+        data=DataConfig(mock=True),
         tokenizer=TokenizerConfig(kind="null", vocab_size=vocab_size),
         train=LoopConfig(
             steps=976, global_batch_size=4, micro_batch_size=2, seq_len=256, eval_every=244, eval_steps=16

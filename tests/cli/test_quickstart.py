@@ -1,6 +1,7 @@
 """`megalith quickstart`, shrunk: a small corpus, a few steps of a tiny model; every file and every line is there."""
 
 import json
+import re
 import shlex
 import signal
 from dataclasses import replace
@@ -75,7 +76,8 @@ def test_everything_is_there_and_a_second_run_repeats_nothing(
     found = {name: told.split(name)[1].split()[0] for name in ("held-out files: ", "zlib -9 needs ")}
     assert 3 < float(found["held-out files: "]) < 12
     assert 1 < float(found["zlib -9 needs "]) < 5
-    assert "of its words occur in the corpus" in told
+    assert "no effect here" not in told, "the recipe's own settings need no warning"
+    assert re.search(r"sample.txt, the best of 4: \d+% of its words occur in the corpus \(on average \d+%\)", told)
     assert told.rstrip().splitlines()[-5] == "try next:"
     assert main(shlex.split(told.split("try next:\n  megalith ")[1].splitlines()[0])) == 0
     assert capsys.readouterr().out
@@ -85,6 +87,19 @@ def test_everything_is_there_and_a_second_run_repeats_nothing(
     assert main(words) == 0
     again = capsys.readouterr().out
     assert "$ megalith prepare" not in again and "is already at step 4 of 4" in again
+
+
+def test_the_sample_with_most_known_words_is_shown(
+    shrunk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["qqxzj qqxyz", "return zzqqy", "return import", "zzxqy"]
+    results = [{"prompt": "def ", "text": text} for text in texts]
+    outputs = {"evaluate": {"bits_per_byte": 2.0}, "generate": {"results": results}}
+    monkeypatch.setattr(quickstart, "_captured", lambda name, *words: json.dumps(outputs[name]))
+    assert quickstart._look_back(shrunk, quickstart.find_local_text(), 0.0) == 0
+    printed = capsys.readouterr().out
+    assert (shrunk / "sample.txt").read_text() == "def return import" and "\ndef return import\n" in printed
+    assert "the best of 4: 100% of its words occur in the corpus (on average 38%)" in printed
 
 
 def test_held_out_files_are_not_trained_on(shrunk: Path, corpus: Path) -> None:
