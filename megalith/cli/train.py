@@ -115,5 +115,13 @@ def _closing_words(outcome: "Outcome", folder: str, run: TrainRun) -> str:
     if outcome.kind == "stopped":
         return f"stopped at step {outcome.step} ({outcome.reason}) and saved; run the same command again to go on"
     found = "metrics.jsonl, plots/ and checkpoints/" if run.observe.plots else "metrics.jsonl and checkpoints/"
-    verb = "chat" if run.data.sft.used() else "generate"
-    return f"done at step {outcome.step}: {folder} has {found}\ntry: megalith {verb} {folder}"
+    return f"done at step {outcome.step}: {folder} has {found}\ntry: {_next_command(folder, run)}"
+
+
+def _next_command(folder: str, run: TrainRun) -> str:
+    """The command that shows what the model has learned."""
+    if run.data.sft.used():
+        return f"megalith chat {folder}"
+    if run.data.mock and run.tokenizer.kind != "null":  # mock documents are numbers: as text they are no characters
+        return "megalith quickstart, which trains on text; the mock data of this run are numbers"
+    return f"megalith generate {folder}"

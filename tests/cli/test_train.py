@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from megalith.cli.main import main
+from megalith.cli.train import _closing_words
 from megalith.config.recompute import RecomputeConfig
-from megalith.config.tree import Override
+from megalith.config.tree import Override, apply_overrides
 from megalith.data.chat_template import find_template
 from megalith.data.huggingface import train_bpe
 from megalith.data.tokenizer import build_tokenizer
@@ -27,6 +28,7 @@ from megalith.observe.metrics import read_metrics
 from megalith.recipes import resolve
 from megalith.testing.tiny import tiny_yaml
 from megalith.train import loop
+from megalith.train.loop import Outcome
 from megalith.train.step import StepResult, train_step
 
 PATIENCE_SECONDS = 120.0
@@ -68,9 +70,23 @@ def test_it_trains_and_says_where_everything_is(tmp_path: Path, capsys: pytest.C
     told = capsys.readouterr().out
     assert "step 3/3 · loss " in told
     assert "step 3: held-out loss " in told and " bits per byte" in told
-    assert told.endswith(
-        f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith generate {tmp_path}/run\n"
-    )
+    assert f"done at step 3: {tmp_path}/run has metrics.jsonl and checkpoints/\ntry: megalith quickstart, " in told
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "suggestion"),
+    [
+        ("tiny_cpu", {}, "megalith quickstart, which trains on text; the mock data of this run are numbers"),
+        ("tiny_cpu", {"tokenizer.kind": "null"}, "megalith generate runs/x"),  # writes ids
+        ("sft_tiny", {}, "megalith chat runs/x"),
+        ("quickstart", {"data.mock": "false", "tokenizer.kind": "byte"}, "megalith generate runs/x"),
+    ],
+)
+def test_suggested_command_suits_what_the_run_trained_on(
+    recipe: str, overrides: dict[str, str], suggestion: str
+) -> None:
+    run = apply_overrides(resolve(recipe), overrides)
+    assert _closing_words(Outcome("done", 3), "runs/x", run).endswith(f"\ntry: {suggestion}")
 
 
 def test_what_is_computed_again_is_chosen_once_and_written_down(
