@@ -63,7 +63,7 @@ class LoopConfig:
     """Steps between rows of metrics.jsonl; a row has the loss of its own step, and times since the last one."""
 
     eval_every: int | None = None
-    """Steps between evaluations on the validation split; unset: only after the last step."""
+    """Steps between evaluations on the validation split; 0 or unset: only after the last step."""
 
     eval_steps: int = 0
     """Global batches per evaluation; 0 turns evaluation off."""

@@ -432,7 +432,7 @@ class _Loop:
 
     def _evaluate_if_due(self) -> None:
         train, step = self.run_config.train, self.state.step
-        due = step == train.steps or (train.eval_every is not None and step % train.eval_every == 0)
+        due = step == train.steps or (train.eval_every and step % train.eval_every == 0)
         if not due or train.eval_steps == 0 or self.data.splits.valid is None:
             return
         found = evaluate(

@@ -210,7 +210,7 @@ def _count_problems(run: TrainRun) -> list[str]:
     optional = {
         "parallel.dp": run.parallel.dp, "parallel.pipeline.group": run.parallel.pipeline.group,
         "train.threads": run.train.threads, "train.tokens_per_microbatch": run.train.tokens_per_microbatch,
-        "train.eval_every": run.train.eval_every, "checkpoint.keep": run.checkpoint.keep,
+        "checkpoint.keep": run.checkpoint.keep,
         "checkpoint.keep_every": run.checkpoint.keep_every,
     }  # fmt: skip
     counts |= {name: value for name, value in optional.items() if value is not None}
@@ -446,7 +446,7 @@ def sharded_chunks_share_no_table(run: TrainRun, world: int) -> str | None:
 
 def evaluation_has_steps(run: TrainRun, world: int) -> str | None:
     """Asking for evaluations means saying how long they are."""
-    if run.train.eval_every is None or run.train.eval_steps > 0:
+    if not run.train.eval_every or run.train.eval_steps > 0:
         return None
     return (
         f"train.eval_every={run.train.eval_every} but train.eval_steps=0: set train.eval_steps to 10, "
@@ -572,8 +572,8 @@ def number_problems(run: TrainRun) -> list[str]:
     }  # fmt: skip
     least = {
         "optim.clip_grad": run.optim.clip_grad, "train.eval_steps": run.train.eval_steps,
-        "checkpoint.every": run.checkpoint.every, "seed": run.seed, "train.max_minutes": run.train.max_minutes,
-        "observe.routing_trace": run.observe.routing_trace,
+        "train.eval_every": run.train.eval_every, "checkpoint.every": run.checkpoint.every, "seed": run.seed,
+        "train.max_minutes": run.train.max_minutes, "observe.routing_trace": run.observe.routing_trace,
     }  # fmt: skip
     return (
         model_number_problems(run.model)

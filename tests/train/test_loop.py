@@ -33,6 +33,7 @@ from megalith.train import loop
 from megalith.train.build import build_trainer
 from megalith.train.folder import RunFolder
 from megalith.train.loop import Outcome, run_training
+from megalith.train.rules import run_problems
 from megalith.train.step import StepResult, train_step
 
 CPU = torch.device("cpu")
@@ -422,6 +423,14 @@ def test_a_run_that_reads_every_sample_once_is_told_how_long_it_can_be(tmp_path:
 def test_data_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the training data has .* samples, and the run reads 1200"):
         train(tmp_path, {"data.num_train_samples": "96", "train.steps": "100"})
+
+
+def test_eval_every_0_evaluates_after_the_last_step_only(tmp_path: Path) -> None:
+    for value in ("0", "none"):
+        train(tmp_path / value, {"train.eval_every": value, "train.steps": "3"})
+        assert [row["step"] for row in rows(tmp_path / value) if "eval_loss" in row] == [3]
+    tiny = tiny_run({"train.eval_every": "0", "train.eval_steps": "0"})
+    assert run_problems(tiny, 1) == []
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:

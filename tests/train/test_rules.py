@@ -183,6 +183,7 @@ CASES = [
         "to 0 or less",
     ),
     ({"train__eval_every": "5"}, 1, "train.eval_every=5 but train.eval_steps=0", "set train.eval_steps to 10"),
+    ({"train__eval_every": "-1"}, 1, "train.eval_every=-1 must be a finite number of at least 0", "Use 0 or more"),
     ({"train__label_smoothing": "1.0"}, 1, "train.label_smoothing=1.0 must be in [0, 1)", "Use 0.1, or 0"),
     ({"train__z_loss": "-1"}, 1, "train.z_loss=-1.0 must be a finite number of at least 0", "Use 1e-4"),
     ({"train__loss_chunk": "0"}, 1, "train.loss_chunk=0 must be at least 1", "Use 1024, or leave it unset"),
