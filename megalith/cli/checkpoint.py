@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -148,28 +149,85 @@ def verify(argv: list[str]) -> int:
 
 def diff(argv: list[str]) -> int:
     """Print which tensors of two checkpoints differ, and by how much; 1 if any does."""
-    from megalith.checkpoint.compare import Comparison, compare_checkpoints
+    from megalith.checkpoint.compare import compare_checkpoints
     from megalith.checkpoint.load import open_checkpoint
 
     options = parse_options(DiffOptions, argv, prog="megalith checkpoint diff")
     if not 0 <= options.atol < math.inf:
         raise ConfigError(f"--atol={options.atol} must be a finite number of at least 0. Use for example --atol 1e-6.")
     a, b = (open_checkpoint(newest_in(folder_named(name))) for name in (options.a, options.b))
-    differing, same = list[Comparison](), 0
-    for found in compare_checkpoints(a, b, atol=options.atol, only=options.only):
-        same += found.kind == "same"
-        differing += [] if found.kind == "same" else [found]
+    comparisons = list(compare_checkpoints(a, b, atol=options.atol, only=options.only))
+    differing = [each for each in comparisons if each.kind != "same"]
+    same = len(comparisons) - len(differing)
+    summary = _summarize(comparisons)
     if options.json:
         print_json(
             {"a": str(a.path), "b": str(b.path), "step_a": a.step, "step_b": b.step, "atol": options.atol,
-             "same": same, "different": [asdict(each) | {"largest": _finite(each.largest)} for each in differing]}
+             "same": same, "different": [asdict(each) | {"largest": _finite(each.largest)} for each in differing],
+             "summary": [asdict(each) | {"largest": _finite(each.largest)} for each in summary]}
         )  # fmt: skip
         return int(bool(differing))
     print(f"a: {a.path}, step {a.step:,}\nb: {b.path}, step {b.step:,}")
     for each in differing:
         print(f"  {each.name}: {_in_words(each)}")
     print(f"{same} tensors are the same, {len(differing)} are not")
+    for role in summary:
+        print(f"  {role.describe()}")
     return int(bool(differing))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSummary:
+    """How the tensors of one role differ between two checkpoints."""
+
+    role: str
+    """`weights`, or a part of the optimizer state."""
+    tensors: int
+    different: int
+    """Tensors whose values or shapes differ."""
+    missing: int
+    """Tensors that only one of the checkpoints has."""
+    numel: int
+    """Elements that were compared."""
+    differing: int
+    """Elements that differ by more than the tolerance."""
+    largest: float
+    """Largest absolute difference."""
+    largest_in: str | None
+    """Tensor with the largest difference; None: there is no difference."""
+
+    def describe(self) -> str:
+        """Return the line that `diff` prints."""
+        missing = f", {self.missing} only in one" if self.missing else ""
+        counts = f"{self.role:<11} {self.different:,} of {self.tensors:,} tensors differ{missing}"
+        if not self.differing:
+            return counts
+        share = f"{self.differing:,} of {self.numel:,} elements ({self.differing / self.numel:.3g})"
+        return f"{counts}: {share}, by {self.largest:.3g} at most, in {self.largest_in}"
+
+
+def _summarize(comparisons: Sequence["Comparison"]) -> list[RoleSummary]:
+    """Return one summary for the weights and for each part of the optimizer state."""
+    roles: dict[str, list[Comparison]] = {}
+    for each in comparisons:
+        roles.setdefault(role_of(each.name), []).append(each)
+    return [_summarize_role(role, members) for role, members in sorted(roles.items())]
+
+
+def _summarize_role(role: str, members: Sequence["Comparison"]) -> RoleSummary:
+    most = max(members, key=lambda each: each.largest)
+    kinds = Counter(each.kind for each in members)
+    return RoleSummary(
+        role=role, tensors=len(members), different=kinds["values"] + kinds["shape"],
+        missing=kinds["only in a"] + kinds["only in b"], numel=sum(each.numel for each in members),
+        differing=sum(each.differing for each in members), largest=most.largest,
+        largest_in=most.name if most.largest else None,
+    )  # fmt: skip
+
+
+def role_of(key: str) -> str:
+    """Return what a tensor of a checkpoint is: `weights`, or the name of a part of the optimizer state."""
+    return "weights" if key.startswith("model.") else key.split(".")[1]
 
 
 def _in_words(found: "Comparison") -> str:
@@ -237,8 +295,7 @@ def describe(path: Path) -> dict[str, Any]:  # JSON
     opened = open_checkpoint(path)
     manifest, roles = opened.manifest, dict[str, dict[str, Any]]()
     for key, tensor in manifest.tensors.items():
-        role = "weights" if key.startswith("model.") else key.split(".")[1]
-        size = roles.setdefault(role, {"tensors": 0, "numel": 0, "dtypes": Counter[str]()})
+        size = roles.setdefault(role_of(key), {"tensors": 0, "numel": 0, "dtypes": Counter[str]()})
         size["tensors"] += 1
         size["numel"] += prod(tensor.shape)
         size["dtypes"][tensor.dtype] += 1

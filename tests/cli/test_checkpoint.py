@@ -169,6 +169,30 @@ def test_runs_are_found_by_name(
     assert "frist: no such folder, neither here nor under runs/. Did you mean first?" in capsys.readouterr().err
 
 
+def test_diff_ends_with_a_summary_of_weights_and_optimizer_state(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, added in (("a", 0.0), ("b", 0.5)):
+        weights = [torch.arange(4.0), torch.arange(4.0) + added * torch.tensor([0, 0, 1, 4])]
+        entries = [
+            Entry(whole("head.weight", (4,)), "param", weights[0], True),
+            Entry(whole("norm.weight", (4,)), "param", weights[1], True),
+            Entry(whole("norm.weight", (4,)), "exp_avg", torch.zeros(4), True),
+        ]
+        entries += [Entry(whole("odd.weight", (2,)), "exp_avg", torch.zeros(2), True)] if name == "b" else []
+        save_checkpoint(tmp_path / name, 1, entries, {}, alone("world"), config_text="", keep=None)
+    assert call("diff", tmp_path / "a", tmp_path / "b") == 1
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        "2 tensors are the same, 2 are not",
+        "  exp_avg     0 of 2 tensors differ, 1 only in one",
+        "  weights     1 of 2 tensors differ: 2 of 8 elements (0.25), by 2 at most, in model.norm.weight",
+    ]
+    assert call("diff", tmp_path / "a", tmp_path / "b", "--json") == 1
+    moments, weights_summary = json.loads(capsys.readouterr().out)["summary"]
+    assert (moments["role"], moments["missing"], moments["largest_in"]) == ("exp_avg", 1, None)
+    assert (weights_summary["differing"], weights_summary["numel"], weights_summary["largest"]) == (2, 8, 2.0)
+
+
 def test_diff_names_what_differs_and_ends_with_1(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, two = (run / "checkpoints" / f"step_000000{step}" for step in (1, 2))
     assert call("diff", one, two) == 1
