@@ -9,8 +9,8 @@ from megalith.cli.output import print_json
 from megalith.config.suggest import did_you_mean
 from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.indexed import IndexedDataset
-from megalith.data.stores import find_stores, merge_stores, summarize
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.stores import find_stores, merge_stores, read_store_tokenizer, summarize
+from megalith.data.tokenizer import Tokenizer, build_tokenizer, kind_of
 from megalith.errors import ConfigError, DataError
 
 
@@ -42,8 +42,8 @@ class CatOptions:
     """The store: its path without .bin or .idx."""
     document: int = 0
     """Its number, from 0."""
-    tokenizer: str = "byte"
-    """`byte`, or a folder with tokenizer.json."""
+    tokenizer: str | None = None
+    """`byte`, or the folder or file of a tokenizer; default: the one that `megalith prepare` wrote the store with."""
     ids: bool = False
     """Print the token ids instead."""
 
@@ -120,17 +120,21 @@ def cat(argv: list[str]) -> int:
     if options.ids:
         print(" ".join(str(token) for token in ids))
         return 0
-    config = TokenizerConfig()
-    if options.tokenizer != "byte":
-        config = TokenizerConfig(kind="huggingface", path=options.tokenizer)
-    tokenizer = build_tokenizer(config)
+    tokenizer = read_store_tokenizer(options.prefix) if options.tokenizer is None else _named(options.tokenizer)
     if ids and max(ids) >= tokenizer.vocab_size:
         raise DataError(
-            f"document {options.document} of {options.prefix} has id {max(ids)}, but tokenizer {options.tokenizer} "
-            f"has {tokenizer.vocab_size}. Pass --tokenizer with the one that wrote the store, or --ids."
+            f"document {options.document} of {options.prefix} has id {max(ids)}, but tokenizer "
+            f"{options.tokenizer or 'byte'} has {tokenizer.vocab_size}. Pass --tokenizer with the one that wrote the "
+            f"store, or --ids."
         )
     print(tokenizer.decode(ids))
     return 0
+
+
+def _named(tokenizer: str) -> Tokenizer:
+    if tokenizer == "byte":
+        return build_tokenizer(TokenizerConfig())
+    return build_tokenizer(TokenizerConfig(kind=kind_of(tokenizer), path=tokenizer))
 
 
 def pack_conversations(argv: list[str]) -> int:

@@ -13,7 +13,8 @@ class PrepareConfig:
     input: tuple[str, ...]
     """Files, folders (everything below them, by name) and globs; .gz and .zst are unpacked on the way."""
     output: str
-    """Prefix of the store: OUTPUT.bin and OUTPUT.idx, or OUTPUT_KEY.bin and .idx when there are several keys."""
+    """Prefix of the store: OUTPUT.bin and OUTPUT.idx, or OUTPUT_KEY.bin and .idx when there are several keys. Beside
+    each, .tokenizer.yaml names the tokenizer."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     """How text becomes ids."""
     format: Literal["auto", "jsonl", "text"] = "auto"

@@ -21,6 +21,7 @@ from megalith.config.tokenizer import TokenizerConfig
 from megalith.data.corpus import Block, Document, Rejected, Source, block_documents, find_sources, read_blocks
 from megalith.data.indexed import index_path, token_dtype, tokens_path
 from megalith.data.journal import EncodedKey, Journal, Totals
+from megalith.data.stores import write_tokenizer_record
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError, raise_all
 
@@ -74,6 +75,8 @@ def prepare(config: PrepareConfig, *, report: Callable[[Progress], None] | None 
             _refuse_existing(outputs, overwrite=config.overwrite)
             _tokenize(journal, sources, config, report)
             journal.finish(token_dtype(tokenizer.vocab_size))
+        for prefix in outputs:  # before the stores have their names: a resumed run repeats both
+            write_tokenizer_record(prefix, config.tokenizer, tokenizer.fingerprint)
         journal.publish(outputs)
         return journal.totals
 

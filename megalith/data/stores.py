@@ -1,13 +1,17 @@
-"""Whole token stores: what one holds, and several joined into one."""
+"""Whole token stores: what one holds, which tokenizer wrote it, and several joined into one."""
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
+from megalith import storage
+from megalith.config.tokenizer import TokenizerConfig
+from megalith.config.tree import dump_yaml, load_yaml
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder, index_path, store_exists, tokens_path
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import DataError
 
 _LOOKED_AT = 100_000  # documents whose last token is read: enough for a share, and seconds on a slow disk
@@ -99,6 +103,11 @@ def merge_stores(prefixes: Sequence[str], output: str, *, overwrite: bool = Fals
         for prefix in prefixes:
             builder.add_index(prefix)
         builder.finalize()
+    records = [_read_record(prefix) for prefix in prefixes]
+    if records[0] is None or any(record != records[0] for record in records):
+        storage.remove_file(tokenizer_record(output))  # of a store that was replaced
+    else:
+        write_tokenizer_record(output, records[0].tokenizer, records[0].fingerprint)
 
 
 def _refuse_other_kinds(stores: Sequence[IndexedDataset]) -> None:
@@ -109,3 +118,58 @@ def _refuse_other_kinds(stores: Sequence[IndexedDataset]) -> None:
             f"{', '.join(others)}: not of the same token type as {stores[0].path_prefix} ({kinds[0]}). "
             f"Use stores of one tokenizer."
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreTokenizer:
+    """Which tokenizer wrote a store: the contents of PREFIX.tokenizer.yaml."""
+
+    fingerprint: str
+    """Changes when the ids of any text would."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    """A path to files is relative to the folder of the store."""
+
+
+def tokenizer_record(prefix: str) -> Path:
+    """Return the file beside a store that says which tokenizer wrote it."""
+    return Path(f"{prefix}.tokenizer.yaml")
+
+
+def write_tokenizer_record(prefix: str, config: TokenizerConfig, fingerprint: str) -> None:
+    """Write down which tokenizer wrote a store."""
+    file = tokenizer_record(prefix)
+    if config.path is not None and Path(config.path).exists():  # else it is a hub name
+        config = replace(config, path=os.path.relpath(config.path, file.parent))
+    storage.replace_file(file, dump_yaml(StoreTokenizer(fingerprint=fingerprint, tokenizer=config)).encode())
+
+
+def read_store_tokenizer(prefix: str) -> Tokenizer:
+    """Build the tokenizer that wrote a store: the recorded one, or bytes where no record exists.
+
+    Raises:
+        ConfigError: the record is damaged.
+        DataError: the tokenizer is gone, or is another one now.
+    """
+    record = _read_record(prefix)
+    if record is None:
+        return build_tokenizer(TokenizerConfig())
+    tokenizer = build_tokenizer(record.tokenizer)
+    if tokenizer.fingerprint != record.fingerprint:
+        raise DataError(
+            f"{tokenizer_record(prefix)}: the store was written by the tokenizer {record.fingerprint}, and "
+            f"{record.tokenizer.path} is {tokenizer.fingerprint} now. Pass --tokenizer with the one that wrote it, or "
+            f"--ids."
+        )
+    return tokenizer
+
+
+def _read_record(prefix: str) -> StoreTokenizer | None:
+    """Read the record of a store, with the path of the tokenizer as it is from here; None: the store has none."""
+    file = tokenizer_record(prefix)
+    if not file.is_file():
+        return None
+    record = load_yaml(file, StoreTokenizer)
+    path = record.tokenizer.path
+    if path is None or not (file.parent / path).exists():
+        return record
+    return replace(record, tokenizer=replace(record.tokenizer, path=os.path.normpath(file.parent / path)))

@@ -1,12 +1,15 @@
 """`megalith data info|verify|cat|merge` from the command line."""
 
 import json
+import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megalith.cli.main import main
+from megalith.data.huggingface import train_bpe
 from megalith.data.indexed import IndexedDataset, IndexedDatasetBuilder
 from megalith.data.tokenizer import ByteTokenizer
 
@@ -41,6 +44,31 @@ def test_cat_prints_text_or_ids(prefix: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "104 101 108 108 111 256\n"
     assert run("cat", prefix, "--document", 3) == 2
     assert "has no document 3: choose one of 0 to 2" in capsys.readouterr().err
+
+
+def test_cat_reads_the_tokenizer_that_prepare_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # prepare catches SIGTERM for its process
+    (tmp_path / "text.jsonl").write_text('{"text": "the quick fox, the quick dog"}\n' * 9)
+    words = ("--input", "text.jsonl", "--output", "store/a", "--train-tokenizer", "270", "--tokenizer", "store/words")
+    assert main(["prepare", *words]) == 0
+    shutil.move("store", "moved")
+    capsys.readouterr()
+    assert run("cat", "moved/a") == 0
+    assert capsys.readouterr().out == "the quick fox, the quick dog\n"
+    assert run("merge", "--input", "moved/a", "moved/a", "--output", "twice") == 0
+    assert run("cat", "twice", "--document", "10") == 0
+    assert capsys.readouterr().out.endswith("documents\nthe quick fox, the quick dog\n")
+    train_bpe(["another one, another two"] * 4, vocab_size=262, path="moved/words")
+    assert run("cat", "moved/a") == 2
+    error = capsys.readouterr().err
+    assert "moved/a.tokenizer.yaml: the store was written by the tokenizer huggingface-" in error
+    assert "Pass --tokenizer with the one that wrote it, or --ids." in error
+    shutil.rmtree("moved/words")
+    assert run("cat", "moved/a") == 2 and run("cat", "moved/a", "--ids") == 0
+    assert "neither a folder nor a model in the local Hugging Face cache" in capsys.readouterr().err
 
 
 def test_cat_with_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

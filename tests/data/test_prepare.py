@@ -71,7 +71,8 @@ def test_the_store_is_what_a_plain_loop_writes(tmp_path: Path, small_blocks: Non
     assert (store.num_tokens, len(store)) == (totals.tokens, totals.sequences)
     assert totals.empty_documents == sum(entry["text"] == "" for entry in entries) > 0
     assert totals.text_bytes == sum(len(entry["text"].encode()) for entry in entries)
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out")) == ["out.bin", "out.idx"]
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out"))
+    assert names == ["out.bin", "out.idx", "out.tokenizer.yaml"]
 
 
 def test_the_number_of_workers_does_not_matter(tmp_path: Path, small_blocks: None) -> None:
