@@ -1,4 +1,4 @@
-"""Megatron's flags that need nothing here: so anyway, or done differently with the same result."""
+"""Megatron's flags that need nothing here: what they ask for is implemented, or done differently."""
 
 from megalith.config.megatron.table import Group
 
@@ -11,29 +11,20 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="gradients are always added in fp32, in buckets, each sent as soon as it is full",
+        reason="gradients are always added in fp32, in contiguous buckets, each sent as soon as it is full",
         flags="""
-            --DDP-impl --accumulate-allreduce-grads-in-fp32! --ddp-average-in-collective! --ddp-num-buckets
-            --ddp-pad-buckets-for-high-nccl-busbw! --ddp-param-name-patterns-for-fp32-local-accumulation
+            --accumulate-allreduce-grads-in-fp32! --ddp-param-name-patterns-for-fp32-local-accumulation
             --ddp-reduce-scatter-with-fp32-accumulation! --fp32-allreduce! --gradient-accumulation-fusion!
-            --no-contiguous-buffers-in-local-ddp! --no-gradient-accumulation-fusion! --no-gradient-reduce-div-fusion!
             --use-contiguous-buffers-in-ddp!
         """,
     ),
     Group(
         verdict="already", effect="none",
         reason=(
-            "communication hides behind computation wherever it can, with the same numbers; parallel.overlap=false "
-            "turns all of it off"
+            "gradient sums, updated weights and the messages of stages travel behind computation; "
+            "parallel.overlap=false turns it off"
         ),
-        flags="""
-            --align-grad-reduce! --align-param-gather! --delay-param-gather! --disable-align-grad-reduce!
-            --disable-tp-comm-bulk-dgrad! --disable-tp-comm-bulk-wgrad! --no-align-grad-reduce! --no-align-param-gather!
-            --no-async-tensor-model-parallel-allreduce! --no-delay-grad-reduce! --no-overlap-p2p-communication!
-            --no-tp-comm-bulk-dgrad! --no-tp-comm-bulk-wgrad!
-            --overlap-grad-reduce! --overlap-p2p-communication! --overlap-p2p-communication-warmup-flush!
-            --overlap-param-gather! --overlap-param-gather-with-optimizer-step!
-        """,
+        flags="--overlap-grad-reduce! --overlap-p2p-communication! --overlap-param-gather!",
     ),
     Group(
         verdict="already", effect="none", switch="--num-experts",
@@ -42,80 +33,35 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="stages send each other hidden states in the one way there is here, cut over tp where they are cut",
-        flags="""
-            --no-scatter-gather-tensors-in-pipeline! --pipeline-model-parallel-comm-backend --use-ring-exchange-p2p!
-        """,
+        reason="the softmax of attention is always computed in fp32, from unscaled queries and keys",
+        flags="--attention-softmax-in-fp32! --no-query-key-layer-scaling!",
     ),
     Group(
         verdict="already", effect="none",
-        reason="buffers of sharded weights and gradients are planned here",
-        flags="""
-            --fsdp-db-use-persist-buf-on-alloc-fail! --fsdp-double-buffer! --fsdp-manual-registration!
-            --megatron-fsdp-enable-fine-grained-param-gather! --megatron-fsdp-max-pool-double-buffer!
-            --megatron-fsdp-version --no-use-layer-wise-param-layout! --suggested-communication-unit-size
-        """,
+        reason="the rank on a machine comes from torchrun or `megalith train --nproc`, which sets it for each process",
+        flags="--local-rank --local_rank",
     ),
     Group(
         verdict="already", effect="none",
-        reason="the softmax of attention is always computed in fp32; the scaling only served fp16",
-        flags="--apply-query-key-layer-scaling! --attention-softmax-in-fp32! --no-query-key-layer-scaling!",
-    ),
-    Group(
-        verdict="already", effect="none",
-        reason=(
-            "which kernel computes an operation is chosen here by what the machine has; what it computes stays "
-            "the same"
-        ),
-        flags="""
-            --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
-            --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
-            --flash-attention-version --fused-residual-rmsnorm! --kitchen-attention-backend
-            --no-bias-dropout-fusion!
-            --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
-            --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
-            --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!
-            --use-grouped-gemm-for-dense-mlp! --use-kitchen-attention! --use-te-activation-func!
-            --use-transformer-engine-op-fuser!
-        """,
-    ),
-    Group(
-        verdict="already", effect="none",
-        reason="processes find each other through torchrun or `megalith train --nproc`; the backend follows the device",
-        flags="""
-            --disable-gloo-process-groups! --distributed-backend --distributed-timeout-seconds-after-init
-            --high-priority-stream-groups --initialize-socket-comms! --lazy-mpu-init --local-rank --local_rank
-            --nccl-communicator-config-path --sharp-enabled-group --use-sharp!
-        """,
-    ),
-    Group(
-        verdict="already", effect="none",
-        reason=(
-            "samples are read a step ahead from mapped files: no worker processes, no stored masks, no counts "
-            "beside them"
-        ),
-        flags="""
-            --allow-ambiguous-pad-tokens! --data-impl --dataloader-defer-npy-index-mmap!
-            --dataloader-fast-cache-load! --mmap-warmup! --no-create-attention-mask-in-dataloader!
-            --num-dataset-builder-threads --num-workers --per-dataset-sequences-path --use-gigatoken!
-        """,
+        reason="attention masks follow from document boundaries, and padding from its place in a row, not from an id",
+        flags="--allow-ambiguous-pad-tokens! --no-create-attention-mask-in-dataloader!",
     ),
     Group(
         verdict="already", effect="none",
         reason="the first weights are the same under every layout, drawn part by part without whole tensors in memory",
-        flags="--data-parallel-random-init! --init-model-with-meta-device! --use-cpu-initialization!",
+        flags="--init-model-with-meta-device! --use-cpu-initialization!",
     ),
     Group(
         verdict="already", effect="none",
         reason="always in metrics.jsonl, and in TensorBoard where it is installed",
-        flags="--log-throughput! --tensorboard-log-interval --tensorboard-queue-size",
+        flags="--log-throughput!",
     ),
     Group(
         verdict="already", effect="none",
-        reason="any layout loads any checkpoint here",
+        reason="every rank writes its part of a checkpoint, and any layout loads any checkpoint",
         flags="""
-            --auto-detect-ckpt-format! --ckpt-assume-constant-structure! --ckpt-fully-parallel-save!
-            --dist-ckpt-optim-fully-reshardable! --distrib-optim-fully-reshardable-mem-efficient! --use-dist-ckpt!
+            --ckpt-fully-parallel-save! --dist-ckpt-optim-fully-reshardable!
+            --distrib-optim-fully-reshardable-mem-efficient! --use-dist-ckpt!
         """,
     ),
     Group(
@@ -125,7 +71,7 @@ ALREADY = (
     ),
     Group(
         verdict="already", effect="none",
-        reason="the model is built from the same parts as Megatron Core's",
+        reason="selects the only model there is, or permits other arguments, each of which has its own answer",
         flags="--enable-experimental! --use-mcore-models!",
     ),
     Group(
@@ -136,7 +82,7 @@ ALREADY = (
     Group(
         verdict="already", effect="none",
         reason="that is how Hugging Face tokenizers are read",
-        flags="--tokenizer-hf-include-special-tokens! --tokenizer-hf-no-use-fast! --tokenizer-hf-use-fast!",
+        flags="--tokenizer-hf-include-special-tokens! --tokenizer-hf-use-fast!",
     ),
     Group(
         verdict="already", effect="none",
@@ -147,6 +93,85 @@ ALREADY = (
 
 # done differently here
 EXPLAINED = (
+    Group(
+        verdict="explained", effect="none",
+        reason=(
+            "data parallelism has one implementation: it sums fp32 gradients in contiguous buckets of "
+            "parallel.bucket_numel, and the loss is divided before backward. The flag is not followed"
+        ),
+        flags="""
+            --DDP-impl --ddp-average-in-collective! --ddp-num-buckets --no-contiguous-buffers-in-local-ddp!
+            --no-gradient-accumulation-fusion! --no-gradient-reduce-div-fusion!
+        """,
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason=(
+            "one setting, parallel.overlap, turns all overlapped communication on or off, with the same numbers; it "
+            "stays on"
+        ),
+        flags="--no-async-tensor-model-parallel-allreduce! --no-delay-grad-reduce! --no-overlap-p2p-communication!",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="stages send hidden states cut over tp where parallel.sp cuts them, and whole elsewhere",
+        flags="--no-scatter-gather-tensors-in-pipeline!",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="scores are not divided by the layer's number, which changed the range of fp16 and not the result",
+        flags="--apply-query-key-layer-scaling!",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason=(
+            "the kernel of each operation is chosen by what the machine has, or by the settings under kernels; what it "
+            "computes stays the same. The flag is not followed"
+        ),
+        flags="""
+            --bias-gelu-fusion! --cross-entropy-fusion-impl --cross-entropy-loss-fusion!
+            --disable-clone-scatter-output-in-embedding! --disable-jit-fuser! --fallback-to-eager-attn!
+            --flash-attention-version --fused-residual-rmsnorm! --no-bias-dropout-fusion!
+            --no-clone-scatter-output-in-embedding! --no-masked-softmax-fusion! --no-persist-layer-norm!
+            --no-scaled-masked-softmax-fusion! --scaled-upper-triang-masked-softmax-fusion
+            --transformer-impl --use-flash-attn! --use-fused-weighted-squared-relu!
+            --use-grouped-gemm-for-dense-mlp! --use-te-activation-func! --use-transformer-engine-op-fuser!
+        """,
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="the backend follows the device: NCCL beside gloo on GPUs, gloo on CPUs; groups are made at the start",
+        flags="--disable-gloo-process-groups! --distributed-backend --lazy-mpu-init",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason=(
+            "each rank reads samples a step ahead from mapped files, without worker processes; one rank builds the "
+            "indices. The flag is not followed"
+        ),
+        flags="""
+            --data-impl --dataloader-defer-npy-index-mmap! --dataloader-fast-cache-load! --mmap-warmup!
+            --num-dataset-builder-threads --num-workers --per-dataset-sequences-path
+        """,
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason=(
+            "first weights are drawn once for each parameter, whatever rank holds it; Megatron draws others on each "
+            "data-parallel rank and then sends those of the first"
+        ),
+        flags="--data-parallel-random-init!",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="TensorBoard is written with metrics.jsonl, every train.log_every steps",
+        flags="--tensorboard-log-interval --tensorboard-queue-size",
+    ),
+    Group(
+        verdict="explained", effect="none",
+        reason="Hugging Face tokenizers are read from their own files in one way, the fast one's, with the same tokens",
+        flags="--tokenizer-hf-no-use-fast!",
+    ),
     Group(
         verdict="explained", effect="none",
         reason=(
@@ -209,7 +234,7 @@ EXPLAINED = (
             "torch.distributed.checkpoint files and a manifest"
         ),
         flags="""
-            --ckpt-drop-redundant-extra-state! --ckpt-format --disable-save-tokenizer-assets!
+            --auto-detect-ckpt-format! --ckpt-drop-redundant-extra-state! --ckpt-format --disable-save-tokenizer-assets!
             --disable-strict-fsdp-dtensor-load! --dist-ckpt-format --dist-ckpt-save-pre-mcore-014!
             --dist-ckpt-strictness --no-save-tokenizer-assets! --no-strict-fsdp-dtensor-load!
             --save-tokenizer-assets! --strict-fsdp-dtensor-load! --verify-integrity!

@@ -49,13 +49,58 @@ LATER = (
             "numbers are the same"
         ),
         flags="""
-            --disable-symmetric-registration! --disable-tp-comm-overlap-ag! --disable-tp-comm-overlap-rs!
+            --disable-symmetric-registration! --disable-tp-comm-bulk-dgrad! --disable-tp-comm-bulk-wgrad!
+            --disable-tp-comm-overlap-ag! --disable-tp-comm-overlap-rs! --no-tp-comm-bulk-dgrad!
+            --no-tp-comm-bulk-wgrad!
             --disable-tp-comm-split-ag! --disable-tp-comm-split-rs! --gtp-remat-nccl-ub! --gtp-remat-opt-in-modules
             --gtp-remat-reduce-scatter-with-fp32-accumulation! --nccl-ub! --no-tp-comm-overlap-ag!
             --no-tp-comm-overlap-rs! --no-tp-comm-split-ag! --no-tp-comm-split-rs!
             --tensor-parallel-num-weight-shards --tp-comm-bootstrap-backend --tp-comm-overlap-cfg
             --tp-comm-overlap-rs-dgrad! --use-nccl-ub!
         """,
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason=(
+            "not yet: settings of NCCL, SHARP and other transports. NCCL's own variables (NCCL_...) in the environment "
+            "still apply"
+        ),
+        flags="""
+            --ddp-pad-buckets-for-high-nccl-busbw! --high-priority-stream-groups --initialize-socket-comms!
+            --nccl-communicator-config-path --pipeline-model-parallel-comm-backend --sharp-enabled-group
+            --use-ring-exchange-p2p! --use-sharp!
+        """,
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason="not yet: another timeout after the first step; parallel.timeout_seconds is that of the whole run",
+        flags="--distributed-timeout-seconds-after-init",
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason=(
+            "not yet: other times at which stages start to sum gradients, gather weights or send than parallel.overlap "
+            "has. The numbers are the same"
+        ),
+        flags="""
+            --align-grad-reduce! --align-param-gather! --delay-param-gather! --disable-align-grad-reduce!
+            --no-align-grad-reduce! --no-align-param-gather! --overlap-p2p-communication-warmup-flush!
+            --overlap-param-gather-with-optimizer-step!
+        """,
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason="not yet: buffers and units of Megatron FSDP; those of parallel.zero=3 are planned here",
+        flags="""
+            --fsdp-db-use-persist-buf-on-alloc-fail! --fsdp-double-buffer! --fsdp-manual-registration!
+            --megatron-fsdp-enable-fine-grained-param-gather! --megatron-fsdp-max-pool-double-buffer!
+            --megatron-fsdp-version --no-use-layer-wise-param-layout! --suggested-communication-unit-size
+        """,
+    ),
+    Group(
+        verdict="not mapped", effect="none",
+        reason="not yet: another library that splits text into tokens; the tokenizer's own is used",
+        flags="--use-gigatoken!",
     ),
     Group(
         verdict="not mapped", effect="none",
@@ -67,7 +112,8 @@ LATER = (
         reason="not yet: checkpoints written in the background, cached plans, and copies on local disks",
         flags="""
             --async-ckpt-cpu-priority --async-ckpt-io-priority --async-ckpt-use-cpu-shm! --async-save!
-            --async-strategy --ckpt-fully-parallel-load! --ckpt-fully-parallel-load-exchange-algo
+            --async-strategy --ckpt-assume-constant-structure! --ckpt-fully-parallel-load!
+            --ckpt-fully-parallel-load-exchange-algo
             --ckpt-fully-parallel-load-per-rank-objects! --ckpt-fully-parallel-load-process-group
             --ckpt-fully-parallel-save-process-group --ckpt-pg-tensors-cache-create! --ckpt-pg-tensors-cache-path
             --disable-ckpt-load-validate-sharding-integrity! --disable-stream-ckpt-dequant! --dist-ckpt-workers
@@ -201,8 +247,8 @@ NUMBERS = (
         verdict="not mapped", effect="numbers",
         reason="not yet: 8-bit and 4-bit matrix products. bf16 takes their place",
         flags="""
-            --fp4-format --fp8-e4m3! --fp8-format --fp8-hybrid! --kitchen-config-file --kitchen-recipe-number
-            --te-precision-config-file
+            --fp4-format --fp8-e4m3! --fp8-format --fp8-hybrid! --kitchen-attention-backend --kitchen-config-file
+            --kitchen-recipe-number --te-precision-config-file --use-kitchen-attention!
         """,
     ),
     Group(
@@ -282,7 +328,7 @@ NUMBERS = (
 # the network, its data or its first weights
 MODEL = (
     Group(
-        verdict="already", effect="none",
+        verdict="explained", effect="none",
         reason="the projections down to short vectors are computed apart, with the same result",
         flags="--mla-down-proj-fusion!",
     ),
