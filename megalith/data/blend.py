@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megalith.data.cache import Arrays
 from megalith.data.documents import DocumentDataset
 from megalith.data.loops import fill_exhaustive_order, fill_weighted_order, loop_for
-from megalith.data.sample import Dataset, Indexed, Row, Sample
+from megalith.data.sample import Dataset, Indexed, Row
 from megalith.errors import DataError
 
 MAX_MEMBERS = 32766  # the member of each sample is an int16
@@ -83,10 +83,8 @@ def order_arrays(order: BlendOrder) -> Arrays:
 class BlendedDataset:
     """Samples of several datasets in the order of a blend."""
 
-    def __init__(
-        self, members: Sequence[Dataset], names: Sequence[str], ids: Sequence[int], order: BlendOrder, fingerprint: str
-    ) -> None:
-        """`ids` are the members' places in the user's list; they differ from 0, 1 … when some have weight 0.
+    def __init__(self, members: Sequence[Dataset], names: Sequence[str], order: BlendOrder, fingerprint: str) -> None:
+        """`names` are the members' names for messages.
 
         Raises:
             DataError: too many members, or one has fewer samples than the order takes from it.
@@ -94,7 +92,6 @@ class BlendedDataset:
         self.num_samples = len(order.members)
         self.fingerprint = fingerprint
         self._members = members
-        self._ids = ids
         self._order = order
         if len(members) > MAX_MEMBERS:
             raise DataError(f"a blend of {len(members)} members: use at most {MAX_MEMBERS}; merge small stores first.")
@@ -110,15 +107,13 @@ class BlendedDataset:
         return self.num_samples
 
     def sample(self, k: int) -> Row:
-        """Sample k, with the place of its member in the blend.
+        """Return sample k of the blend.
 
         Raises:
             DataError: there is no sample k.
         """
         self._check(k)
-        member = int(self._order.members[k])
-        sample = self._members[member].sample(int(self._order.samples[k]))
-        return replace(sample, dataset_id=self._ids[member]) if isinstance(sample, Sample) else sample
+        return self._members[int(self._order.members[k])].sample(int(self._order.samples[k]))
 
     def _check(self, k: int) -> None:
         if not 0 <= k < self.num_samples:

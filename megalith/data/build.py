@@ -209,7 +209,7 @@ class _Builder:
             lambda: order_arrays(weighted_order(kept, sizes[-1].total)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return self.blended(members, [prefixes[place] for place in used], used, order, fingerprint)
+        return self.blended(members, [prefixes[place] for place in used], order, fingerprint)
 
     def _unweighted(
         self, name: str, prefixes: Sequence[str], share: tuple[float, float], num_samples: int | None
@@ -225,7 +225,7 @@ class _Builder:
             lambda: order_arrays(exhaustive_order(sizes) if num_samples is None else weighted_order(sizes, count)),
         )
         order = BlendOrder(arrays["members"], arrays["samples"])
-        return self.blended(members, prefixes, range(len(members)), order, fingerprint)
+        return self.blended(members, prefixes, order, fingerprint)
 
     def _member(
         self,

@@ -29,7 +29,6 @@ class Sample:
 
     ids: NDArray[np.int64]  # [seq_len + 1]; zeros from num_valid on
     num_valid: int  # ids from here on are padding: neither read nor predicted
-    dataset_id: int = 0  # which member of a blend it came from
     places: NDArray[np.int64] | None = None  # [3, seq_len], by time, height and width; None: the place in the document
     mask: RowMask | None = None  # None: no more is hidden than layers hide
 

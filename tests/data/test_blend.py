@@ -60,12 +60,10 @@ def members(count: int, num_samples: int) -> list[PretrainDataset]:
 
 def test_samples_come_from_the_member_and_place_of_the_order() -> None:
     parts = members(2, 30)
-    blend = BlendedDataset(parts, ["a", "b"], [0, 3], weighted_order([2, 1], 30), "print")
+    blend = BlendedDataset(parts, ["a", "b"], weighted_order([2, 1], 30), "print")
     assert len(blend) == blend.num_samples == 30
-    sample = blend.sample(1)
-    assert sample.dataset_id == 3
-    assert sample.ids.tolist() == parts[1].sample(0).ids.tolist()
-    assert blend.sample(2).dataset_id == 0
+    assert blend.sample(1).ids.tolist() == parts[1].sample(0).ids.tolist()
+    assert blend.sample(2).ids.tolist() == parts[0].sample(1).ids.tolist()
     with pytest.raises(DataError, match=r"the blend has 30 samples, and sample 30 was asked for\. Use more data"):
         blend.sample(30)
 
@@ -75,10 +73,10 @@ def test_a_member_that_is_too_short_is_named() -> None:
     order = BlendOrder(np.ones(10_000, np.int16), np.arange(10_000))
     text = rf"corpus-b has {parts[1].num_samples} samples, and the blend takes 10000 of them\. Set data.mid_level"
     with pytest.raises(DataError, match=text):
-        BlendedDataset(parts, ["a", "corpus-b"], [0, 1], order, "print")
+        BlendedDataset(parts, ["a", "corpus-b"], order, "print")
 
 
 def test_too_many_members_are_refused() -> None:
     part = members(1, 10)[0]
     with pytest.raises(DataError, match="a blend of 32767 members: use at most 32766"):
-        BlendedDataset([part] * 32767, ["a"] * 32767, range(32767), weighted_order([1], 2), "print")
+        BlendedDataset([part] * 32767, ["a"] * 32767, weighted_order([1], 2), "print")
