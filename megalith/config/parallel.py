@@ -80,7 +80,7 @@ class ParallelConfig:
 
     check_collectives: bool = False
     """Compare what all ranks are about to do before every collective, so that a mismatch is an error and not a hang;
-    slow."""
+    slow. The collectives that torch's FSDP2 launches under zero=3 are not compared."""
 
     timeout_seconds: float = 600.0
     """A collective that waits longer than this ends the run and names the ranks that did not arrive."""
