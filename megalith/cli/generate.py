@@ -244,7 +244,7 @@ def _read_stdin() -> str:
     try:
         text = sys.stdin.read(storage.MAX_TEXT_NBYTES + 1)
         text.encode()  # in the C locale, Python decodes invalid bytes as surrogates instead of raising an error
-    except UnicodeError as error:
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise DataError(f"-: standard input is not UTF-8 ({error.reason}). Pass UTF-8 text.") from None
     if len(text) > storage.MAX_TEXT_NBYTES:
         raise DataError(f"-: standard input has more than {storage.MAX_TEXT_NBYTES:,} characters. Pass a shorter text.")

@@ -237,7 +237,7 @@ def _large_count_problems(run: TrainRun) -> list[str]:
         "model.num_layers": model.num_layers, "model.mtp.depths": model.mtp.depths,
         "model.moe.experts": None if model.moe is None else model.moe.experts,
     }  # fmt: skip
-    limits = [
+    limits: list[tuple[Mapping[str, int | None], int]] = [
         (axes, MOST_RANKS), ({"parallel.pp": p.pp}, MOST_STAGES), (layers, MOST_LAYERS),
         ({"parallel.pipeline.vpp": p.pipeline.vpp}, most_chunks),
     ]  # fmt: skip
