@@ -205,8 +205,8 @@ class Display:
         seconds = time.monotonic() - self._started
         totals = progress.totals
         if self._bar is not None:
-            share = f"{progress.nbytes / max(progress.total_nbytes, 1):.0%}"
-            status = f"{share} · {totals.documents:,} documents · {totals.tokens:,} tokens"
+            percentage = f"{progress.nbytes / max(progress.total_nbytes, 1):.0%}"
+            status = f"{percentage} · {totals.documents:,} documents · {totals.tokens:,} tokens"
             self._bar.update(self._task, completed=progress.nbytes, total=progress.total_nbytes, status=status)
         elif time.monotonic() - self._said > _LINE_SECONDS:
             self._said = time.monotonic()
