@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # help should not have to wait for torch
     from megalith.parallel.worker import Worker
 
 EXIT, RESET, HELP = "/exit", "/reset", "/help"
+DEFAULT_TEMPERATURE = 0.6  # as in the generation_config.json of Llama 3 and Qwen3; at 1.0 small models make slips
 PATIENCE_SECONDS = 7 * 24 * 3600.0  # ranks wait for each other while a person thinks
 
 
@@ -50,8 +51,8 @@ class ChatOptions:
     max_new_tokens: int = 512
     """Tokens of an answer at most."""
 
-    temperature: float = 1.0
-    """Scores are divided by it: below 1 bolder choices get rarer; 0 always takes the best token."""
+    temperature: float = DEFAULT_TEMPERATURE
+    """Logits are divided by it: below 1 unlikely tokens become rarer; 0 always takes the most likely token."""
 
     top_k: int | None = None
     """Choose among this many best tokens; left out: all."""
@@ -114,7 +115,7 @@ def _pass_on(pipe: str) -> None:
 def option_problems(options: ChatOptions) -> list[str]:
     """Every option that cannot be, as texts."""
     problems = [f"--{text}".replace("_", "-") for text in sample_problems(settings(options))]
-    if options.greedy and options.temperature != 1.0:
+    if options.greedy and options.temperature != DEFAULT_TEMPERATURE:
         problems.append(f"--greedy with --temperature={options.temperature}: use one of them.")
     problems += chunk_problems(options.mlp_chunks)
     if options.nproc < 1:

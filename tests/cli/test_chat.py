@@ -11,7 +11,7 @@ from megalith.checkpoint.boxes import Entry
 from megalith.checkpoint.save import save_checkpoint
 from megalith.cli import chat as command
 from megalith.cli.arguments import parse_options
-from megalith.cli.chat import ChatOptions, open_chat, take_turn, worker_words
+from megalith.cli.chat import ChatOptions, open_chat, option_problems, settings, take_turn, worker_words
 from megalith.cli.main import main
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -57,6 +57,12 @@ def chat(
     code = main(["chat", *words])
     said = capsys.readouterr()
     return code, said.out, said.err
+
+
+def test_default_temperature_makes_unlikely_tokens_rarer(tuned: str) -> None:
+    assert settings(ChatOptions(source=tuned)).temperature == 0.6
+    assert settings(ChatOptions(source=tuned, greedy=True)).temperature == 0.0
+    assert option_problems(ChatOptions(source=tuned, greedy=True)) == []
 
 
 def test_every_line_is_a_turn_and_the_model_remembers_until_it_begins_again(

@@ -1,3 +1,10 @@
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
 from megalith.config.data import data_problems
 from megalith.data.build import build_datasets
 from megalith.data.tokenizer import ByteTokenizer
@@ -13,3 +20,21 @@ def test_its_conversations_fit_its_rows_and_most_of_a_row_is_filled() -> None:
     )  # fmt: skip
     assert splits.train is not None and len(splits.notes) == 2
     assert "600 conversations; " in splits.notes[0], "none is cut or left out"
+
+
+@pytest.mark.slow  # trains the whole recipe: a minute on two idle cores
+def test_chat_with_the_trained_model_gives_whole_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(tmp_path / "run")
+    assert main(["train", "sft_tiny", "--run", run]) == 0
+    questions = [(a, b) for a in range(2, 9, 2) for b in range(1, 10, 3)]
+    lines = [f"What is {a} plus {b}?\n/reset\n" for a, b in questions]
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(lines)))
+    capsys.readouterr()
+    assert main(["chat", run]) == 0
+    answers = capsys.readouterr().out.strip().splitlines()
+    well_formed = [answer for answer in answers if re.fullmatch(r"\d plus \d is \d+\.", answer)]
+    assert len(well_formed) >= len(questions) - 1, answers
+    repeated = sum(answer.startswith(f"{a} plus {b} is ") for answer, (a, b) in zip(answers, questions))
+    assert repeated >= len(questions) / 2, answers
