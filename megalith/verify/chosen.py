@@ -67,6 +67,9 @@ def chosen_parameters() -> Iterator[Layout]:
         "rates, dp2, zero 1": (TIED, ParallelConfig(dp=2, zero=1), RATES),
         "rates, tp2 dp2, zero 2": (TIED, ParallelConfig(tp=2, dp=2, zero=2), RATES),
         "rates, dp2, zero 3": (TIED, ParallelConfig(dp=2, zero=3), RATES),
+        "sgd, tp2 dp2, zero 1": (TIED, ParallelConfig(tp=2, dp=2, zero=1), OptimConfig(kind="sgd", nesterov=True)),
+        "sgd, pp2 dp2, zero 3": (FOUR, staged(2, dp=2, zero=3), replace(RATES, kind="sgd", groups=RATES.groups[:1])),
+        "adam with L2 decay, tp2 pp2": (FOUR, staged(2, tp=2), OptimConfig(decoupled_weight_decay=False)),
         "rates with mup, tp2 pp2": (ONE_NORM, staged(2, tp=2), replace(RATES, decayed_vectors=("*.attention_norm.*",))),
         "rates, frozen experts, dp2, ep2, zero 2": (
             EXPERTS, ParallelConfig(dp=2, ep=2, zero=2), replace(

@@ -25,8 +25,9 @@ from megalith.verify.ranks import STEPS, Difference, layout_case, prove_layout
 from megalith.verify.types import type_check
 
 Outcome = Literal[
-    "wrong shapes", "wrong loss", "wrong gradients", "wrong weights after a step", "wrong counts", "no effect"
-]
+    "wrong shapes", "wrong loss", "wrong gradients", "wrong weights after a step", "wrong counts", "wrong update",
+    "wrong checkpoint", "no effect",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def smallest_layout(fault: Fault) -> tuple[ModelConfig, ParallelConfig]:
         cross=CrossConfig(memory=0) if "memory" in needs else None,
         positions=(
             "learned" if "learned positions" in needs else "relative" if "biases by distance" in needs else "rope"
-        ), relative=RelativeConfig(buckets=8, max_distance=9),
+        ),
+        relative=RelativeConfig(buckets=8, max_distance=9) if "biases by distance" in needs else RelativeConfig(),
     )  # fmt: skip
     kind: ContextKind = "gather" if "gather" in needs else "a2a" if "a2a" in needs else "ring"
     replicas = 2 if "replicas" in needs else 1
@@ -148,10 +150,11 @@ def adapters_of(fault: Fault) -> LoraConfig | None:
 
 
 def choice_of(fault: Fault) -> OptimConfig:
-    """The parameters that the fault needs to be frozen, or to have rates of their own."""
+    """The optimizer that the fault needs, and the parameters that are frozen or have rates of their own."""
     frozen = ("*.mlp.*",) if "frozen" in fault.needs else ()
     group = GroupConfig(name="queries", match=("*.q",), lr_scale=0.1, weight_decay=0.7)
-    return OptimConfig(frozen=frozen, groups=(group,) if "groups" in fault.needs else ())
+    kind: Literal["adamw", "sgd"] = "sgd" if "sgd" in fault.needs else "adamw"
+    return OptimConfig(kind=kind, frozen=frozen, groups=(group,) if "groups" in fault.needs else ())
 
 
 def memory_settings(fault: Fault) -> tuple[RecomputeConfig, OffloadConfig]:
@@ -188,5 +191,8 @@ def _first_difference(found: Sequence[Difference]) -> tuple[Outcome, str]:
 ORDER: dict[str, Outcome] = {
     "first loss": "wrong loss", "gradients": "wrong gradients", "balancing biases": "wrong weights after a step",
     f"weights after {STEPS} steps": "wrong weights after a step", "choices of experts": "wrong counts",
+    "gradient norm against torch": "wrong update", "weights against torch.optim": "wrong update",
+    "moments against torch.optim": "wrong update", "checkpoint under another layout": "wrong checkpoint",
+    "reloaded weights against torch.optim": "wrong checkpoint",
 }  # fmt: skip
 """What is looked at first, and what it means."""

@@ -5,8 +5,8 @@ existing classes until its context ends; nothing here is ever reached without `p
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,7 +24,6 @@ from megalith.kernels.embedding import embedding
 from megalith.kernels.linear import linear
 from megalith.kernels.rebuilt import Input, value_of
 from megalith.kernels.scores import Scores
-from megalith.kernels.span_attention import Result, attend, nothing_found
 from megalith.kernels.tokens import Join, Tokens, tokens_of_slices
 from megalith.models.decoder import Decoder, declared_parameters
 from megalith.nn import lora, qk_norm
@@ -61,7 +60,14 @@ from megalith.plan.shards import Shard
 from megalith.testing.inject import replaced
 from megalith.train import build, experts, loss, step
 from megalith.train.loss import share_of_means
-from megalith.verify import attention_faults, choice_faults, expert_faults, loss_faults, pipeline_faults
+from megalith.verify import (
+    attention_faults,
+    choice_faults,
+    expert_faults,
+    loss_faults,
+    optimizer_faults,
+    pipeline_faults,
+)
 
 Change = Callable[[Decoder, Mesh], None]
 """What a faulty model does to itself after it was built."""
@@ -72,7 +78,7 @@ Need = Literal[
     "rings", "zero 2", "whole norms", "sinks", "window", "learned positions", "latent", "adapters", "places", "experts",
     "biases by distance", "ep", "etp", "capacity", "balancing bias", "balancing offset", "dropped weights", "memory",
     "chunks of documents", "off by one", "z loss", "balance over ranks", "masks", "frozen", "groups",
-    "own stage",
+    "own stage", "sgd",
 ]  # fmt: skip
 
 
@@ -97,10 +103,13 @@ class Fault:
     over cp other than the ring, packed documents, matmuls in rings, gradients that are divided, too (`zero 2`), queries
     and keys that are normed over all heads (`whole norms`), and what else attention and embeddings can have; experts,
     which may be divided (`ep`), have parts (`etp`), or refuse (`capacity`), balancing biases or offsets, or a loss of
-    balance over the global batch (`balance over ranks`)."""
+    balance over the global batch (`balance over ranks`); SGD instead of AdamW (`sgd`)."""
 
     context: Callable[[], AbstractContextManager[None]]
     """In which it is in place."""
+
+    everywhere: bool = False
+    """Whether the one process that ranks are compared with makes the mistake, too."""
 
 
 def fault_named(name: str) -> Fault:
@@ -348,40 +357,6 @@ def _numbers_of_each_rank_alone(self: tokens.Context, near: int) -> tuple[Tensor
 ORIGINAL_NUMBERS_OF_GROUPS = tokens.Context.numbers_of_groups
 ORIGINAL_TOKENS_FOR_HEADS = context.tokens_for_heads
 ORIGINAL_SPANS_OF_GROUPS = tokens.Context.spans_of_groups
-
-
-class _SinksInEveryStep:
-    """A ring whose every step lets the sinks take part in softmax once more."""
-
-    def __init__(self) -> None:
-        self.first = True
-        self.sinks = torch.empty(0)
-
-    def nothing_found(self, q: Tensor, width: int, sinks: Tensor | None = None, **others: bool) -> Result:
-        result = nothing_found(q, width, sinks, **others)
-        self.first, self.sinks = True, result.lse.clone()
-        return result
-
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, result: Result, scores: Scores, *pairs: Any
-    ) -> None:
-        attend(q, k, v, spans, result, scores, *pairs)
-        if not self.first:
-            more = torch.logaddexp(result.lse, self.sinks)
-            result.out.mul_((result.lse - more).exp_().unsqueeze(-1))
-            result.lse.copy_(more)
-        self.first = False
-
-
-def _sinks_in_every_step() -> AbstractContextManager[None]:
-    steps = _SinksInEveryStep()
-    return _both(replaced(context, "nothing_found", steps.nothing_found), replaced(context, "attend", steps.attend))
-
-
-@contextmanager
-def _both(first: AbstractContextManager[None], second: AbstractContextManager[None]) -> Iterator[None]:
-    with first, second:
-        yield
 
 
 ORIGINAL_SLICES, ORIGINAL_AS_READ = tokens_of_slices, Slices.as_read
@@ -645,7 +620,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "sinks_in_every_step", "Sinks take part in softmax once for each step of the ring.",
-        "numbers", ("cp", "sinks"), _sinks_in_every_step,
+        "numbers", ("cp", "sinks"), attention_faults.sinks_in_every_step,
     ),
     Fault(
         "distances_within_a_rank", "Biases by distance count how far apart tokens lie on their ranks, not in the text.",
@@ -794,5 +769,9 @@ FAULTS: tuple[Fault, ...] = (
         "numbers", ("dp",), lambda: replaced(clip, "is_first_holder", lambda shard, here: True),
     ),
     *(Fault(name, what, "numbers", ("pp", "tied", "own stage"), how) for name, what, how in pipeline_faults.OWN_STAGE),
+    *(
+        Fault(name, what, "numbers", ("dp", "sgd") if is_sgd else ("dp",), how, everywhere=True)
+        for name, what, is_sgd, how in optimizer_faults.EVERYWHERE
+    ),
 )  # fmt: skip
 """Every fault that can be planted."""

@@ -2,7 +2,8 @@
 
 Float64 turns rounding into about 1e-15, so whatever is left is a fault. Loss, every gradient, the first weights, the
 weights after three steps, and a fourth step after saving and loading are compared; of experts also, and first, how many
-tokens each was chosen by.
+tokens each was chosen by. What one process computes could be wrong in the same way, so torch.optim computes the updates
+once more, and the checkpoint is also read under another layout and compared with what was saved.
 """
 
 import tempfile
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.boxes import Entry, pieces
-from megalith.checkpoint.load import open_checkpoint
+from megalith.checkpoint.load import Checkpoint, open_checkpoint
 from megalith.checkpoint.save import save_checkpoint
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -44,8 +45,10 @@ from megalith.testing.tolerance import FP64, compare
 from megalith.train.build import Trainer, build_trainer, checkpoint_entries, publish_loaded
 from megalith.train.experts import LayerUse, routers_of, use_of_experts
 from megalith.train.step import train_step
-from megalith.verify.faults import planted
+from megalith.verify.faults import fault_named, planted
 from megalith.verify.ragged import RaggedDocuments
+from megalith.verify.reshard import resharded_run
+from megalith.verify.torch_optim import RecordingOptimizer, TorchUpdate, torch_updates
 
 STEPS = 3
 """Steps before saving; gradients are compared in the first."""
@@ -119,6 +122,9 @@ class LayoutCase:
     masks: MaskKind | None = None
     """Of tokens; None: they have none."""
 
+    resharded: TrainRun | None = None
+    """The run under another layout, which reads the checkpoint; None: no other one does."""
+
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
@@ -154,6 +160,18 @@ class RankResult:
     still: Gathered
     """After the last step: weights that are not trained; empty with adapters."""
 
+    saved: Gathered
+    """Every tensor of the checkpoint as the ranks held it before saving, and the optimizer's step count."""
+
+    resharded: Gathered
+    """The same after loading."""
+
+    reads_other_layout: bool
+    """Whether `resharded` is of another layout than `saved`."""
+
+    expected: list[TorchUpdate]
+    """What torch.optim makes of the gradients of all steps; empty but for one process."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:
@@ -185,9 +203,11 @@ def layout_case(
 
 def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
+    on_ranks = replace(case, resharded=resharded_run(case.run, case.world))
     with tempfile.TemporaryDirectory() as folder:
-        result = run_ranks(run_case, case.world, case, f"{folder}/ranks", timeout=timeout)[0]
-        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1, masks=case.masks), f"{folder}/alone")
+        result = run_ranks(run_case, case.world, on_ranks, f"{folder}/ranks", timeout=timeout)[0]
+        fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
+        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1, fault, masks=case.masks), f"{folder}/alone")
     assert result is not None and reference is not None
     return compare_results(result, reference)
 
@@ -243,10 +263,11 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
 
 def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     device = torch.device("cpu")
-    trainer = build_trainer(case.run, mesh, device)
+    trainer = _recording(build_trainer(case.run, mesh, device))
     _give_adapters_values(trainer)
     initial, groups = _weights(trainer) | _still(trainer), _group_rates(case.run)
     losses, norms, uses, gradients = [], [], [], {}
+    unclipped: list[dict[str, Tensor]] = []
     loader = _loader(case.run, mesh, consumed=0, steps=STEPS, masks=case.masks)
     scores: list[float] = []
     for step in range(STEPS):
@@ -255,34 +276,74 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
         norms.append(result.grad_norm)
         scores += [value for value in (result.z_loss, result.max_logit) if value is not None]
         uses.append(use_of_experts(trainer.staged.modules, mesh))
+        unclipped += _unclipped_gradients(trainer)
         if step == 0:
             # The optimizer has clipped these in place; they are compared as they were applied, all by the same factor.
             gradients = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
     trainer.data.settle()
-    weights = _weights(trainer)
-    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), {}, mesh.world, config_text="", keep=None)
+    weights, saved = _weights(trainer), _state(trainer)
+    state = {"optimizer_updates": trainer.optimizer.updates}
+    save_checkpoint(folder, STEPS, checkpoint_entries(trainer), state, mesh.world, config_text="", keep=None)
     checkpoint = open_checkpoint(folder / f"step_{STEPS:07d}")
     again = build_trainer(case.run, mesh, device, fill=case.run.lora is not None)  # the base is in no checkpoint
-    checkpoint.load_into(checkpoint_entries(again), mesh.world)
-    again.optimizer.set_updates(STEPS)
-    publish_loaded(again)
+    again = _recording(again)
+    _load(checkpoint, again)
+    resharded = _state(again) if case.resharded is None else _read_under(case.resharded, checkpoint, mesh)
     rows = case.run.train.global_batch_size
     batches = _loader(case.run, mesh, consumed=STEPS * rows, steps=1, masks=case.masks).next()
     losses.append(train_step(again, batches, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups).loss)
     uses.append(use_of_experts(again.staged.modules, mesh))
+    unclipped += _unclipped_gradients(again)
     again.data.settle()
     biases = _biases(again, mesh)
-    gathered = [_gather(part, mesh) for part in (initial, gradients, weights, _weights(again), _still(again))]
+    parts = (initial, gradients, weights, _weights(again), _still(again), saved, resharded)
+    gathered = [_gather(part, mesh) for part in parts]
     if mesh.world.rank != 0:
         return None
     stored = {name: checkpoint.read(name) for name in checkpoint.keys()}  # noqa: SIM118  # not a mapping
+    expected = torch_updates(
+        case.run, _joined(initial), unclipped, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
+    ) if unclipped else []  # fmt: skip
     return RankResult(
-        losses, norms, scores, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases, gathered[4]
-    )
+        losses, norms, scores, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases, gathered[4],
+        gathered[5], gathered[6], case.resharded is not None, expected,
+    )  # fmt: skip
+
+
+def _recording(trainer: Trainer) -> Trainer:
+    """The trainer with an optimizer that records its gradients, on one process."""
+    if trainer.mesh.world.size > 1:
+        return trainer
+    return replace(trainer, optimizer=RecordingOptimizer(trainer.optimizer))
+
+
+def _unclipped_gradients(trainer: Trainer) -> list[dict[str, Tensor]]:
+    """The gradients of the last step before they were clipped, if they were recorded."""
+    optimizer = trainer.optimizer
+    if not isinstance(optimizer, RecordingOptimizer):
+        return []
+    shards = [slot.shard for slot in optimizer.slots]
+    return [_joined(_slices(list(zip(shards, optimizer.gradients, strict=True))))]
+
+
+def _load(checkpoint: Checkpoint, trainer: Trainer) -> None:
+    """Fill weights and optimizer, as a run that resumes. Collective."""
+    checkpoint.load_into(checkpoint_entries(trainer), trainer.mesh.world)
+    trainer.optimizer.set_updates(int(checkpoint.state["optimizer_updates"]))
+    publish_loaded(trainer)
+
+
+def _read_under(run: TrainRun, checkpoint: Checkpoint, mesh: Mesh) -> Gathered:
+    """My part of what the checkpoint holds under the layout of `run`. Collective."""
+    other = build_mesh(model_grid(run.parallel, run.model, mesh.world.size), rank=mesh.world.rank)
+    trainer = build_trainer(run, other, torch.device("cpu"), fill=False)
+    _load(checkpoint, trainer)
+    return _state(trainer)
 
 
 def compare_results(result: RankResult, reference: RankResult) -> list[Difference]:
     """Every kind of value, its worst disagreement, and whether it is within the tolerance."""
+    read_under = f"checkpoint under {'another' if result.reads_other_layout else 'the same'} layout"
     rows = [
         *_experts(result, reference),
         *_frozen(result, reference),
@@ -295,9 +356,12 @@ def compare_results(result: RankResult, reference: RankResult) -> list[Differenc
         _tensors(f"weights after {STEPS} steps", _joined(result.weights), _joined(reference.weights)),
         _tensors("checkpoint", *(_trained_ones(each.stored, reference.still) for each in (result, reference))),
         _tensors("weights one step after reload", _joined(result.reloaded), _joined(reference.reloaded)),
+        *_against_torch(result, reference.expected),
+        _tensors(read_under, _joined(result.resharded), _joined(result.saved), exact=True),
     ]
     copies = [name for name, mine in result.biases.items() if any(not torch.equal(mine[0], one) for one in mine)]
-    copies += [name for part in (result.gradients, result.weights) for name in _unequal_copies(part)]
+    parts = (result.gradients, result.weights, result.resharded)
+    copies += [name for part in parts for name in _unequal_copies(part)]
     error = float("inf") if copies else 0.0
     return [*rows, Difference("copies agree", ", ".join(copies[:3]), error, not copies)]
 
@@ -314,6 +378,17 @@ def _experts(result: RankResult, reference: RankResult) -> Iterator[Difference]:
     if reference.biases:
         ours, others = ({name: each[0] for name, each in one.biases.items()} for one in (result, reference))
         yield _tensors("balancing biases", ours, others, exact=True)
+
+
+def _against_torch(result: RankResult, expected: Sequence[TorchUpdate]) -> Iterator[Difference]:
+    """Gradient norms, weights and moments, as torch computes them from the gradients of one process."""
+    last, reloaded = expected[STEPS - 1 :]
+    yield _scalars("gradient norm against torch", result.grad_norms, [one.grad_norm for one in expected[:STEPS]])
+    yield _tensors("weights against torch.optim", _joined(result.weights), last.weights)
+    moments = {name: tensor for name, tensor in result.stored.items() if name.startswith("optimizer.")}
+    if moments or last.states:
+        yield _tensors("moments against torch.optim", moments, last.states)
+    yield _tensors("reloaded weights against torch.optim", _joined(result.reloaded), reloaded.weights)
 
 
 def _frozen(result: RankResult, reference: RankResult) -> Iterator[Difference]:
@@ -401,6 +476,15 @@ def _weights(trainer: Trainer) -> Gathered:
     return _slices([(slot.shard, slot.weight) for slot in trainer.optimizer.slots])
 
 
+def _state(trainer: Trainer) -> Gathered:
+    """My slices of what a checkpoint holds, by their names in it, and the step count of the optimizer."""
+    updates = Boxes((), [((), torch.tensor(float(trainer.optimizer.updates), dtype=torch.float64))])
+    found: Gathered = {"optimizer step": updates}
+    for entry in checkpoint_entries(trainer):
+        found.setdefault(entry.key, Boxes(entry.shard.shape, [])).parts.extend(_parts(entry))
+    return found
+
+
 def _still(trainer: Trainer) -> Gathered:
     """Weights that stay as they are; adapters are trained beside ones that no checkpoint of theirs holds."""
     frozen = [] if trainer.run.lora is not None else trainer.data.frozen
@@ -417,9 +501,12 @@ def _slices(pairs: Sequence[tuple[Shard, Tensor]]) -> Gathered:
     """My slices as boxes; a flat one is several."""
     found: Gathered = {}
     for shard, tensor in pairs:
-        parts = [(piece.box, piece.values.clone()) for piece in pieces(Entry(shard, "param", tensor))]
-        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(parts)
+        found.setdefault(shard.name, Boxes(shard.shape, [])).parts.extend(_parts(Entry(shard, "param", tensor)))
     return found
+
+
+def _parts(entry: Entry) -> list[tuple[Box, Tensor]]:
+    return [(piece.box, piece.values.clone()) for piece in pieces(entry)]
 
 
 def _gather(mine: Gathered, mesh: Mesh) -> Gathered:

@@ -11,7 +11,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.recompute import RecomputeConfig
 from megalith.errors import ConfigError
 from megalith.models.decoder import KEEP_ALL
-from megalith.verify import expert_faults, faults, pipeline_faults
+from megalith.verify import attention_faults, expert_faults, faults, optimizer_faults, pipeline_faults
 from megalith.verify.fault_table import EXPERT_NEEDS, adapters_of, memory_settings, with_attention, with_experts
 from megalith.verify.faults import FAULTS, Fault, fault_named, planted
 from megalith.verify.types import TypeReport, type_check
@@ -87,23 +87,22 @@ def test_every_fault_of_types_and_shapes_has_its_text_tested() -> None:
 
 
 def test_nothing_is_left_of_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[tuple[Any, str]] = []
+    replacements: list[tuple[Any, str, Any]] = []
     original = faults.replaced
 
     def noted(owner: Any, name: str, value: Any) -> AbstractContextManager[None]:
-        places.append((owner, name))
+        replacements.append((owner, name, getattr(owner, name)))
         return original(owner, name, value)
 
-    for module in (faults, expert_faults, pipeline_faults):
+    for module in (faults, attention_faults, expert_faults, optimizer_faults, pipeline_faults):
         monkeypatch.setattr(module, "replaced", noted)
     for fault in FAULTS:
-        places.clear()
-        context = fault.context()
-        before = [getattr(owner, name) for owner, name in places]
-        with pytest.raises(KeyError), context:
-            assert [getattr(owner, name) for owner, name in places] != before
+        replacements.clear()
+        with pytest.raises(KeyError), fault.context():
+            assert replacements, fault.name
+            assert all(getattr(owner, name) is not before for owner, name, before in replacements), fault.name
             raise KeyError
-        assert [getattr(owner, name) for owner, name in places] == before and before, fault.name
+        assert all(getattr(owner, name) == before for owner, name, before in replacements), fault.name
 
 
 def test_an_unknown_fault_is_refused_with_the_nearest_name() -> None:

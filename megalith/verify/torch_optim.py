@@ -1,0 +1,114 @@
+"""The optimizer's updates computed once more by torch.optim, from the recorded gradients of one process in float64.
+
+No code of `megalith.optim` computes anything here. A mistake in its bias correction, weight decay groups, momentum or
+gradient clipping, which is the same under every layout, is therefore a difference too.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.config.train import TrainRun
+from megalith.optim.schedule import NO_GROUPS, GroupRates
+from megalith.optim.slots import Optimizer
+from megalith.plan.groups import rates_in
+
+STATE_NAMES = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "momentum": "momentum_buffer"}
+"""Role of an optimizer state in a checkpoint -> its name in torch.optim."""
+
+
+@dataclass(frozen=True, slots=True)
+class TorchUpdate:
+    """One optimizer step as torch computes it."""
+
+    grad_norm: float
+    """Before clipping."""
+
+    weights: dict[str, Tensor]
+    """By parameter name, after the step."""
+
+    states: dict[str, Tensor]
+    """Moments after the step, by their names in a checkpoint."""
+
+
+class RecordingOptimizer:
+    """An optimizer that records the gradients it is given, before they are clipped."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.slots = optimizer.slots
+        self.updates = optimizer.updates
+        self.gradients: list[Tensor] = []
+
+    def step(
+        self, gradients: Sequence[Tensor], *, lr: float, weight_decay: float, scale: Tensor | None = None,
+        groups: Mapping[str, GroupRates] = NO_GROUPS,
+    ) -> None:  # fmt: skip
+        """Record the gradients and update the weights."""
+        self.gradients = [gradient.clone() for gradient in gradients]
+        self.optimizer.step(gradients, lr=lr, weight_decay=weight_decay, scale=scale, groups=groups)
+        self.updates = self.optimizer.updates
+
+    def set_updates(self, updates: int) -> None:
+        """Continue as after this many updates."""
+        self.optimizer.set_updates(updates)
+        self.updates = self.optimizer.updates
+
+
+def torch_updates(
+    run: TrainRun, weights: Mapping[str, Tensor], gradients: Sequence[Mapping[str, Tensor]], *, lr: float,
+    weight_decay: float, groups: Mapping[str, GroupRates],
+) -> list[TorchUpdate]:  # fmt: skip
+    """Return what torch makes of first weights and the unclipped gradients of each step, by parameter name."""
+    parameters = {name: torch.nn.Parameter(weights[name].clone()) for name in gradients[0]}
+    optimizer = _build_optimizer(run, parameters, lr, weight_decay, groups)
+    updates = []
+    for step_gradients in gradients:
+        for name, parameter in parameters.items():
+            parameter.grad = step_gradients[name].clone()
+        clip_grad = run.optim.clip_grad or float("inf")
+        norm = float(torch.nn.utils.clip_grad_norm_(parameters.values(), clip_grad))
+        optimizer.step()
+        copies = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        updates.append(TorchUpdate(norm, copies, _states(optimizer, parameters)))
+    return updates
+
+
+def _build_optimizer(
+    run: TrainRun, parameters: Mapping[str, torch.nn.Parameter], lr: float, weight_decay: float,
+    groups: Mapping[str, GroupRates],
+) -> torch.optim.Optimizer:  # fmt: skip
+    """torch's optimizer with one parameter group for each parameter."""
+    options = []
+    for name, parameter in parameters.items():
+        rates = rates_in(run.model, run.optim, name, int(is_matrix(name, parameter)))
+        group_lr = groups[rates.lr_of].lr if rates.lr_of else lr
+        decay = groups[rates.decay_of].weight_decay if rates.decay_of else weight_decay
+        decays = is_matrix(name, parameter) or rates.vector_decays
+        option = {"params": [parameter], "lr": group_lr * rates.lr, "weight_decay": decay * rates.decay * decays}
+        options.append(option | ({"eps": run.optim.eps * rates.eps} if run.optim.kind == "adamw" else {}))
+    c = run.optim
+    if c.kind == "sgd":
+        return torch.optim.SGD(options, momentum=c.momentum, nesterov=c.nesterov, foreach=False)
+    adam = torch.optim.AdamW if c.decoupled_weight_decay else torch.optim.Adam
+    return adam(options, betas=(c.beta1, c.beta2), foreach=False)
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter decays by default: norms, biases and attention sinks are vectors, and do not.
+
+    Those of several experts, heads or projections are vectors on top of one another.
+    """
+    return parameter.ndim > 1 and not name.endswith(("bias", "norm.weight"))
+
+
+def _states(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """The moments by their names in a checkpoint."""
+    return {
+        f"optimizer.{role}.{name}": optimizer.state[parameter][state].clone()
+        for name, parameter in parameters.items()
+        for role, state in STATE_NAMES.items()
+        if optimizer.state[parameter].get(state) is not None
+    }
