@@ -1,11 +1,14 @@
 """What `.ci/run` prints: the versions it ran with, and one table of its stages, with tests counted and skips explained.
 
 usage: ci_report.py versions
-       ci_report.py summary FOLDER [--minimum FILE]
+       ci_report.py summary FOLDER
+       ci_report.py coverage FILE
 
 FOLDER holds `stages.tsv` (stage, exit code, seconds) and, for stages that ran pytest, STAGE.xml in JUnit form. The
-summary is also written there as `ci-report.json`. Ends with 1 when a stage failed, when a test was skipped without a
-reason, or when fewer tests passed than FILE asks for its stage: a run that tests nothing must not look green.
+summary is also written there as `ci-report.json`. It ends with 1 when a stage failed, when a test was skipped without a
+reason, or when the tests of a stage did not reject every planted fault of `megalith verify`: a run that tests nothing
+must not pass. It also prints the share of each test package in the test time, and `coverage` prints the line coverage
+of each package from a JSON report of coverage.py; neither fails a run.
 """
 
 import argparse
@@ -22,6 +25,7 @@ from pathlib import Path
 
 SHOWN = ("torch", "numpy", "numba", "spmd_types", "tokenizers", "transformers", "pytest", "ruff", "mypy")
 NO_REASON = ("", "unconditional skip")  # what pytest writes when nobody gave one
+TEST_STAGES = ("test", "test-all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,8 @@ class Stage:
     failed: int = 0
     skips: dict[str, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    rejected_faults: list[str] = field(default_factory=list)
+    package_seconds: dict[str, float] = field(default_factory=dict)
 
 
 def versions() -> str:
@@ -47,34 +53,55 @@ def versions() -> str:
     return "\n".join(lines)
 
 
-def read_minimum(file: Path) -> dict[str, int]:
-    """Stage -> fewest tests that must pass, from lines such as `test 120`."""
-    lines = [line.split("#")[0].split() for line in file.read_text().splitlines()]
-    return {words[0]: int(words[1]) for words in lines if words}
+def planted_faults() -> list[str]:
+    """Names of the faults that the tests must reject."""
+    from megalith.verify.faults import FAULTS  # imports torch, and only the summary of a test stage needs it
+
+    return [fault.name for fault in FAULTS]
 
 
-def read_stages(folder: Path, minimum: dict[str, int]) -> list[Stage]:
+def read_stages(folder: Path) -> list[Stage]:
     """The stages in the order they ran."""
     rows = [line.split("\t") for line in (folder / "stages.tsv").read_text().splitlines()]
-    return [_stage(folder, name, int(code), int(seconds), minimum.get(name, 0)) for name, code, seconds in rows]
+    return [_read_stage(folder, name, int(code), int(seconds)) for name, code, seconds in rows]
 
 
-def _stage(folder: Path, name: str, code: int, seconds: int, minimum: int) -> Stage:
-    outcomes, skips = _count(folder / f"{name}.xml")
+def _read_stage(folder: Path, name: str, code: int, seconds: int) -> Stage:
+    file = folder / f"{name}.xml"
+    cases = list(ElementTree.parse(file).iter("testcase")) if file.exists() else []
+    outcomes, skips = _count(cases)
+    rejected = _rejected_faults(cases)
     problems = [f"make {name} ended with {code}"] if code else []
     problems += [f"{number} tests skipped without a reason" for why, number in skips.items() if why in NO_REASON]
-    if outcomes["passed"] < minimum:
-        problems.append(f"{outcomes['passed']} tests passed, expected at least {minimum}")
-    return Stage(name, seconds, outcomes["passed"], outcomes["failed"], dict(skips), problems)
+    missing = [fault for fault in planted_faults() if fault not in rejected] if name in TEST_STAGES else []
+    if missing:
+        problems.append(f"no test rejected {len(missing)} planted faults: {', '.join(missing)}")
+    return Stage(
+        name, seconds, outcomes["passed"], outcomes["failed"], dict(skips), problems, rejected, _package_seconds(cases)
+    )
 
 
-def _count(junit: Path) -> tuple[Counter[str], Counter[str]]:
+def _rejected_faults(cases: Sequence[ElementTree.Element]) -> list[str]:
+    """Names that passing tests recorded with `record_property("rejected_fault", name)`."""
+    properties = [entry for case in cases for entry in case.iter("property")]
+    return sorted(entry.get("value", "") for entry in properties if entry.get("name") == "rejected_fault")
+
+
+def _package_seconds(cases: Sequence[ElementTree.Element]) -> dict[str, float]:
+    """Seconds of the tests in each folder of tests/, the longest first."""
+    seconds: dict[str, float] = {}
+    for case in cases:
+        parts = case.get("classname", "").split(".")
+        package = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+        seconds[package] = seconds.get(package, 0.0) + float(case.get("time", 0))
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def _count(cases: Sequence[ElementTree.Element]) -> tuple[Counter[str], Counter[str]]:
     """Outcomes, and skips by reason."""
     outcomes: Counter[str] = Counter()
     skips: Counter[str] = Counter()
-    if not junit.exists():
-        return outcomes, skips
-    for case in ElementTree.parse(junit).iter("testcase"):
+    for case in cases:
         skipped = case.find("skipped")
         if skipped is not None:
             skips[skipped.get("message", "")] += 1
@@ -98,21 +125,52 @@ def table(stages: Sequence[Stage]) -> str:
     return "\n".join(lines)
 
 
+def time_table(stage: Stage) -> str:
+    """Each test package's share of the time of all tests, in one line."""
+    total = sum(stage.package_seconds.values())
+    shares = [f"{name} {seconds / total:.0%}" for name, seconds in stage.package_seconds.items() if total]
+    return f"{stage.name}: {total:.0f} s of tests: {', '.join(shares)}"
+
+
+def coverage_table(file: Path) -> str:
+    """Line coverage of each package of megalith/, the lowest first, from a JSON report of coverage.py."""
+    if not file.exists():
+        return "line coverage: not measured, which needs Python 3.12; COVERAGE=1 measures it with an older one, slower"
+    lines: dict[str, Counter[str]] = {}
+    for name, report in json.loads(file.read_text())["files"].items():
+        parts = Path(name).parts
+        package = "/".join(parts[:2]) if len(parts) > 2 else parts[0]
+        summary = report["summary"]
+        counts = {"covered": summary["covered_lines"], "all": summary["num_statements"]}
+        lines.setdefault(package, Counter()).update(counts)
+    lines["all"] = sum(lines.values(), Counter())
+    shares = {package: counts["covered"] / max(1, counts["all"]) for package, counts in lines.items()}
+    rows = [f"{share:7.1%} {lines[name]['all']:7} {name}" for name, share in sorted(shares.items(), key=lambda x: x[1])]
+    header = f"{'covered':>7} {'lines':>7} package (lines that run in other processes, such as ranks, do not count)"
+    return "\n".join([header, *rows])
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the two commands; 1 when a stage has a problem."""
+    """Run one of the three commands; 1 when a stage has a problem."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=("versions", "summary"))
-    parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--minimum", type=Path)
+    parser.add_argument("command", choices=("versions", "summary", "coverage"))
+    parser.add_argument("path", nargs="?", type=Path)
     options = parser.parse_args(arguments)
     if options.command == "versions":
         print(versions())
         return 0
-    if options.folder is None:
-        parser.error("summary: pass the folder that holds stages.tsv")
-    stages = read_stages(options.folder, read_minimum(options.minimum) if options.minimum else {})
-    (options.folder / "ci-report.json").write_text(json.dumps([asdict(stage) for stage in stages], indent=1) + "\n")
+    if options.path is None:
+        needed = "the folder that holds stages.tsv" if options.command == "summary" else "the JSON report"
+        parser.error(f"{options.command}: pass {needed}")
+    if options.command == "coverage":
+        print(coverage_table(options.path))
+        return 0
+    stages = read_stages(options.path)
+    (options.path / "ci-report.json").write_text(json.dumps([asdict(stage) for stage in stages], indent=1) + "\n")
     print(table(stages))
+    for stage in stages:
+        if stage.package_seconds:
+            print(time_table(stage))
     return int(any(stage.problems for stage in stages))
 
 
