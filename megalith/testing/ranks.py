@@ -356,6 +356,10 @@ def _obey(call: Call, arguments: bytes) -> Answer:
 
 def _leave() -> None:
     """Close every connection to the other ranks."""
+    if "torch.distributed.tensor" in sys.modules:  # its caches keep device meshes alive, and so their process groups
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -234,13 +234,13 @@ def open_files(rank: int, world: int) -> int:
     return len(list(folder.iterdir())) if folder.exists() else -1
 
 
-def test_a_worker_keeps_no_process_group_of_a_case() -> None:
+@pytest.mark.parametrize(
+    "parallel", [ParallelConfig(tp=2, sp=True), ParallelConfig(dp=2, zero=3)], ids=["tp2 sp", "zero 3"]
+)
+def test_a_worker_keeps_no_process_group_of_a_case(parallel: ParallelConfig) -> None:
     """They would run out of file descriptors: a case has several groups, and a pool runs hundreds of cases."""
-    case = layout_case(model(heads=2, keys=2), ParallelConfig(tp=2, sp=True), 2)
-    prove_layout(case)
     before = run_ranks(open_files, 2)
-    prove_layout(case)
-    prove_layout(case)
+    prove_layout(layout_case(model(heads=2, keys=2), parallel, 2))
     assert all(now <= earlier for now, earlier in zip(run_ranks(open_files, 2), before, strict=True))
 
 
