@@ -25,6 +25,7 @@ from megalith.config.checkpoint import Answer, CheckpointConfig
 from megalith.errors import CheckpointError, DamagedCheckpointError
 from megalith.parallel.group import Group, alone
 from megalith.plan.shards import Shard, whole
+from tests.cases import loop_over
 
 ALONE = alone("world")
 
@@ -108,7 +109,7 @@ def local(shard: Shard, tensor: Tensor) -> Tensor:
     return (box if shard.flat is None else box[slice(*shard.flat)]).clone()
 
 
-@pytest.mark.parametrize("seed", range(25))
+@loop_over("seed", range(25))
 def test_random_tilings_load_as_other_random_tilings(tmp_path: Path, tiny: SimpleNamespace, seed: int) -> None:
     rng = random.Random(seed)
     shapes = {f"w{i}": tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 4))) for i in range(3)}
@@ -117,7 +118,7 @@ def test_random_tilings_load_as_other_random_tilings(tmp_path: Path, tiny: Simpl
     for name, tensor in tensors.items():
         for shard in random_shards(rng, name, shapes[name]):
             rng.choice(ranks).append(Entry(shard, "exp_avg", local(shard, tensor)))
-    checkpoint = open_checkpoint(tiny.save(tmp_path, 1, ranks))
+    checkpoint = open_checkpoint(tiny.save(tmp_path / str(seed), 1, ranks))
     wanted = [(shard, tensor) for name, tensor in tensors.items() for shard in random_shards(rng, name, shapes[name])]
     got = [Entry(shard, "exp_avg", torch.zeros_like(local(shard, tensor))) for shard, tensor in wanted]
     checkpoint.load_into(got, ALONE)

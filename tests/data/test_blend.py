@@ -14,6 +14,7 @@ from megalith.data.blend import (
 from megalith.data.mock import MockStore
 from megalith.data.pretrain import PretrainDataset, WindowPlan
 from megalith.errors import DataError
+from tests.cases import loop_over
 
 
 def test_the_weighted_order_is_the_recorded_one() -> None:
@@ -29,7 +30,7 @@ def test_the_exhaustive_order_is_the_recorded_one() -> None:
     assert order.samples.tolist() == [0, 0, 0, 1, 1, 2, 1, 3, 2, 4]
 
 
-@pytest.mark.parametrize("case", range(20))
+@loop_over("case", range(20))
 def test_shares_are_met_to_within_one_sample_per_member(case: int) -> None:
     draw = np.random.default_rng(case)
     weights, size = draw.random(draw.integers(1, 9)) + 0.01, int(draw.integers(20, 400))

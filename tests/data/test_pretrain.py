@@ -19,12 +19,14 @@ from megalith.data.pretrain import (
     split_range,
 )
 from megalith.errors import DataError
+from tests.cases import loop_over
 
 LENGTHS = [5, 9, 3, 12, 7]
 
 
 def store_of(folder: Path, lengths: list[int]) -> IndexedDataset:
     """A store whose token t of document d is 100 d + t."""
+    folder.mkdir(exist_ok=True)
     prefix = str(folder / "corpus")
     with IndexedDatasetBuilder(prefix, np.int32) as builder:
         for document, length in enumerate(lengths):
@@ -106,14 +108,14 @@ def joined(lengths: NDArray[np.int32], documents: NDArray[np.int32]) -> NDArray[
     return np.concatenate([np.arange(lengths[document]) + 100 * document for document in documents])
 
 
-@pytest.mark.parametrize("case", range(60))
+@loop_over("case", range(60))
 def test_windows_equal_slices_of_the_joined_stream(tmp_path: Path, case: int) -> None:
     draw = np.random.default_rng(case)
     lengths = draw.integers(0, 12, draw.integers(2, 20)).astype(np.int32)
     lengths[0] += 10  # some documents are empty, but one sample always fits
     seq_len, keep = int(draw.integers(1, 10)), bool(case % 3 == 0)
     wanted = None if case % 2 else int(draw.integers(1, 40))
-    store = store_of(tmp_path, lengths.tolist())
+    store = store_of(tmp_path / str(case), lengths.tolist())
     dataset = PretrainDataset(store, plan(wanted, seq_len=seq_len, keep_partial=keep), vocab_size=5000)
     index = build_sample_index(lengths, np.arange(len(lengths), dtype=np.int32), plan(wanted, seq_len=seq_len))
     stream = joined(lengths, index.documents)
@@ -220,11 +222,11 @@ def test_the_order_for_more_epochs_does_not_begin_with_the_order_for_fewer() -> 
     assert one.shuffle[:15].tolist() != two.shuffle[:15].tolist()
 
 
-@pytest.mark.parametrize("case", range(20))
+@loop_over("case", range(20))
 def test_what_was_read_stays_however_often_a_split_is_made_longer(case: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(case)
     lengths = draw.integers(1, 20, 12)
-    store, size = store_of(tmp_path, lengths.tolist()), int(lengths.sum()) // 8
+    store, size = store_of(tmp_path / str(case), lengths.tolist()), int(lengths.sum()) // 8
     counts = np.cumsum(draw.integers(1, 3 * size, 4)).tolist()
 
     def build(part: WindowPlan) -> PretrainDataset:

@@ -24,6 +24,7 @@ from megalith.kernels.span_attention import (
 from megalith.kernels.tokens import Tokens, tokens_of_lengths, tokens_of_rows
 from megalith.plan.context import Slicing, Spans, plan_slices, plan_spans, spans_of_lengths
 from megalith.testing.tolerance import BF16, FP32, FP64, assert_equals
+from tests.cases import loop_over
 
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -79,7 +80,7 @@ def pieces(seed: int) -> tuple[list[Spans], Spans, list[int]]:
     return parts, plan_spans(mine, np.arange(2 * row), starts, window=window), slices.numbers.reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@loop_over("seed", range(12))
 def test_pieces_of_the_keys_merge_into_attention_to_all_of_them(seed: int) -> None:
     parts, whole, order = pieces(seed)
     count = len(order) // len(parts)

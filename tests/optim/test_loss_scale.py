@@ -6,6 +6,7 @@ import pytest
 
 from megalith.config.optim import LossScaleConfig, PrecisionConfig
 from megalith.optim.loss_scale import LossScale, build_loss_scale
+from tests.cases import loop_over
 
 
 def build(**settings: float) -> LossScale:
@@ -67,7 +68,7 @@ def test_it_gives_up_after_so_many_overflows_in_a_row_at_its_minimum() -> None:
     assert scale.exhausted
 
 
-@pytest.mark.parametrize("cut", range(14))
+@loop_over("cut", range(14))
 def test_a_run_continues_where_it_was_saved(cut: int) -> None:
     overflows = "0001110100011"
     first = build(initial=8, min=1, window=3, hysteresis=2)

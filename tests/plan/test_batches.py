@@ -9,6 +9,7 @@ import torch
 
 from megalith.errors import DataError, PlanError
 from megalith.plan.batches import batch_problems, cyclic_sample_ids, next_group, num_microbatches, sample_ids
+from tests.cases import loop_over
 
 
 def torch_permutation(length: int, epoch: int) -> Sequence[int]:
@@ -27,7 +28,7 @@ def megatron_sequential(*, total: int, consumed: int, mbs: int, dp: int, rank: i
     return batches
 
 
-@pytest.mark.parametrize("seed", range(30))
+@loop_over("seed", range(30))
 def test_sequential_order_is_megatrons(seed: int) -> None:
     rng = random.Random(seed)
     mbs, dp, count, steps = (rng.randint(1, 4) for _ in range(4))

@@ -11,6 +11,7 @@ import pytest
 from megalith.config.parallel import ParallelConfig
 from megalith.errors import PlanError
 from megalith.plan.buckets import BucketPlan, owned_parts, plan_buckets, slice_of, zero_notes, zero_problems
+from tests.cases import loop_over
 
 # Registration order: emb, ln, w1, b1, w2. Offsets are those Megatron's distributed optimizer gives these sizes, so that
 # its shards can be read by position.
@@ -115,7 +116,7 @@ def plan_of(case: Case) -> BucketPlan:
     )
 
 
-@pytest.mark.parametrize("seed", range(200))
+@loop_over("seed", range(200))
 def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) -> None:
     case = random_case(random.Random(seed))
     plan = plan_of(case)
@@ -137,7 +138,7 @@ def test_slots_cover_everything_once_in_order_and_on_their_alignment(seed: int) 
     assert free == sorted(free, reverse=True)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@loop_over("seed", range(200))
 def test_buckets_touch_and_close_neither_early_nor_late(seed: int) -> None:
     case = random_case(random.Random(seed))
     plan = plan_of(case)
@@ -211,7 +212,7 @@ def test_ownership_equals_megatrons(bucket_numel: int | None, dp: int) -> None:
         assert {part.number: part.flat for part in owned_parts(plan, [(rank, dp)] * len(plan.buckets))} == expected
 
 
-@pytest.mark.parametrize("seed", range(200))
+@loop_over("seed", range(200))
 def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: int) -> None:
     rng = random.Random(seed)
     case, ranks = random_case(rng), rng.choice([1, 2, 3, 5, 64])
@@ -239,7 +240,7 @@ def test_the_slices_of_all_ranks_are_equal_and_partition_every_parameter(seed: i
         assert (covered[-1][1] if covered else 0) == size
 
 
-@pytest.mark.parametrize("seed", range(100))
+@loop_over("seed", range(100))
 def test_a_kind_is_laid_out_as_if_there_were_no_other(seed: int) -> None:
     """So that ranks whose parameters of other kinds have other sizes cut this kind alike."""
     rng = random.Random(seed)

@@ -23,6 +23,7 @@ from megalith.plan.context import (
     undo,
     zigzag,
 )
+from tests.cases import loop_over
 
 MODEL = ModelConfig(vocab_size=61, hidden_size=24, num_layers=2, num_heads=4, num_kv_heads=2, ffn_hidden_size=20)
 RAGGED = {
@@ -197,7 +198,7 @@ def test_intervals_and_tiles_say_what_every_query_sees(batch: str, by: str, wind
             assert (found == expected).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@loop_over("seed", range(20))
 def test_random_documents_are_seen_whole_by_their_last_tokens(seed: int) -> None:
     """Over all ranks together, each query finds exactly its document's earlier tokens and itself."""
     draw = np.random.default_rng(seed)

@@ -28,6 +28,7 @@ from megalith.plan.deal import (
     microbatches_of_longest,
     microbatches_that_fit,
 )
+from tests.cases import loop_over
 
 MODEL = ModelConfig(vocab_size=61, hidden_size=24, num_layers=4, num_heads=4, num_kv_heads=2, ffn_hidden_size=20)
 PACKED = LoopConfig(steps=1, global_batch_size=12, seq_len=32, tokens_per_microbatch=64)
@@ -42,7 +43,7 @@ def costs_of(deal: Deal, budget: Budget, lengths: Sequence[int]) -> list[int]:
     return [sum(budget.cost(lengths[number]) for number in pack) for pack in deal.packs]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@loop_over("seed", range(40))
 def test_every_document_has_one_place_and_all_ranks_have_work_that_differs_by_less_than_a_pack(seed: int) -> None:
     draw = np.random.default_rng(seed)
     dp, count, longest = (int(draw.integers(1, most)) for most in (6, 90, 70))
@@ -121,7 +122,7 @@ def test_filler_is_cut_so_that_it_costs_little() -> None:
     assert Budget(capacity=48, longest=12).filler(0) == ()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@loop_over("seed", range(10))
 def test_rows_are_dealt_in_order_or_so_that_ranks_work_alike(seed: int) -> None:
     costs = lengths_of(seed, 24, 500)
     assert deal_rows(costs, dp=2, rows=3, balanced=False) == [list(range(at, at + 3)) for at in range(0, 24, 3)]

@@ -5,13 +5,14 @@ import pytest
 
 from megalith.errors import PlanError
 from megalith.plan.fill import Filled, fill_apart, fill_best, fill_by_group, fill_first, fill_in_order
+from tests.cases import loop_over
 
 
 def rows(filled: Filled) -> list[list[int]]:
     return [filled.row(number).tolist() for number in range(filled.num_rows)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@loop_over("seed", range(5))
 def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 37) for _ in range(101)]
@@ -22,7 +23,7 @@ def test_every_document_lies_in_one_row_and_no_row_overflows(seed: int) -> None:
         assert all(row for row in rows(filled))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@loop_over("seed", range(5))
 def test_the_best_fit_leaves_less_room_than_the_order_of_the_files(seed: int) -> None:
     draw = random.Random(seed)
     lengths = [draw.randint(1, 30) for _ in range(300)]
@@ -50,7 +51,7 @@ def test_what_fits_no_row_is_refused(lengths: list[int]) -> None:
             fill(lengths, 6)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@loop_over("seed", range(20))
 def test_first_fit_takes_the_first_row_with_room(seed: int) -> None:
     draw = np.random.default_rng(seed)
     room, count = int(draw.integers(5, 60)), int(draw.integers(0, 70))

@@ -15,6 +15,7 @@ from megalith.plan.adapters import trained, trained_layer_flops, trained_step_fl
 from megalith.plan.costs import head_flops, step_flops
 from megalith.plan.frozen import first_trained_layer, tables_trained, trained_names, with_frozen
 from megalith.plan.parameters import held_parameters
+from tests.cases import loop_over
 
 MODEL = ModelConfig(
     vocab_size=61, hidden_size=12, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=6, ffn_hidden_size=11,
@@ -103,7 +104,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("block", ["sequential", "parallel"])
-@pytest.mark.parametrize("number", range(len(CHOICES)))
+@loop_over("number", range(len(CHOICES)))
 def test_operations_equal_those_counted_in_plain_products(number: int, block: str) -> None:
     for tied in (False, True):
         model, length = replace(MODEL, block=block, tied_embeddings=tied), 24  # type: ignore[arg-type]  # a literal

@@ -10,6 +10,7 @@ import pytest
 
 from megalith.errors import PlanError
 from megalith.plan.grid import Grid, dense_grid, dense_problems, divisors, expert_grid, stage_problems
+from tests.cases import loop_over
 
 
 def first(grid: Grid, axes: str, count: int = 4) -> list[list[int]]:
@@ -95,7 +96,7 @@ def random_grid(rng: random.Random) -> Grid:
     return expert_grid(world=tp * cp * pp * dp, etp=tp, ep=cp, pp=pp, order=order, offset=offset)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@loop_over("seed", range(60))
 def test_groups_partition_the_world_and_differ_only_along_their_axes(seed: int) -> None:
     rng = random.Random(seed)
     grid = random_grid(rng)
@@ -113,7 +114,7 @@ def test_groups_partition_the_world_and_differ_only_along_their_axes(seed: int) 
             assert grid.group_of(group[-1], axes) == group
 
 
-@pytest.mark.parametrize("seed", range(20))
+@loop_over("seed", range(20))
 def test_a_group_of_two_axes_is_the_union_of_the_groups_of_one(seed: int) -> None:
     grid = random_grid(random.Random(seed))
     for one, other in combinations(grid.axes, 2):

@@ -17,6 +17,7 @@ from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.plan.network import network_problems
 from megalith.verify.variants import VARIANTS
+from tests.cases import loop_over
 
 SOUND = ModelConfig(
     vocab_size=100, hidden_size=48, num_layers=2, num_heads=8, num_kv_heads=4, ffn_hidden_size=64, max_seq_len=64
@@ -259,7 +260,7 @@ def test_all_broken_rules_come_together() -> None:
     assert len(network_problems(model)) == 4
 
 
-@pytest.mark.parametrize("head", range(2, 40))
+@loop_over("head", range(2, 40))
 def test_the_fraction_that_is_proposed_turns_pairs(head: int) -> None:
     for features in range(head + 1):
         model = replace(SOUND, head_dim=head, rope=RopeConfig(fraction=(features + 0.5) / (head + 1)))

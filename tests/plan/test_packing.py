@@ -12,6 +12,7 @@ from megalith.plan.packing import (
     pad_documents,
     tokens_further_on,
 )
+from tests.cases import loop_over
 
 
 def token_by_token(ids: list[list[int]], eod: int) -> list[tuple[int, int]]:
@@ -59,7 +60,7 @@ def test_without_end_of_document_tokens_rows_are_documents() -> None:
         assert np.array_equal(getattr(ours, name), getattr(rows, name))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@loop_over("seed", range(40))
 def test_documents_match_the_rule_token_by_token(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, length = int(rng.integers(1, 5)), int(rng.integers(1, 12))

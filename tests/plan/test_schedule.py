@@ -27,6 +27,7 @@ from megalith.plan.schedule import (
 from megalith.plan.simulate import simulate
 from megalith.testing.schedules import NAMES as ALL
 from megalith.testing.schedules import random_schedule
+from tests.cases import loop_over
 
 NAMES: list[tuple[ScheduleName, int]] = [
     ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2),
@@ -126,7 +127,7 @@ def test_lists_are_the_same_every_time() -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("seed", range(40))
+@loop_over("seed", range(40))
 def test_every_schedule_of_random_size_is_complete_and_in_order(seed: int) -> None:
     rng = random.Random(seed)
     for name in ALL:

@@ -15,6 +15,7 @@ from megalith.plan.schedule import Action, Kind, Schedule, build_schedule
 from megalith.plan.simulate import Costs, Simulation, even_costs, find_problems, simulate
 from megalith.plan.transfers import with_transfers
 from megalith.testing.schedules import random_schedule
+from tests.cases import loop_over
 
 
 def test_1f1b_of_four_ranks_and_eight_microbatches_has_the_published_bubble() -> None:
@@ -36,7 +37,7 @@ def random_costs(rng: random.Random, num_stages: int) -> Costs:
     )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@loop_over("seed", range(60))
 def test_in_any_schedule_with_any_costs_nothing_starts_before_what_it_needs(seed: int) -> None:
     rng = random.Random(seed)
     schedule = with_transfers(random_schedule(rng), overlap=rng.random() < 0.5)
@@ -76,7 +77,7 @@ def ends_by_stage(result: Simulation) -> dict[tuple[str, int, int], Fraction | f
     return ends
 
 
-@pytest.mark.parametrize("seed", range(20))
+@loop_over("seed", range(20))
 def test_messages_of_a_channel_travel_one_after_the_other_once_both_sides_are_there(seed: int) -> None:
     rng = random.Random(seed)
     schedule = with_transfers(random_schedule(rng))
@@ -107,7 +108,7 @@ def test_interleaving_hides_four_fifths_of_messages_that_would_add_half_a_step(p
     assert 0 < left <= exposed / 5
 
 
-@pytest.mark.parametrize("seed", range(20))
+@loop_over("seed", range(20))
 def test_receives_posted_one_action_ahead_are_as_good_as_posted_from_the_start(seed: int) -> None:
     schedule = random_schedule(random.Random(seed))
     costs = even_costs(schedule.num_stages, forward=3, backward_input=4, backward_weight=2, transfer=1)

@@ -6,6 +6,7 @@ import pytest
 
 from megalith.errors import PlanError
 from megalith.plan.stage_layout import MOST_ITEMS, parse_layout, show_layout
+from tests.cases import loop_over
 
 
 def kinds(text: str) -> list[str]:
@@ -40,7 +41,7 @@ def test_every_item_knows_where_it_came_from() -> None:
     assert [[item.position for item in stage] for stage in parse_layout("Et*2|(t |)*2L")] == [[0, 1, 1], [6], [6], [12]]
 
 
-@pytest.mark.parametrize("seed", range(50))
+@loop_over("seed", range(50))
 def test_what_is_printed_reads_back_as_the_same(seed: int) -> None:
     draw = random.Random(seed)
     stages = [draw.choice(["", "t", "tt", "E", "t" * 9, "mL"]) for _ in range(draw.randint(1, 4))]
@@ -86,7 +87,7 @@ def test_a_long_layout_is_shown_around_the_mistake() -> None:
     assert len(shown) < 80 and shown[caret.index("^")] == "x"
 
 
-@pytest.mark.parametrize("seed", range(200))
+@loop_over("seed", range(200))
 def test_any_text_is_read_or_refused_in_words(seed: int) -> None:
     draw = random.Random(seed)
     text = "".join(draw.choice("EtmL||()*0123, \nx") for _ in range(draw.randint(0, 30)))

@@ -23,6 +23,7 @@ from megalith.plan.stages import (
 )
 from megalith.verify.rows import FOUR, FOUR_TIED
 from megalith.verify.variants import RELATIVE
+from tests.cases import loop_over
 
 
 def counts(pipeline: PipelineConfig, pp: int, num_layers: int) -> list[int]:
@@ -90,7 +91,7 @@ def test_layers_of_each_stage(settings: dict[str, int | str], pp: int, num_layer
     assert counts(PipelineConfig(**settings), pp, num_layers) == expected  # type: ignore[arg-type]  # by name
 
 
-@pytest.mark.parametrize("seed", range(300))
+@loop_over("seed", range(300))
 def test_every_layer_is_on_one_stage_or_a_refusal_names_a_layout_that_works(seed: int) -> None:
     draw = random.Random(seed)
     pp, num_layers = draw.randint(1, 6), draw.randint(1, 30)
@@ -261,7 +262,7 @@ def test_further_predictions_in_wrong_places_are_told(layout: str, depths: int, 
             assert stages_problems(PipelineConfig(layout=example), pp=3, num_layers=2, depths=depths) == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@loop_over("seed", range(60))
 def test_proposed_layouts_work_whatever_is_predicted(seed: int) -> None:
     draw = random.Random(seed)
     num_stages, num_layers, depths = draw.randint(2, 9), draw.randint(1, 20), draw.randint(0, 4)

@@ -3,8 +3,6 @@
 import random
 from dataclasses import replace
 
-import pytest
-
 from megalith.config.pipeline import ScheduleName
 from megalith.plan.matching import matching_problems
 from megalith.plan.queues import queue_problems
@@ -12,6 +10,7 @@ from megalith.plan.schedule import Action, Schedule, build_schedule
 from megalith.plan.simulate import simulate
 from megalith.plan.transfers import Channel, channels, neighbour, with_transfers
 from megalith.testing.schedules import random_schedule
+from tests.cases import loop_over
 
 SHORT = {"send_forward": "sf", "recv_forward": "rf", "send_backward": "sb", "recv_backward": "rb"}
 
@@ -68,7 +67,7 @@ def test_the_first_and_the_last_stage_have_nobody_beyond_them() -> None:
     assert neighbour(loop, 1, 0, "forward") == (0, 1) and neighbour(loop, 0, 1, "backward") == (1, 0)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@loop_over("seed", range(80))
 def test_both_ends_of_every_channel_list_its_messages_in_one_order_and_nothing_blocks(seed: int) -> None:
     rng = random.Random(seed)
     schedule = random_schedule(rng, forward_only=rng.random() < 0.2)

@@ -9,6 +9,7 @@ from megalith.train.rules import run_problems
 from megalith.verify.matrix import MATRIX, rows_of_matrix
 from megalith.verify.rows import Layout
 from megalith.verify.variants import VARIANTS
+from tests.cases import loop_over
 
 SAMPLE = [row for row in MATRIX if row.sample]
 
@@ -25,7 +26,7 @@ def test_every_row_has_a_name_of_its_own_and_few_processes() -> None:
     assert {row.world for row in MATRIX} >= {2, 3, 4, 5, 6, 8, 12}
 
 
-@pytest.mark.parametrize("row", MATRIX, ids=lambda row: row.name)
+@loop_over("row", MATRIX)
 def test_no_row_breaks_a_rule(row: Layout) -> None:
     assert run_problems(row.case().run, row.world) == []
 
