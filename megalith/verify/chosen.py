@@ -84,6 +84,6 @@ def chosen_parameters() -> Iterator[Layout]:
     for name, (model, parallel, optim) in rows.items():
         yield Layout(
             area="chosen parameters", name=name, model=model, parallel=parallel, optim=optim,
-            rows=3 if parallel.pp > 1 else 1, seq_len=row_of(parallel), sample=name == "frozen stage, tp2 pp2",
+            rows=3 if parallel.pp > 1 else None, seq_len=row_of(parallel), sample=name == "frozen stage, tp2 pp2",
             recompute=again if "again" in name else RecomputeConfig(),
         )  # fmt: skip

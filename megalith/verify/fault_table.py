@@ -21,7 +21,7 @@ from megalith.config.relative import RelativeConfig
 from megalith.config.rope import RopeConfig
 from megalith.errors import RankError
 from megalith.verify.faults import FAULTS, Fault, planted
-from megalith.verify.ranks import STEPS, Difference, layout_case, prove_layout
+from megalith.verify.ranks import STEPS, Difference, choose_micro_batch_size, layout_case, prove_layout
 from megalith.verify.types import type_check
 
 Outcome = Literal[
@@ -62,7 +62,14 @@ def judge(fault: Fault) -> Verdict:
         ).problems  # fmt: skip
     where = problems[0].where if problems else None
     try:
-        case = layout_case(model, parallel, world, documents="documents" in fault.needs, fault=fault.name)
+        case = layout_case(
+            model,
+            parallel,
+            world,
+            micro_batch_size=choose_micro_batch_size(parallel),
+            documents="documents" in fault.needs,
+            fault=fault.name,
+        )
         optim = replace(choice_of(fault), eps=case.run.optim.eps)
         run = replace(case.run, recompute=recompute, offload=offload, lora=adapters_of(fault), optim=optim)
         run = replace(run, train=replace(run.train, z_loss=0.1 if "z loss" in fault.needs else 0.0))

@@ -437,7 +437,7 @@ def _further_places() -> Iterator[Layout]:
     for name, (model, parallel, recompute) in rows.items():
         yield Layout(
             area="variants", name=f"further, {name}", model=model, parallel=parallel, recompute=recompute,
-            documents="document" in name, rows=2 if parallel.pp > 1 else 1, seq_len=row_of(parallel),
+            documents="document" in name, rows=2 if parallel.pp > 1 else None, seq_len=row_of(parallel),
             sample=name == "learned positions, pp2 zb-v",
         )  # fmt: skip
 
@@ -496,7 +496,7 @@ def _variants_and_others() -> Iterator[Layout]:
     for name, (model, parallel, recompute, offload) in rows.items():
         yield Layout(
             area="variants", name=name, model=model, parallel=parallel, recompute=recompute, offload=offload,
-            documents="document" in name, rows=2 if parallel.pp > 1 else 1, sample=name.startswith(sample),
+            documents="document" in name, rows=2 if parallel.pp > 1 else None, sample=name.startswith(sample),
             seq_len=row_of(parallel),
         )  # fmt: skip
 
@@ -574,7 +574,7 @@ def _looking_back() -> Iterator[Layout]:
     for name, (model, parallel, recompute, adapters) in rows.items():
         yield Layout(
             area="variants", name=f"looking back, {name}", model=model, parallel=parallel, recompute=recompute,
-            rows=1 if parallel.pp == 1 else 3, seq_len=row_of(parallel), lora=adapters,
+            rows=None if parallel.pp == 1 else 3, seq_len=row_of(parallel), lora=adapters,
             documents="document" in name, sample=name.startswith(sample),
         )  # fmt: skip
 

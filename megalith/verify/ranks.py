@@ -6,6 +6,7 @@ tokens each was chosen by. What one process computes could be wrong in the same 
 once more, and the checkpoint is also read under another layout and compared with what was saved.
 """
 
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -201,27 +202,54 @@ def layout_case(
     return LayoutCase(run, world, fault)
 
 
+def choose_micro_batch_size(parallel: ParallelConfig) -> int:
+    """Return the rows of a microbatch that give each data-parallel rank three or four microbatches in a step.
+
+    So many show an error in the accumulation of gradients, and more only cost time. Context parallelism alone keeps
+    microbatches of one row, in which one rank can have no label while another has some. So do longer pipelines and
+    other schedules, which need more microbatches than stages.
+    """
+    p, pipeline = parallel, parallel.pipeline
+    has_other_schedule = p.pp > 2 or pipeline.vpp > 1 or pipeline.schedule not in ("auto", "1f1b")
+    if has_other_schedule or (p.cp > 1 and p.tp == 1):
+        return 1
+    return {1: 3, 2: 2}.get(parallel.dp or 1, 1)
+
+
 def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference]:
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
     on_ranks = replace(case, resharded=resharded_run(case.run, case.world))
     with tempfile.TemporaryDirectory() as folder:
-        result = run_ranks(run_case, case.world, on_ranks, f"{folder}/ranks", timeout=timeout)[0]
-        fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
-        reference = run_case(0, 1, LayoutCase(run_of_one(case), 1, fault, masks=case.masks), f"{folder}/alone")
-    assert result is not None and reference is not None
-    return compare_results(result, reference)
+        result = run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout)[0]
+    assert result is not None
+    fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
+    return compare_results(result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks)))
+
+
+@functools.lru_cache(maxsize=32)  # neighboring rows of the matrix and most planted faults have the same model
+def compute_reference(case: LayoutCase) -> RankResult:
+    """Return what one process computes; the result is shared by all layouts of one model and must not be modified."""
+    with tempfile.TemporaryDirectory() as folder:
+        reference = run_case(0, 1, case, folder)
+    assert reference is not None
+    return reference
 
 
 def run_of_one(case: LayoutCase) -> TrainRun:
-    """What one process runs to be compared with the case's.
+    """Return the run of one process that the case is compared with.
 
-    Balance over the global batch takes the microbatches that data-parallel ranks see at once for one. There a
-    microbatch of the process has the rows of all of them; elsewhere as many as one of theirs. Packs are as small there
-    as they can be.
+    It has all rows of a step in one microbatch, so that it accumulates nothing, unless a loss or the choice of experts
+    depends on the microbatch. Then its microbatches have the rows of one microbatch of a rank, or, if balance over the
+    global batch counts what data-parallel ranks see at once, of all of these ranks. Packs are as small as they can be.
     """
     run, p = case.run, case.run.parallel
     dp = p.dp or case.world // (p.tp * p.cp * p.pp)
-    rows = run.train.micro_batch_size * (dp if balances_over_ranks(run.model) else 1)
+    moe, rows = run.model.moe, run.train.global_batch_size
+    by_microbatch = moe is not None and balances_by_microbatch(moe, documents=run.data.documents)
+    if balances_over_ranks(run.model):
+        rows = run.train.micro_batch_size * dp
+    elif by_microbatch or run.train.tokens_per_microbatch is not None:
+        rows = run.train.micro_batch_size
     return replace(
         run, parallel=ParallelConfig(bucket_numel=p.bucket_numel), recompute=RecomputeConfig(),
         offload=OffloadConfig(),

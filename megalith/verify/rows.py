@@ -15,7 +15,7 @@ from megalith.config.optim import TRAIN_ALL, OptimConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.recompute import OffloadConfig, RecomputeConfig
-from megalith.verify.ranks import LayoutCase, MaskKind, layout_case
+from megalith.verify.ranks import LayoutCase, MaskKind, choose_micro_batch_size, layout_case
 
 Area = Literal[
     "tensor and data", "divided state", "sharded weights", "pipeline", "shared rows", "memory", "all axes", "variants",
@@ -31,8 +31,8 @@ class Layout:
     name: str
     model: ModelConfig
     parallel: ParallelConfig
-    rows: int = 1
-    """Of a microbatch, of the 12 of a step."""
+    rows: int | None = None
+    """Of a microbatch, of the 12 of a step; None: `choose_micro_batch_size`."""
 
     seq_len: int = 12
     budget: int | None = None
@@ -69,8 +69,8 @@ class Layout:
     def case(self) -> LayoutCase:
         """What is run in float64."""
         case = layout_case(
-            self.model, self.parallel, self.world, micro_batch_size=self.rows, seq_len=self.seq_len,
-            documents=self.documents,
+            self.model, self.parallel, self.world, seq_len=self.seq_len, documents=self.documents,
+            micro_batch_size=self.rows or choose_micro_batch_size(self.parallel),
         )  # fmt: skip
         base = CheckpointConfig(load=None if self.lora is None else "base")  # which a rule asks for; it is drawn here
         run = replace(
@@ -124,7 +124,7 @@ def row_of(parallel: ParallelConfig) -> int:
 
 
 Entry = tuple[ModelConfig, ParallelConfig] | tuple[ModelConfig, ParallelConfig, int]
-"""What a row is but for its name; with the rows of a microbatch, if not 1: of the 12 rows of a step."""
+"""What a row is but for its name; with the rows of a microbatch, of the 12 rows of a step, if not the default."""
 
 
 def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] = ()) -> Iterator[Layout]:
@@ -132,7 +132,7 @@ def table(area: Area, layouts: Mapping[str, Entry], *, sample: Collection[str] =
     for name, entry in layouts.items():
         model, parallel = entry[:2]
         yield Layout(
-            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else 1,
+            area=area, name=name, model=model, parallel=parallel, rows=entry[2] if len(entry) == 3 else None,
             seq_len=row_of(parallel), sample=name in sample,
         )  # fmt: skip
 
@@ -153,4 +153,4 @@ def packed_rows() -> Iterator[Layout]:
         "experts, dp2 ep2": (replace(tiny(), moe=experts), ParallelConfig(dp=2, ep=2), 24),
     }  # fmt: skip
     for name, (model, parallel, budget) in layouts.items():
-        yield Layout(area="variants", name=f"packs, {name}", model=model, parallel=parallel, budget=budget)
+        yield Layout(area="variants", name=f"packs, {name}", model=model, parallel=parallel, rows=1, budget=budget)

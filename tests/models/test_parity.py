@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.config.sample import SampleConfig
@@ -25,7 +26,7 @@ from megalith.models.names import Family
 from megalith.models.pretrained import open_pretrained
 from megalith.plan.costs import num_parameters
 from megalith.testing.tolerance import EXACT, assert_close, assert_equals, compare, relative_error
-from megalith.verify.ranks import layout_case, prove_layout
+from megalith.verify.ranks import Difference, choose_micro_batch_size, layout_case, prove_layout
 from tests.models.families import CASES, FIRST, LONGROPE, Case, batch, our_gradients, our_model, saved
 
 transformers = pytest.importorskip("transformers")
@@ -223,6 +224,13 @@ def test_longrope_text_beyond_the_original_length_is_that_of_transformers_withou
     check_greedy_text(theirs, prompt, ours, use_cache=False)
 
 
+def failed_checks(model: ModelConfig, parallel: ParallelConfig, *, documents: bool = False) -> list[Difference]:
+    """Return what differs between the layout and one process."""
+    world, rows = parallel.tp * parallel.pp * parallel.cp, choose_micro_batch_size(parallel)
+    case = layout_case(model, parallel, world, micro_batch_size=rows, documents=documents)
+    return [difference for difference in prove_layout(case) if not difference.holds]
+
+
 @pytest.mark.parametrize(("name", "layout"), UNDER_LAYOUTS)
 def test_every_layout_computes_what_one_process_computes(name: str, layout: str, tmp_path: Path) -> None:
     _, folder = saved(CASES[name], tmp_path)
@@ -231,12 +239,7 @@ def test_every_layout_computes_what_one_process_computes(name: str, layout: str,
     if model.moe is not None:  # whose tokens must be divided over tp; and experts with biases are whole on a rank
         parallel = replace(parallel, sp=parallel.tp > 1, etp=1 if model.moe.biases else None)
     assert model.hidden_size <= 64 and (parallel.pp == 1 or model.num_layers == 2)
-    failed = [
-        row
-        for row in prove_layout(layout_case(model, parallel, parallel.tp * parallel.pp * parallel.cp))
-        if not row.holds
-    ]
-    assert failed == []
+    assert failed_checks(model, parallel) == []
 
 
 @pytest.mark.slow
@@ -251,8 +254,7 @@ def test_a_release_with_further_predictions_computes_in_every_layout_what_one_pr
     model = replace(folder.family.read_config(raw), vocab_multiple=4)
     assert model.mtp.depths == 1 and model.moe is not None and model.mla is not None
     parallel = replace(LAYOUTS[layout], sp=LAYOUTS[layout].tp > 1)
-    case = layout_case(model, parallel, parallel.tp * parallel.pp * parallel.cp, documents=True)
-    assert [row for row in prove_layout(case) if not row.holds] == []
+    assert failed_checks(model, parallel, documents=True) == []
 
 
 def test_every_family_stands_in_the_table() -> None:

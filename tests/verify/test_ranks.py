@@ -18,6 +18,7 @@ from megalith.verify.ranks import (
     Gathered,
     RaggedRows,
     RankResult,
+    choose_micro_batch_size,
     compare_results,
     layout_case,
     prove_layout,
@@ -61,7 +62,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_that_the_table_of_layouts_lacks_hold_too(name: str) -> None:
     built, parallel, world = LAYOUTS[name]
-    found = prove_layout(layout_case(built, parallel, world))
+    found = prove_layout(layout_case(built, parallel, world, micro_batch_size=choose_micro_batch_size(parallel)))
     same = {"checkpoint under another layout": "checkpoint under the same layout"} if world == 1 else {}
     assert [difference.what for difference in found] == [same.get(kind, kind) for kind in KINDS]
     assert all(difference.holds for difference in found), found

@@ -48,5 +48,5 @@ def test_a_table_gives_a_row_for_every_name() -> None:
     first, second = table(
         "pipeline", {"one": (FOUR, staged(2)), "three": (TIED, ParallelConfig(cp=2), 3)}, sample=["three"]
     )
-    assert (first.name, first.rows, first.sample, first.area) == ("one", 1, False, "pipeline")
+    assert (first.name, first.rows, first.sample, first.area) == ("one", None, False, "pipeline")
     assert (second.name, second.rows, second.sample, second.model) == ("three", 3, True, TIED)
