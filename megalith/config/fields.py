@@ -35,9 +35,10 @@ class Setting:
     """What it means, in one line."""
 
 
-def describe(cls: type) -> list[Setting]:
-    """Every leaf of `cls`, in the order of the fields."""
-    return _describe(cls, "")
+@functools.cache
+def describe(cls: type) -> tuple[Setting, ...]:
+    """Return every leaf of `cls`, in the order of the fields."""
+    return tuple(_describe(cls, ""))
 
 
 def setting_names(cls: type) -> list[str]:
@@ -72,13 +73,16 @@ def unknown_setting(cls: type, path: str, value: str | None = None) -> str:
     return f"{path}{'' if value is None else f'={value}'}: there is no such setting.{advice}"
 
 
-def default_of(field: "Field[Any]") -> tuple[bool, Any]:
-    """(does it have to be given, its default) of a dataclass field."""
-    if field.default is not MISSING:
-        return False, field.default
+def is_required(field: "Field[Any]") -> bool:
+    """Return whether a dataclass field has no default."""
+    return field.default is MISSING and field.default_factory is MISSING
+
+
+def default_of(field: "Field[Any]") -> Any:
+    """Return the default of a dataclass field; None if it is required."""
     if field.default_factory is not MISSING:
-        return False, field.default_factory()
-    return True, None
+        return field.default_factory()
+    return None if field.default is MISSING else field.default
 
 
 @functools.cache
@@ -127,9 +131,8 @@ def _describe(cls: type, prefix: str) -> list[Setting]:
         if section is not None and not literal_values(hint):
             settings += _describe(section, path)
             continue
-        required, default = default_of(field)
-        doc = docs_of(cls).get(field.name, "")
-        settings.append(Setting(path=path, hint=hint, required=required, default=plain(default), doc=doc))
+        default, doc = plain(default_of(field)), docs_of(cls).get(field.name, "")
+        settings.append(Setting(path=path, hint=hint, required=is_required(field), default=default, doc=doc))
         settings += [] if section is None else _describe(section, path)  # one word, or each by itself
     return settings
 
@@ -164,6 +167,7 @@ def literal_values(hint: Hint) -> list[Plain]:
     return [value for option in options_of(hint) if origin_of(option) is Literal for value in get_args(option)]
 
 
+@functools.cache
 def section_of(hint: Hint) -> type | None:
     """The dataclass of a section, also of one that may be unset; None for a leaf."""
     return next((option for option in options_of(hint) if is_section(option)), None)
@@ -187,6 +191,7 @@ def item_hints(option: Hint, count: int) -> list[Hint]:
     return list(arguments)
 
 
+@functools.cache  # called for every value of every config that is built
 def origin_of(hint: Hint) -> Any:  # Any: list, tuple, dict, Literal or Union, which share no type
     """`list` for `list[str]`, `Literal` for `Literal[1]`, None for a plain class."""
     return get_origin(hint)

@@ -17,11 +17,11 @@ from megalith import storage
 from megalith.config.fields import (
     Hint,
     Plain,
-    default_of,
     docs_of,
     hint_at,
     hints_of,
     is_many,
+    is_required,
     is_section,
     item_hints,
     join_path,
@@ -362,7 +362,7 @@ def _section(cls: type, data: Mapping[Any, Plain], path: str, report: _Report) -
         hint, at = hints[field.name], join_path(path, field.name)
         if field.name in data:
             values[field.name] = _value(hint, data[field.name], at, report)
-        elif default_of(field)[0]:
+        elif is_required(field):
             report.problems.append(_missing(cls, field.name, at))
     return cls(**values) if len(report.problems) == before else None
 
@@ -372,12 +372,14 @@ def _missing(cls: type, name: str, path: str) -> str:
     section = section_of(hint)
     if section is None:
         return f"{path} is missing. Set it to {type_name(hint)}: {docs_of(cls).get(name, '')}"
-    needed = [join_path(path, field.name) for field in _fields(section) if default_of(field)[0]]
+    needed = [join_path(path, field.name) for field in _fields(section) if is_required(field)]
     return f"{path} is missing: {docs_of(cls).get(name, '')} Set {' and '.join(needed) or path + ' to a mapping'}."
 
 
 def _value(hint: Hint, value: Plain, path: str, report: _Report) -> Any:  # Any: as dynamic as `hint`
     """`value` as the type `hint` asks for. Problems go to `report`; the result then means nothing."""
+    if type(value) is hint:  # most values; the rest of this function gives the same
+        return value
     if value is None and type(None) in options_of(hint):
         return None
     options = [option for option in options_of(hint) if option is not type(None)]
