@@ -58,12 +58,12 @@ def is_saving(folder: Path) -> bool:
     return any((folder / "checkpoints").glob("*.tmp-*"))
 
 
-def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]") -> None:
-    """Look every half millisecond, until then or until the process has ended."""
+def wait_until(condition: Callable[[], bool], process: "subprocess.Popen[bytes]", *, every: float) -> None:
+    """Test the condition every so many seconds until it holds or the process has ended."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline, "the run makes no progress"
-        time.sleep(0.0005)
+        time.sleep(every)
 
 
 def family(process: "subprocess.Popen[bytes]") -> list[int]:
@@ -83,7 +83,7 @@ def send(processes: list[int], number: int) -> None:
 def kill_in_a_save(folder: Path, process: "subprocess.Popen[bytes]") -> None:
     """Freeze everything when a save begins; kill it if the save is then really unfinished, else wait for the next."""
     while process.poll() is None:
-        wait_until(lambda: is_saving(folder), process)
+        wait_until(lambda: is_saving(folder), process, every=0.0005)  # a save takes milliseconds
         everyone = family(process)
         send(everyone, signal.SIGSTOP)
         if is_saving(folder):
@@ -96,7 +96,7 @@ def run_and_kill(command: list[str], folder: Path, target: int, delay: float | N
     """Start the run; after step `target` was logged, kill all of it: `delay` seconds later, or in the next save."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        wait_until(lambda: last_step(folder) >= target, process)
+        wait_until(lambda: last_step(folder) >= target, process, every=0.01)
         if delay is None:
             kill_in_a_save(folder, process)
         else:
@@ -172,6 +172,7 @@ def test_a_run_killed_twice_is_the_run_never_killed(tmp_path: Path) -> None:
     check_bar(tmp_path, {}, nproc=1, kills=2, seed=1)
 
 
+@pytest.mark.slow  # one of the ten slowest tests: three starts of two processes; the test above has the same claim
 def test_two_ranks_in_bf16_killed_once_are_the_run_never_killed(tmp_path: Path) -> None:
     check_bar(tmp_path, {"precision.params": "bf16"}, nproc=2, kills=1, seed=2)
 
