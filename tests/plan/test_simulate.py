@@ -204,6 +204,7 @@ def seconds_of_a_yardstick() -> float:
     return time.process_time() - started
 
 
+@pytest.mark.slow  # the slowest test of plans; a bound on time, and other tests check the same schedules
 def test_64_stages_and_1024_microbatches_of_three_schedules_are_built_and_checked_in_five_seconds() -> None:
     # Computing takes longer where other jobs share the cores and their caches; a yardstick before and after shows it.
     def idle_seconds() -> float:
