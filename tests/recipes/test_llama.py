@@ -1,45 +1,42 @@
-"""The published sizes of Llama 3."""
+"""Batch sizes, positions and memory of the Llama recipes."""
 
-from collections.abc import Callable
-
-import pytest
-
-from megalith.config.train import TrainRun
 from megalith.plan.advice import verdict
-from megalith.plan.costs import num_parameters
 from megalith.plan.devices import DEVICES
 from megalith.plan.memory import memory_ledger, worst
 from megalith.plan.workload import plan_workload
+from megalith.recipes.llama2 import llama2_7b, llama2_70b
 from megalith.recipes.llama3 import llama3_1b, llama3_8b, llama3_70b, llama3_405b
 
 
-@pytest.mark.parametrize(
-    "recipe, parameters",
-    [
-        (llama3_1b, 1_235_814_400),
-        (llama3_8b, 8_030_261_248),
-        (llama3_70b, 70_553_706_496),
-        (llama3_405b, 405_853_388_800),
-    ],
-)
-def test_a_model_has_its_published_number_of_parameters(recipe: Callable[[], TrainRun], parameters: int) -> None:
-    assert num_parameters(recipe().model) == parameters
+def test_a_step_of_llama_2_has_four_million_tokens_and_the_run_two_trillion() -> None:
+    for run in (llama2_7b(), llama2_70b()):
+        tokens = run.train.global_batch_size * run.train.seq_len
+        assert tokens == 2**22 and round(tokens * run.train.steps / 1e9) == 2001
+        assert (run.optim.eps, run.schedule.warmup_steps, run.schedule.min_lr * 10) == (1e-5, 2000, run.schedule.lr)
 
 
-def test_positions_are_stretched_as_published() -> None:
+def test_llama_2_70b_fits_sixteen_nodes_and_not_one() -> None:
+    found = {}
+    for world in (8, 128):
+        held = worst(memory_ledger(plan_workload(llama2_70b(), world), DEVICES["h100"])).memory.total
+        found[world] = verdict(held, DEVICES["h100"])
+    assert found[128] == "fits" and found[8] != "fits"
+
+
+def test_positions_of_llama_3_are_stretched_as_published() -> None:
     rope = llama3_8b().model.rope
     assert (rope.theta, rope.scaling, rope.factor) == (500_000.0, "llama3", 8.0)
     assert (rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position) == (1.0, 4.0, 8192)
     assert llama3_1b().model.rope.factor == 32.0
 
 
-def test_the_70b_batch_divides_over_4096_ranks() -> None:
+def test_the_batch_of_llama_3_70b_divides_over_4096_ranks() -> None:
     run = llama3_70b()
     replicas = 4096 // run.parallel.tp
     assert run.train.global_batch_size % (replicas * run.train.micro_batch_size) == 0
 
 
-def test_the_405b_batch_divides_over_16384_ranks() -> None:
+def test_the_batch_of_llama_3_405b_divides_over_16384_ranks() -> None:
     run = llama3_405b()
     replicas = 16_384 // (run.parallel.tp * run.parallel.pp)
     rows = run.train.global_batch_size
@@ -47,6 +44,6 @@ def test_the_405b_batch_divides_over_16384_ranks() -> None:
     assert rows // replicas % run.parallel.pp == 0, "whole groups of microbatches for the interleaved schedule"
 
 
-def test_the_405b_model_fits_the_gpus_it_was_trained_on() -> None:
+def test_llama_3_405b_fits_the_gpus_it_was_trained_on() -> None:
     held = worst(memory_ledger(plan_workload(llama3_405b(), 16_384), DEVICES["h100"])).memory.total
     assert verdict(held, DEVICES["h100"]) == "fits"
