@@ -35,10 +35,9 @@ class Setting:
     """What it means, in one line."""
 
 
-@functools.cache
 def describe(cls: type) -> tuple[Setting, ...]:
     """Return every leaf of `cls`, in the order of the fields."""
-    return tuple(_describe(cls, ""))
+    return _describe(cls, "")
 
 
 def setting_names(cls: type) -> list[str]:
@@ -123,8 +122,9 @@ def join_path(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _describe(cls: type, prefix: str) -> list[Setting]:
-    settings = []
+@functools.cache
+def _describe(cls: type, prefix: str) -> tuple[Setting, ...]:
+    settings: list[Setting] = []
     for field in fields(cls):
         path, hint = join_path(prefix, field.name), hints_of(cls)[field.name]
         section = section_of(hint)
@@ -133,8 +133,8 @@ def _describe(cls: type, prefix: str) -> list[Setting]:
             continue
         default, doc = plain(default_of(field)), docs_of(cls).get(field.name, "")
         settings.append(Setting(path=path, hint=hint, required=is_required(field), default=default, doc=doc))
-        settings += [] if section is None else _describe(section, path)  # one word, or each by itself
-    return settings
+        settings += () if section is None else _describe(section, path)  # one word, or each by itself
+    return tuple(settings)
 
 
 def type_name(hint: Hint) -> str:
