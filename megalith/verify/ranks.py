@@ -34,7 +34,6 @@ from megalith.data.sample import Dataset, RowMask, Sample
 from megalith.nn.init import fill
 from megalith.optim.schedule import GroupRates, group_rates, schedule_lengths
 from megalith.parallel.context import my_slicing
-from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.parallel.tensor import Init
 from megalith.plan.deal import budget_of
@@ -140,7 +139,7 @@ Gathered = dict[str, Boxes]
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """What the ranks computed, joined on rank 0."""
+    """What one rank computed, or all ranks (`join_ranks`)."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -151,12 +150,14 @@ class RankResult:
     gradients: Gathered
     weights: Gathered
     stored: dict[str, Tensor]
+    """Of the checkpoint, as rank 0 reads it."""
+
     reloaded: Gathered
     uses: list[list[LayerUse]]
     """By step: what the experts of every layer did; empty lists without experts."""
 
     biases: dict[str, list[Tensor]]
-    """Balancing biases after the last step, by layer: every rank's."""
+    """Balancing biases after the last step, by layer: one per rank that has the layer."""
 
     still: Gathered
     """After the last step: weights that are not trained; empty with adapters."""
@@ -220,8 +221,7 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
     """Run the case on its processes and on one, and compare; the caller looks at `holds`."""
     on_ranks = replace(case, resharded=resharded_run(case.run, case.world))
     with tempfile.TemporaryDirectory() as folder:
-        result = run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout)[0]
-    assert result is not None
+        result = join_ranks(run_ranks(run_case, case.world, on_ranks, folder, timeout=timeout))
     fault = case.fault if case.fault is not None and fault_named(case.fault).everywhere else None
     return compare_results(result, compute_reference(LayoutCase(run_of_one(case), 1, fault, masks=case.masks)))
 
@@ -230,9 +230,7 @@ def prove_layout(case: LayoutCase, *, timeout: float = 120.0) -> list[Difference
 def compute_reference(case: LayoutCase) -> RankResult:
     """Return what one process computes; the result is shared by all layouts of one model and must not be modified."""
     with tempfile.TemporaryDirectory() as folder:
-        reference = run_case(0, 1, case, folder)
-    assert reference is not None
-    return reference
+        return run_case(0, 1, case, folder)
 
 
 def run_of_one(case: LayoutCase) -> TrainRun:
@@ -273,8 +271,8 @@ def balances_by_microbatch(moe: MoEConfig, *, documents: bool) -> bool:
     return over_it or (documents and balance.sequence > 0)
 
 
-def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult | None:
-    """What one rank does; rank 0 gives back what all computed."""
+def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult:
+    """Run the case on one rank."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -289,7 +287,7 @@ def run_case(rank: int, world: int, case: LayoutCase, folder: str) -> RankResult
         torch.set_num_threads(threads)
 
 
-def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
+def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult:
     device = torch.device("cpu")
     trainer = _recording(build_trainer(case.run, mesh, device))
     _give_adapters_values(trainer)
@@ -323,19 +321,34 @@ def _run_case(case: LayoutCase, mesh: Mesh, folder: Path) -> RankResult | None:
     uses.append(use_of_experts(again.staged.modules, mesh))
     unclipped += _unclipped_gradients(again)
     again.data.settle()
-    biases = _biases(again, mesh)
-    parts = (initial, gradients, weights, _weights(again), _still(again), saved, resharded)
-    gathered = [_gather(part, mesh) for part in parts]
-    if mesh.world.rank != 0:
-        return None
-    stored = {name: checkpoint.read(name) for name in checkpoint.keys()}  # noqa: SIM118  # not a mapping
+    names = checkpoint.keys() if mesh.world.rank == 0 else ()
+    stored = {name: checkpoint.read(name) for name in names}
     expected = torch_updates(
         case.run, _joined(initial), unclipped, lr=case.run.schedule.lr, weight_decay=DECAY, groups=groups
     ) if unclipped else []  # fmt: skip
     return RankResult(
-        losses, norms, scores, gathered[0], gathered[1], gathered[2], stored, gathered[3], uses, biases, gathered[4],
-        gathered[5], gathered[6], case.resharded is not None, expected,
+        losses, norms, scores, initial, gradients, weights, stored, _weights(again), uses, _biases(again),
+        _still(again), saved, resharded, case.resharded is not None, expected,
     )  # fmt: skip
+
+
+def join_ranks(results: Sequence[RankResult]) -> RankResult:
+    """Return the slices of all ranks by name, and what every rank knows as rank 0 has it."""
+    biases: dict[str, list[Tensor]] = {}
+    for result in results:
+        for name, values in result.biases.items():
+            biases.setdefault(name, []).extend(values)
+    return replace(
+        results[0],
+        initial=_join_slices([result.initial for result in results]),
+        gradients=_join_slices([result.gradients for result in results]),
+        weights=_join_slices([result.weights for result in results]),
+        reloaded=_join_slices([result.reloaded for result in results]),
+        biases=biases,
+        still=_join_slices([result.still for result in results]),
+        saved=_join_slices([result.saved for result in results]),
+        resharded=_join_slices([result.resharded for result in results]),
+    )
 
 
 def _recording(trainer: Trainer) -> Trainer:
@@ -443,19 +456,13 @@ def _other_choices(mine: Sequence[Sequence[LayerUse]], reference: Sequence[Seque
                 yield f"{where}: {use.refused:.0f} choices were refused and not {other.refused:.0f}"
 
 
-def _biases(trainer: Trainer, mesh: Mesh) -> dict[str, list[Tensor]]:
-    """Balancing biases by layer, as every rank that has the layer knows them. Collective."""
-    mine = {
-        router.layer: router.moved.detach().clone()
+def _biases(trainer: Trainer) -> dict[str, list[Tensor]]:
+    """Return this rank's balancing biases by layer."""
+    return {
+        router.layer: [router.moved.detach().clone()]
         for router in routers_of(trainer.staged.modules)
         if router.moved is not None
     }
-    found: dict[str, list[Tensor]] = {}
-    for part in gather_objects(mine, mesh.world):
-        assert isinstance(part, dict)
-        for name, bias in part.items():
-            found.setdefault(name, []).append(bias)
-    return found
 
 
 def _scalars(what: str, mine: Sequence[float], reference: Sequence[float]) -> Difference:
@@ -537,11 +544,10 @@ def _parts(entry: Entry) -> list[tuple[Box, Tensor]]:
     return [(piece.box, piece.values.clone()) for piece in pieces(entry)]
 
 
-def _gather(mine: Gathered, mesh: Mesh) -> Gathered:
-    """Every rank's slices, by name; small models only."""
+def _join_slices(parts: Sequence[Gathered]) -> Gathered:
+    """Return the slices of all parts by name."""
     joined: Gathered = {}
-    for part in gather_objects(mine, mesh.world):
-        assert isinstance(part, dict)
+    for part in parts:
         for name, boxes in part.items():
             joined.setdefault(name, Boxes(boxes.shape, [])).parts.extend(boxes.parts)
     return joined

@@ -35,6 +35,7 @@ from megalith.kernels.grouped_linear import (
     put_grouped_product_,
 )
 from megalith.parallel import data
+from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import Mesh, build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced
 from megalith.testing.ranks import run_ranks
@@ -45,7 +46,7 @@ from megalith.train.step import train_step
 from megalith.verify.ranks import (
     Gathered,
     LayoutCase,
-    _gather,
+    _join_slices,
     _joined,
     _loader,
     _slices,
@@ -370,11 +371,12 @@ def pushed(
     for slot in trainer.optimizer.slots:
         if slot.shard.name.endswith("router_bias"):
             slot.weight.copy_(torch.tensor(push))
-    before = _gather(weights_of(trainer), mesh)
+    before = _join_slices(gather_objects(weights_of(trainer), mesh.world))
     train_step(trainer, _loader(case.run, mesh, consumed=0, steps=1).next(), lr=1e-2, weight_decay=0.0)
-    gradients = _gather(_slices([(o.shard, o.gradient) for o in trainer.data.owned]), mesh)
+    mine = _slices([(o.shard, o.gradient) for o in trainer.data.owned])
+    gradients = _join_slices(gather_objects(mine, mesh.world))
     use = [one.counts for one in use_of_experts(trainer.staged.modules, mesh)]
-    return use, before, gradients, _gather(weights_of(trainer), mesh)
+    return use, before, gradients, _join_slices(gather_objects(weights_of(trainer), mesh.world))
 
 
 def weights_of(trainer: Trainer) -> Gathered:

@@ -14,6 +14,7 @@ from megalith.checkpoint.save import save_checkpoint
 from megalith.config.parallel import ParallelConfig
 from megalith.config.pipeline import PipelineConfig
 from megalith.models.decoder import declared_parameters
+from megalith.parallel.group import gather_objects
 from megalith.parallel.mesh import build_mesh, mesh_of_one, model_grid
 from megalith.testing.inject import replaced, slow_link
 from megalith.testing.ranks import run_ranks
@@ -54,13 +55,18 @@ def weights(trainer: Trainer) -> proof.Gathered:
     return proof._slices([*((slot.shard, slot.weight) for slot in trainer.optimizer.slots), *trainer.data.frozen])
 
 
+def joined(trainer: Trainer) -> dict[str, Tensor]:
+    """Return whole weights, from all ranks."""
+    return proof._joined(proof._join_slices(gather_objects(weights(trainer), trainer.mesh.world)))
+
+
 def run_steps(
     rank: int, world: int, case: proof.LayoutCase, folder: str, trained: Iterable[str]
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor], set[str]]:
     """Losses and norms; weights before and after, on rank 0; names of what the optimizer holds."""
     trainer = frozen_trainer(case, rank, trained)
     mesh, news = trainer.mesh, []
-    before = proof._joined(proof._gather(weights(trainer), mesh))
+    before = joined(trainer)
     loader = proof._loader(case.run, mesh, consumed=0, steps=2)
     for _ in range(2):
         result = train_step(trainer, loader.next(), lr=1e-2, weight_decay=0.1)
@@ -70,8 +76,8 @@ def run_steps(
     again = frozen_trainer(case, rank, trained, fill=False)
     open_checkpoint(Path(folder) / "step_0000002").load_into(checkpoint_entries(again), mesh.world)
     publish_loaded(again)
-    after = proof._joined(proof._gather(weights(again), mesh))
-    assert_close(after, proof._joined(proof._gather(weights(trainer), mesh)), FP64)
+    after = joined(again)
+    assert_close(after, joined(trainer), FP64)
     held = {slot.shard.name for slot in trainer.optimizer.slots}
     assert held == {owned.shard.name for owned in trainer.data.owned}
     assert not any(parameter.grad is not None for parameter in trainer.staged.modules.parameters())

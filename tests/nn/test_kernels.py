@@ -43,7 +43,7 @@ from megalith.testing.ranks import run_ranks
 from megalith.testing.tiny import tiny_run
 from megalith.train.build import build_trainer
 from megalith.train.step import train_step
-from megalith.verify.ranks import LayoutCase, compare_results, layout_case, prove_layout, run_case
+from megalith.verify.ranks import LayoutCase, compare_results, join_ranks, layout_case, prove_layout, run_case
 from megalith.verify.ranks import _loader as loader_of
 from megalith.verify.variants import PLAIN, VARIANTS
 
@@ -113,10 +113,9 @@ def test_ranks_that_share_vocabulary_and_tokens_compute_by_definitions_what_one_
     parallel = ParallelConfig(tp=2, cp=2, sp=True)
     case = layout_case(VARIANTS["sinks"], parallel, 4, seq_len=24, documents=True)
     plain = replace(case, run=replace(case.run, kernels="reference"))
-    result = run_ranks(run_case, 4, plain, str(tmp_path / "ranks"), timeout=120.0)[0]
+    result = join_ranks(run_ranks(run_case, 4, plain, str(tmp_path / "ranks"), timeout=120.0))
     one = replace(case.run, parallel=ParallelConfig(bucket_numel=2000))
     reference = run_case(0, 1, LayoutCase(one, 1), str(tmp_path / "alone"))
-    assert result is not None and reference is not None
     assert [difference for difference in compare_results(result, reference) if not difference.holds] == []
 
 
