@@ -57,7 +57,7 @@ def _compile(loop: Loop, dtype: torch.dtype, *, keep: bool) -> int:
     return int(compiled.address)
 
 
-class _FirstPass(Listener):  # type: ignore[misc]  # numba has no types
+class _FirstPass(Listener):
     """Reports the compilation of a loop when its first pass starts; code from the cache has none."""
 
     def __init__(self, *, cached: bool) -> None:
